@@ -120,10 +120,10 @@ class RaggedLayer(AttentionCacheLayer):
         key = key if key.dtype == value.dtype else key.to(value.dtype)
         padding = self._context.shared.padding
         if self.prompt_length:
-            return self._extend(query, key, value, scale, padding.hidden_keys(mask)).transpose(1, 2)
+            return self._extend(query, key, value, scale, padding.hidden_keys(mask, query.shape[2])).transpose(1, 2)
         if not self._context.config.streaming:
             return self._read_prompt(query, key, value, scale, mask, stock())
-        if padding.hidden_keys(mask) is not None:
+        if padding.hidden_keys(mask, query.shape[2]) is not None:
             raise CacheError(
                 "streaming does not take padding in the prompt; give rows of equal length, or one row at a time."
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
-from lkv.integrations.transformers.masks import visible_keys
+from lkv.integrations.transformers.masks import expand_mask
 from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_attention
 
 
@@ -72,10 +72,7 @@ class SharedLayer(AttentionCacheLayer):
         assert self._key is not None and self._value is not None and self._prompt.store is not None
         batch, _, new, _ = query.shape
         query, key, value = query.to(self._value.dtype), self._key, self._value
-        if isinstance(mask, Tensor):
-            visible = visible_keys(mask)
-        else:
-            visible = torch.ones(1, 1, new, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - new)
+        visible = expand_mask(mask, new, key.shape[2], key.device)
         late, late_lse = masked_attention(query, key, value, visible, scale)
         # To the prompt all rows are new tokens of one row: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None]

@@ -1,11 +1,14 @@
 """The whole cache on a real GPU against the same model in float64 on the CPU; skipped where there is none."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.kernels.causal_attention import causal_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from tests.cache.helpers import OwnScores
@@ -115,3 +118,19 @@ def test_compiled_models_decode_alike():
         parts = [model(token.to(DEVICE), past_key_values=cache).logits.clone() for token in text[:, 90:].split(1, 1)]
         found.append(torch.cat(parts, 1))
     torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(("tokens", "padding"), [(90, [0, 7, 7]), (40, [0, 20, 70]), (40, None)])
+def test_prompts_without_a_mask(tokens, padding, dtype, allowed):
+    """Outputs and gradients; in half precision by flash attention alone."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(3, heads, length, 64) for heads, length in ((6, tokens), (2, 90), (2, 90))]
+    results = []
+    for device, kind in (("cpu", torch.float64), (DEVICE, dtype)):
+        q, k, v = (x.to(device, kind).requires_grad_() for x in inputs)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if kind == torch.bfloat16 else nullcontext():
+            out = causal_attention(q, k, v, 0.1, padding)
+            results.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for exact, found in zip(*results, strict=True):
+        assert float((found.cpu().double() - exact).norm() / exact.norm()) <= allowed

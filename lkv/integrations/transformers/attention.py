@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.config import ModelSpec
@@ -28,6 +28,7 @@ from lkv.integrations.transformers.cache_layers import (
 )
 from lkv.integrations.transformers.compiled import extend, take_traced
 from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
+from lkv.integrations.transformers.masks import KeyOffset, attend_prompt, key_mask
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import (
     attention_sinks,
@@ -39,7 +40,8 @@ from lkv.integrations.transformers.spec import (
 )
 
 _PREFIX = "lkv_"
-_BASES = ("sdpa", "eager")
+_FLASH = ("flash_attention_2", "flash_attention_3")
+_BASES = ("sdpa", "eager", *_FLASH)
 _PATCH = "_lkv_patch"
 
 
@@ -74,7 +76,8 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     `unpatch_attention` undoes it.
 
     Args:
-        model: A causal language model with attention implementation "sdpa" or "eager"; it may be wrapped by PEFT.
+        model: A causal language model with attention implementation "sdpa", "eager", "flash_attention_2" or
+            "flash_attention_3"; it may be wrapped by PEFT.
         spec: The model's description, where its weights are in other processes and cannot be read here.
 
     Returns:
@@ -152,7 +155,7 @@ def _register_attention(model: Any, patched: PatchedModel) -> None:
     if base not in _BASES and not base.startswith(_PREFIX):
         raise UnsupportedModelError(
             f"LKV does not work over the attention implementation {base!r} yet; load the model with "
-            "attn_implementation='sdpa' or 'eager'."
+            f"attn_implementation='sdpa', or one of {', '.join(_BASES[1:])}."
         )
     if base in _BASES and model._can_set_attn_implementation():
         for config in _configs(model):
@@ -160,7 +163,7 @@ def _register_attention(model: Any, patched: PatchedModel) -> None:
             if own in _BASES:
                 AttentionInterface.register(_PREFIX + own, partial(_attention, own))
                 # Without a mask function of the same name transformers would drop the padding.
-                AttentionMaskInterface.register(_PREFIX + own, partial(_mask, ALL_MASK_ATTENTION_FUNCTIONS[own]))
+                AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
                 config._attn_implementation_internal = _PREFIX + own
                 patched._configs[id(config)] = config
     # Models with attention code of their own never call a registered function: every token would be lost.
@@ -192,27 +195,46 @@ def _attention(
     # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
     eager = base == "eager"
     own = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
-    stock = partial(own, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    caller = _FlashModule(module, base) if base in _FLASH else module
+    stock = partial(own, caller, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced()) is not None:
         cache, index = traced
         _check_owner(cache.layers[index], module)
-        prompt = stock()[0] if cache.layers[index].is_reading_prompt else None
+        is_stock = cache.layers[index].is_reading_prompt and not _would_need_mask(base, query, key, attention_mask)
+        prompt = stock()[0] if is_stock else None
         return extend(cache.name, query, key, value, attention_mask, prompt, scale, index), None
     if has_pending_layer():
-        return _attend(module, query, key, value, attention_mask, scale, stock)
+        return _attend(base, module, query, key, value, attention_mask, scale, stock)
     return stock()
 
 
-def _mask(base: Any, *args: Any, **kwargs: Any) -> Any:
-    """The model's own mask, unless a cache needs none."""
-    return None if kwargs.get("kv_offset", 0) is NO_MASK else base(*args, **kwargs)
+def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
+    """The mask of one kind of layer: that of the model, or `key_mask` where the layers of a cache need no more."""
+    offset = kwargs.get("kv_offset", 0)
+    if offset is NO_MASK:
+        return None
+    # Models combine the causal function with others, and may ask for a whole mask to change it.
+    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    is_free = is_causal and kwargs.get("allow_is_causal_skip", True)
+    # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway.
+    if base != "sdpa" or not isinstance(offset, KeyOffset) or not is_free:
+        return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **kwargs)
+    # Before transformers 5.4 the positions of the queries are given, not their number.
+    queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
+    return key_mask(kwargs.get("attention_mask"), queries, kwargs["kv_length"], offset)
+
+
+def _would_need_mask(base: str, query: Tensor, key: Tensor, mask: Any) -> bool:
+    """Whether the model's own SDPA would need a 4-D mask; `attend_prompt` does without one."""
+    has_padding = isinstance(mask, Tensor) and mask.ndim == 2
+    return base == "sdpa" and (has_padding or (mask is None and query.shape[2] != key.shape[2]))
 
 
 # Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.
 @torch.compiler.disable
 def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: partial[Any]
+    base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: partial[Any]
 ) -> tuple[Tensor, Any]:
     """Attention by the cache layer that returned `key`, or the model's own where no LKV layer did."""
     layer = take_pending_layer(key)
@@ -224,7 +246,9 @@ def _attend(
             f"{type(module).__name__} has attention sinks, which neither the training of policies nor KVzip's second "
             "pass computes yet; use a method without either, such as snapkv."
         )
-    return layer.attend(query, key, value, mask, scale, lambda: stock()[0]), None
+    is_own = _would_need_mask(base, query, key, mask)
+    prompt = partial(attend_prompt, query, key, value, mask, scale) if is_own else lambda: stock()[0]
+    return layer.attend(query, key, value, mask, scale, prompt), None
 
 
 def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:
@@ -232,3 +256,22 @@ def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:
     owner = layer.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")
+
+
+class _FlashModule:
+    """An attention module whose configuration names the flash attention that is called, not LKV's function over it."""
+
+    def __init__(self, module: nn.Module, implementation: str):
+        self._module = module
+        self.config = _FlashConfig(module.config, implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _FlashConfig:
+    def __init__(self, config: Any, implementation: str):
+        self._config, self._attn_implementation = config, implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)

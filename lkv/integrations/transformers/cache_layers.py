@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from lkv.errors import CacheError
 from lkv.integrations.transformers.compiled import count_tokens, note_traced, register_cache
+from lkv.integrations.transformers.masks import KeyOffset
 
 # In place of a mask's offset: the tokens of the pass need no mask.
 NO_MASK: Any = None
@@ -71,7 +72,7 @@ class AttentionCacheLayer(CacheLayerMixin):
             query: Queries after RoPE, [B, Hq, T, d].
             key: The keys that `update` returned, [B, Hkv, K, d].
             value: The values that `update` returned, [B, Hkv, K, dv].
-            mask: transformers' attention mask, [B, 1, T, K] bool or additive, or None.
+            mask: None, a `key_mask` [B, K] or a whole attention mask [B, 1, T, K], bool or additive.
             scale: What the products of queries and keys are multiplied by.
             stock: Computes the model's own attention over `key` and `value`.
 
@@ -182,7 +183,8 @@ class BaseCache(Cache):
             query_length = query_length.shape[0]
         if torch.compiler.is_dynamo_compiling() and query_length == 1 and self._hides_length(layer_idx):
             return 1, NO_MASK
-        return super().get_mask_sizes(query_length, layer_idx)
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, KeyOffset(offset) if isinstance(self.layers[layer_idx], AttentionCacheLayer) else offset
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens read so far; a tensor where a decode step is traced."""

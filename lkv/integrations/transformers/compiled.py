@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from lkv.integrations.transformers.masks import attend_prompt
+
 _caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
@@ -52,9 +54,13 @@ def extend(
     """Give a layer new k and v, and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
 
     `name`: what `register_cache` returned. It stands for all that the layer stores, which is changed. `prompt`: the
-    model's own attention [B, T, Hq, dv], where a prompt is read.
+    model's own attention [B, T, Hq, dv], where a prompt is read; None if `attend_prompt` computes it.
     """
-    out: Tensor = _caches[int(name)].compute_layer(layer, query, key, value, mask, scale, lambda: prompt)
+
+    def stock() -> Tensor:
+        return attend_prompt(query, key, value, mask, scale) if prompt is None else prompt
+
+    out: Tensor = _caches[int(name)].compute_layer(layer, query, key, value, mask, scale, stock)
     # An operator may not return what it was given.
     own = out.clone() if prompt is not None and out is prompt else out
     return own.to(value.dtype).contiguous()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
+from lkv.kernels.causal_attention import merge
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.kernels.ragged_attention.arguments import (
     QuantizedKV,
@@ -246,7 +247,7 @@ def merge_attention(
         )
     for name, x in (("left", left), ("left_lse", left_lse), ("right", right), ("right_lse", right_lse)):
         check_storage(name, x)
-    return _module("loop").merge(left, left_lse, right, right_lse)
+    return merge(left, left_lse, right, right_lse)
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

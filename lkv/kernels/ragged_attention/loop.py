@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from lkv.kernels.causal_attention import causal_attention
+
 # Entries that are widened to float32 at once: what a step allocates must not grow with the context.
 _ENTRIES_IN_FLOAT32 = 4096
 # New tokens that attend at once: the mask of a whole part of a prompt would outweigh what eviction saves.
@@ -47,7 +49,8 @@ def attend(
             out = scaled_dot_product_attention(rows[None, first:last], k[None], v[None], scale=scale)
             parts.append(out.flatten(0, 2))
         else:
-            parts.append(_attend_causal(rows[first:last].unflatten(1, (-1, tokens)), k, v, scale).flatten(0, 2))
+            grouped = rows[first:last].unflatten(1, (-1, tokens))
+            parts.append(causal_attention(grouped, k[:, None], v[:, None], scale).flatten(0, 2))
     return torch.cat(parts).to(q.dtype).view(batch, heads, tokens, -1), None
 
 
@@ -70,15 +73,6 @@ def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
     out, lse = _softmax_product(scores, _at_least_float32(value)[:, :, None])
     return out.reshape(batch, heads, rows, -1).to(q.dtype), lse.reshape(batch, heads, rows)
-
-
-def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """As `api.merge_attention`."""
-    total = torch.logaddexp(left_lse, right_lse)
-    # Where both are -inf their difference would be NaN.
-    base = total.where(total > -torch.inf, 0.0)
-    merged = left * (left_lse - base).exp()[..., None] + right * (right_lse - base).exp()[..., None]
-    return merged.to(left.dtype), total
 
 
 def _attend_with_lse(
@@ -162,17 +156,3 @@ def _attend_one_half(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for share, part in zip(shares.split(_ENTRIES_IN_FLOAT32, -1), v.split(_ENTRIES_IN_FLOAT32), strict=True):
         out.addmm_(share, part.float())
     return out
-
-
-def _attend_causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Several new tokens [N, group, rows, d] over spans [N, length, d] that end with them."""
-    rows, length = q.shape[2], k.shape[1]
-    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
-    parts: list[Tensor] = []
-    end = length - rows
-    for block in q.split(_ROWS, 2):
-        new = block.shape[2]
-        end += new
-        visible = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(end - new)
-        parts.append(scaled_dot_product_attention(block, k[:, :, :end], v[:, :, :end], visible, scale=scale))
-    return torch.cat(parts, 2)

@@ -7,9 +7,10 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from lkv.errors import BackendError
+from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.utils import devices
 
@@ -127,17 +128,8 @@ def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: fl
     width += -width % 8
     ones = q.new_full((*q.shape[:-1], columns.shape[-1]), 1.0 / scale)
     q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (torch.cat([q, ones], -1), torch.cat([k, columns], -1), v))
-    batch, heads, rows, _ = q.shape
-    kv_heads, length = k.shape[1], k.shape[2]
-    groups = heads // kv_heads
-    if rows == length:
-        out = scaled_dot_product_attention(q, k, v, scale=scale, is_causal=True, enable_gqa=heads != kv_heads)
-    else:
-        # The query heads of a group become rows of one head, so that k and v need no repetition.
-        visible = torch.ones(rows, length, dtype=torch.bool, device=q.device).tril(length - rows).repeat(groups, 1)
-        q = q.reshape(batch, kv_heads, groups * rows, width)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
-        out = out.reshape(batch, heads, rows, width)
+    groups, rows, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    out = causal_attention(q, k, v, scale)
     empty = (log_mask > -torch.inf).cumsum(-1)[..., length - rows :] == 0
     return out[..., :value_dim].masked_fill(empty.repeat_interleave(groups, 1)[..., None], 0.0)
 

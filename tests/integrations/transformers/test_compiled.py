@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
-from tests.cache.helpers import ids
+from tests.cache.helpers import ids, padded
 from tests.conftest import tiny_llama
 
 
@@ -40,8 +40,34 @@ def test_a_prompt_and_its_steps_are_two_graphs_whatever_the_layers(layers):
     compiled = torch.compile(model, backend=graphs)
     torch.testing.assert_close(logits(compiled, model, text, 90), logits(model, model, text, 90))
     assert len(graphs) == 2
+    attention = [
+        node for node in graphs[0].graph.nodes if node.target is torch.nn.functional.scaled_dot_product_attention
+    ]
+    assert [(node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in attention] == [(None, True)] * layers
     logits(compiled, model, text[:, :80], 70)
     assert len(graphs) == 3
+
+
+@torch.no_grad()
+def test_a_compiled_prompt_with_padding_equals_that_of_the_model():
+    """Without a mask of its queries and keys in the graph."""
+    model, rows = tiny_llama(dtype=torch.float32), padded([ids(1, 80), ids(1, 50, 1)])
+    graphs = Graphs()
+    compiled, outs = torch.compile(model, backend=graphs, fullgraph=True), []
+    positions = (rows["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    for reader in (model, compiled):
+        cache = RaggedCache(model, method="knorm", retention=0.3)
+        reader(**rows, position_ids=positions, past_key_values=cache)
+        mask = torch.cat([rows["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+        step = {"attention_mask": mask, "position_ids": positions[:, -1:] + 1}
+        outs.append(model(ids(2, 1, 2), **step, past_key_values=cache).logits)
+    torch.testing.assert_close(outs[1], outs[0])
+    shapes = [
+        x.meta["example_value"].shape
+        for x in graphs[0].graph.nodes
+        if "example_value" in x.meta and isinstance(x.meta["example_value"], torch.Tensor)
+    ]
+    assert not [shape for shape in shapes if shape[-2:] == (80, 80)]
 
 
 def test_compiled_steps_of_a_batch_equal_those_of_the_model():
