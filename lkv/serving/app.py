@@ -18,30 +18,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from lkv.errors import (
-    BusyError,
-    ContextFileError,
-    LkvError,
-    PromptError,
-    RetentionError,
-    StoreError,
-    UnknownContextError,
-)
+from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving.answers import Answer
 from lkv.serving.middleware import RequestGuard
 from lkv.serving.page import page_response
-from lkv.serving.schemas import ChatRequest, error_object, parse_chat, parse_context
+from lkv.serving.schemas import ChatRequest, error_object, error_response, parse_chat, parse_context
 from lkv.serving.service import Job, Service
 from lkv.serving.store import StoredContext, unknown_context
 
-_STATUS: list[tuple[type[LkvError], int, str]] = [
-    (UnknownContextError, 404, "not_found_error"),
-    (BusyError, 429, "rate_limit_error"),
-    (ContextFileError, 409, "conflict_error"),
-    (StoreError, 507, "server_error"),
-    (PromptError, 400, "invalid_request_error"),
-    (RetentionError, 400, "invalid_request_error"),
-]
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
 _THREADS = 32
 
@@ -74,10 +58,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(LkvError)
     async def lkv_error(_: Request, error: Exception) -> JSONResponse:
-        matches = ((status, kind) for cls, status, kind in _STATUS if isinstance(error, cls))
-        status, kind = next(matches, (500, "server_error"))
-        headers = {"Retry-After": "1"} if status == 429 else None
-        return JSONResponse(error_object(str(error), kind), status, headers)
+        assert isinstance(error, LkvError)
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: Exception) -> JSONResponse:

@@ -5,8 +5,18 @@ from email.utils import collapse_rfc2231_value
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from starlette.responses import JSONResponse
 
-from lkv.errors import PromptError
+from lkv.errors import (
+    BusyError,
+    ContextFileError,
+    IntegrationError,
+    LkvError,
+    PromptError,
+    RetentionError,
+    StoreError,
+    UnknownContextError,
+)
 from lkv.serving.answers import SamplingParams
 
 # Fields of OpenAI's API that would change an answer in ways not offered here, with the values that leave it unchanged.
@@ -14,6 +24,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+}  # fmt: skip
+_STATUS: dict[type[LkvError], tuple[int, str]] = {
+    UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
+    ContextFileError: (409, "conflict_error"), StoreError: (507, "server_error"),
+    PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
+    IntegrationError: (400, "invalid_request_error"),
 }  # fmt: skip
 _MAX_TOKENS = 2**31
 
@@ -190,6 +206,14 @@ def _check_structure(body: bytes) -> None:
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if plain.count(b'"') > 2 * _MAX_STRINGS or len(b"".join(plain.split(b'"')[::2])) > _MAX_STRUCTURE:
         raise PromptError("the body: it has more fields or list entries than any request needs; send less.")
+
+
+def error_response(error: LkvError) -> JSONResponse:
+    """The answer to a request that fails with `error`."""
+    status, kind = next((value for cls, value in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
+    return JSONResponse(
+        error_object(str(error), kind), status, {"Retry-After": "1"} if isinstance(error, BusyError) else None
+    )
 
 
 def error_object(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

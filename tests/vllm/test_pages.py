@@ -22,7 +22,7 @@ def case():
     # (place, first and last new token of the pass, tokens in pages); the request in place 1 has no context.
     batch = Batch(HEADS)
     followers = {1: (None, [Row(3, 15, 35, 90), Row(0, 0, 1, 40)]), 2: (None, [Row(2, 14, 15, 7)])}
-    batch._add(followers, torch.device("cpu"))
+    batch.add_followers(followers, torch.device("cpu"))
     query = torch.randn(35, HEADS * GROUP, DIM)
     return key, value, tables, batch, query
 

@@ -4,6 +4,7 @@
 - `InputProcessor.process_inputs`, in the front end: requests are checked, and their pages salted (`requests.py`).
 - `GPUModelRunner._model_forward`, in workers: positions are shifted, and the pass is planned (`batch.py`).
 - `Worker.determine_available_memory`: the contexts' memory is taken from that of the KV cache.
+- `Worker.lkv_outcome`, `lkv_resident`, `lkv_release`: what the front end asks workers (`collective_rpc`).
 
 On a version that does not fit, one line says so and vLLM runs as it would without the plugin.
 """
@@ -13,7 +14,7 @@ import logging
 from inspect import signature
 from typing import Any
 
-_HOOKED = "_lkv_hooked"
+_HOOK_MARK = "_lkv_hooked"
 _LOG = logging.getLogger("vllm.lkv")
 
 
@@ -53,18 +54,18 @@ def _check(owner: type, name: str, *parameters: str) -> None:
         raise AttributeError(f"{owner.__name__}.{name} has no parameter {min(missing)}")
 
 
-def _wrap(owner: type, name: str, around: Any) -> None:
-    """Replace a method by `around`, which gets the method it replaces as its first argument; once."""
+def _wrap(owner: type, name: str, wrapper: Any) -> None:
+    """Replace a method by `wrapper`, which gets the method as its first argument; once."""
     method = vars(owner)[name]
-    if hasattr(method, _HOOKED):
+    if hasattr(method, _HOOK_MARK):
         return
 
     @functools.wraps(method)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(method, *args, **kwargs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(method, *args, **kwargs)
 
-    setattr(wrapper, _HOOKED, True)
-    setattr(owner, name, wrapper)
+    setattr(wrapped, _HOOK_MARK, True)
+    setattr(owner, name, wrapped)
 
 
 def _process_inputs(method: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,15 +75,15 @@ def _process_inputs(method: Any, processor: Any, *args: Any, **kwargs: Any) -> A
     if any(name.startswith("lkv_") for name in (*(extra or ()), request.cache_salt or "")):
         from lkv.integrations.vllm.requests import check_request
 
-        asked = args[2] if len(args) > 2 else kwargs["params"]
-        check_request(processor, request, asked.max_tokens)
+        params = args[2] if len(args) > 2 else kwargs["params"]
+        check_request(processor, request, params.max_tokens)
     return request
 
 
 def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: Any = None, **kwargs: Any) -> Any:
     from vllm.forward_context import get_forward_context
 
-    from lkv.integrations.vllm.attention import KEY
+    from lkv.integrations.vllm.attention import BATCH_KEY
     from lkv.integrations.vllm.batch import Batch
 
     context = get_forward_context()
@@ -91,11 +92,11 @@ def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: A
         return method(runner, input_ids=input_ids, positions=positions, **kwargs)
     # In place: a CUDA graph reads this tensor and no other.
     batch.shift(positions)
-    context.additional_kwargs[KEY] = batch
+    context.additional_kwargs[BATCH_KEY] = batch
     try:
         out = method(runner, input_ids=input_ids, positions=positions, **kwargs)
     finally:
-        del context.additional_kwargs[KEY]
+        del context.additional_kwargs[BATCH_KEY]
         batch.shift(positions, -1)
     batch.finish(out)
     return out
@@ -116,24 +117,24 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
 
 def _outcome(worker: Any, name: str) -> str | None:
     """RPC: `VllmContexts.outcome`."""
-    from lkv.integrations.vllm.contexts import loaded_contexts
-
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _loaded_contexts(worker)
     return "" if contexts is None else contexts.outcome(name)
 
 
 def _resident(worker: Any) -> dict[str, int]:
     """RPC: bytes of the contexts in this worker's memory."""
-    from lkv.integrations.vllm.contexts import loaded_contexts
-
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _loaded_contexts(worker)
     return {} if contexts is None else contexts.store.resident()
 
 
 def _release(worker: Any, name: str) -> None:
     """RPC: drop a deleted context from this worker's memory."""
-    from lkv.integrations.vllm.contexts import loaded_contexts
-
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _loaded_contexts(worker)
     if contexts is not None:
         contexts.store.release(name)
+
+
+def _loaded_contexts(worker: Any) -> Any:
+    from lkv.integrations.vllm.contexts import loaded_contexts
+
+    return loaded_contexts(worker.model_runner)

@@ -20,13 +20,13 @@ try:
 except ImportError:  # this module is then only read, by documentation and checks
     CPUAttentionBackend = CPUAttentionBackendImpl = FlashAttentionBackend = FlashAttentionImpl = object
 
-KEY = "lkv"  # of the forward context's additional arguments
+BATCH_KEY = "lkv"  # of the forward context's additional arguments
 _MAX_SCORES = 2**23  # of one product
 
 
 def current_batch() -> Batch | None:
     """The part of LKV in the forward pass that is running."""
-    return get_forward_context().additional_kwargs.get(KEY)
+    return get_forward_context().additional_kwargs.get(BATCH_KEY)
 
 
 def layer_index(name: str) -> int:
@@ -118,11 +118,11 @@ class CPUPages:
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
-        used, place = table[: -(-length // self.size)].long(), (self.size, self._dim)
+        blocks, shape = table[: -(-length // self.size)].long(), (self.size, self._dim)
         # A copy of whole rows, and one that turns k: half the time of indexing views.
-        first = 2 * (self._heads * used + torch.arange(self._heads)[:, None])
+        first = 2 * (self._heads * blocks + torch.arange(self._heads)[:, None])
         key, value = (self._rows.index_select(0, rows.flatten()).view(*rows.shape, -1) for rows in (first, first + 1))
-        key, value = self._layout.keys(key, *place), self._layout.values(value, *place)
+        key, value = self._layout.keys(key, *shape), self._layout.values(value, *shape)
         return key.flatten(1, 2)[:, :length], value.flatten(1, 2)[:, :length]
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
@@ -130,7 +130,7 @@ class CPUPages:
         out = query.new_empty(query.shape[1], len(batch.tokens), dtype=torch.float32)
         # Requests with equally many new tokens (all that decode) are computed together.
         if "tables" not in batch.work:
-            batch.work["tables"] = [self._tables(rows, block_table) for rows in _by_tokens(batch.rows)]
+            batch.work["tables"] = [self._tables(rows, block_table) for rows in _group_by_tokens(batch.rows)]
         for columns, tables, visible in batch.work["tables"]:
             tokens = batch.tokens[columns]  # [R, T]
             queries = query[tokens].unflatten(2, (self._heads, -1)).permute(0, 2, 3, 1, 4)  # [R, H, g, T, d]
@@ -162,7 +162,7 @@ class CPUPages:
         return scores.masked_fill_(~visible[:, None, None], -torch.inf).logsumexp(-1)
 
 
-def _by_tokens(rows: list[Row]) -> list[list[Row]]:
+def _group_by_tokens(rows: list[Row]) -> list[list[Row]]:
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.tokens, []).append(row)
@@ -224,8 +224,8 @@ class FlashPages:
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """As `CPUPages.read`."""
-        used = table[: -(-length // self.size)].long()
-        key, value = (x[used].transpose(0, 1).flatten(1, 2)[:, :length] for x in (self._keys, self._values))
+        blocks = table[: -(-length // self.size)].long()
+        key, value = (x[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for x in (self._keys, self._values))
         return key, value
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float, version: int) -> Tensor:
@@ -259,8 +259,8 @@ def page_layout(dtype: torch.dtype, block_size: int, dim: int) -> type[PageLayou
     k_cache, v_cache = cache.view(1, 1, 2 * block_size, dim).chunk(2, 2)
     ops.cpu_attn_reshape_and_cache(key, value, k_cache, v_cache, torch.arange(block_size), isa)
     for layout in (PageLayout, AmxLayout) if block_size % 16 == dim % 16 == 0 else (PageLayout,):
-        own_key, own_value = layout.keys(cache[0], block_size, dim), layout.values(cache[1], block_size, dim)
-        if torch.equal(own_key, key[:, 0]) and torch.equal(own_value, value[:, 0]):
+        read_key, read_value = layout.keys(cache[0], block_size, dim), layout.values(cache[1], block_size, dim)
+        if torch.equal(read_key, key[:, 0]) and torch.equal(read_value, value[:, 0]):
             return layout
     raise IntegrationError(
         f"vLLM's CPU kernel {isa!r} stores {dtype} keys in a layout that LKV cannot read; use --dtype float32."

@@ -22,7 +22,7 @@ class RequestWork:
     """What one request of the worker needs; lives as long as vLLM's own state of the request."""
 
     context: Context | None = None
-    wanted: NewContext | None = None
+    new_context: NewContext | None = None
     compression: Compression | None = None
 
 
@@ -54,7 +54,7 @@ class Batch:
         tokens: The places of their new tokens in the pass.
         groups: For each context its tokens, and which of `tokens` they are: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
-        lost: New tokens of requests whose context cannot be loaded any more.
+        lost_tokens: New tokens of requests whose context cannot be loaded any more.
         total_heads: KV heads of all ranks of tensor parallelism.
     """
 
@@ -63,7 +63,7 @@ class Batch:
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     groups: list[tuple[Context, Tensor, slice]] = field(default_factory=list)
     compressions: list[tuple[Row, RequestWork, Any]] = field(default_factory=list)
-    lost: list[slice] = field(default_factory=list)
+    lost_tokens: list[slice] = field(default_factory=list)
     work: dict[Any, Any] = field(default_factory=dict)  # of the backend, for all layers of the pass
 
     @classmethod
@@ -71,7 +71,7 @@ class Batch:
         """The part of LKV in the pass that `runner` has prepared; None if it has none."""
         batch, starts = runner.input_batch, runner.query_start_loc.np
         followers: dict[int, tuple[Context, list[Row]]] = {}
-        compressions, lost = [], []
+        compressions, lost_tokens = [], []
         for index, request in enumerate(batch.req_ids):
             state = runner.requests[request]
             work = _request_work(runner, state)
@@ -81,26 +81,27 @@ class Batch:
             row = Row(index, start, stop, int(batch.num_computed_tokens_cpu[index]) + stop - start)
             if work.context is not None:
                 followers.setdefault(id(work.context), (work.context, []))[1].append(row)
-            elif work.wanted is None:
-                lost.append(slice(start, stop))
+            elif work.new_context is None:
+                lost_tokens.append(slice(start, stop))
             elif row.length - row.tokens < state.num_prompt_tokens <= row.length:
                 compressions.append((row, work, state))
-        if not followers and not compressions and not lost:
+        if not followers and not compressions and not lost_tokens:
             return None
         total_heads = runner.model_config.get_total_num_kv_heads()
-        planned = cls(total_heads, compressions=compressions, lost=lost)
+        planned = cls(total_heads, compressions=compressions, lost_tokens=lost_tokens)
         for _, work, _ in compressions:
-            work.compression = _begin(runner, work.wanted)
-        planned._add(followers, runner.device)
+            work.compression = _start_compression(runner, work.new_context)
+        planned.add_followers(followers, runner.device)
         return planned
 
-    def _add(self, followers: dict[int, tuple[Context, list[Row]]], device: torch.device) -> None:
+    def add_followers(self, followers: dict[int, tuple[Context, list[Row]]], device: torch.device) -> None:
+        """Add the rows that follow each context."""
         column = 0
         places: list[Tensor] = []
         for context, rows in followers.values():
-            own = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(device)
-            self.groups.append((context, own, slice(column, column + len(own))))
-            places.append(own)
+            tokens = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(device)
+            self.groups.append((context, tokens, slice(column, column + len(tokens))))
+            places.append(tokens)
             for row in rows:
                 self.rows.append(Row(row.index, row.start, row.stop, row.length, column))
                 column += row.tokens
@@ -134,12 +135,12 @@ class Batch:
 
         Where a context was lost, an answer without it would look right: it gets tokens that say nothing.
         """
-        for tokens in self.lost:
+        for tokens in self.lost_tokens:
             hidden[tokens] = 0
         for _, work, state in self.compressions:
             compression, work.compression = work.compression, None
             if compression is not None:
-                compression.store_behind(list(state.prompt_token_ids))
+                compression.store_in_background(list(state.prompt_token_ids))
 
 
 def worker_contexts(runner: Any) -> VllmContexts:
@@ -157,16 +158,16 @@ def _request_work(runner: Any, state: Any) -> RequestWork | None:
         work = RequestWork()
         try:
             if CONTEXT in args:
-                work.context = _context(runner, state, args[CONTEXT])
+                work.context = _load_context(runner, state, args[CONTEXT])
             else:
-                work.wanted = NewContext.parse(args[COMPRESS])
+                work.new_context = NewContext.parse(args[COMPRESS])
         except LkvError as error:  # checked by the front end; since then its file was damaged or deleted
             _LOG.error("request %s gets no answer: %s", state.req_id, error)
         setattr(state, _WORK, work)
     return work
 
 
-def _context(runner: Any, state: Any, name: str) -> Context:
+def _load_context(runner: Any, state: Any, name: str) -> Context:
     """The context of a request. Raises LkvError for one that is lost, or not the one that was checked."""
     contexts = worker_contexts(runner)
     context = contexts.store.get(name)
@@ -177,12 +178,12 @@ def _context(runner: Any, state: Any, name: str) -> Context:
     return context
 
 
-def _begin(runner: Any, wanted: NewContext | None) -> Compression | None:
+def _start_compression(runner: Any, new_context: NewContext | None) -> Compression | None:
     """A compression, in the rank that writes files; the others only send it their heads."""
-    if wanted is None or not is_first_rank():
+    if new_context is None or not is_first_rank():
         return None
     try:
-        return Compression(worker_contexts(runner), wanted)
+        return Compression(worker_contexts(runner), new_context)
     except Exception:  # other requests are answered; the client learns that there is no context
         _LOG.exception("a text could not be compressed")
         return None

@@ -31,11 +31,11 @@ from lkv.policy.policy import Policy
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id, unknown_context
 from lkv.utils.prompts import encode_context, tokenizer_digest
 
-_MAX_ANNOUNCED = 1024  # texts that wait for their request
-_MAX_WRITTEN = 256  # contexts of which is known how their writing ended
+_MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
+_MAX_WRITES = 256  # contexts of which is known how their writing ended
 _LOG = logging.getLogger("vllm.lkv")
 _ATTRIBUTE = "_lkv_contexts"
-_opening = threading.Lock()
+_open_lock = threading.Lock()
 
 
 class PluginSettings(BaseModel):
@@ -104,13 +104,12 @@ class VllmContexts:
         )
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
         memory = int(settings.memory * 2**20) if memory_bytes is None else memory_bytes
-        store = settings.store or str(cache_folder() / "contexts")
-        self._open_store = partial(ContextStore, store, self.model, self.tokenizer, digest)
+        self._folder = settings.store or str(cache_folder() / "contexts")
+        self._open_store = partial(ContextStore, self._folder, self.model, self.tokenizer, digest)
         self.store = self._open_store(memory)
-        self._folder = store
-        self._announced: dict[str, NewContext] = {}
-        self._checked: dict[str, tuple[float, ...]] = {}
-        self._written: dict[str, Future[None]] = {}
+        self._announced_texts: dict[str, NewContext] = {}
+        self._checked_files: dict[str, tuple[float, ...]] = {}
+        self._writes: dict[str, Future[None]] = {}
 
     def method(self, settings: "CompressionSettings | NewContext") -> Method:
         """The method that keeps as much as `settings` say. Raises LkvError for one that cannot work inside vLLM."""
@@ -137,57 +136,57 @@ class VllmContexts:
         protected = protected_tokens(self.tokenizer, text, protect, system)
         settings = self.compression.for_text(retention, memory, system, protect)
         ids = encode_context(self.tokenizer, text, system)
-        wanted = NewContext(
+        new_context = NewContext(
             id=context_id(text, settings), retention=settings.retention, memory=settings.memory,
             sha256=hashlib.sha256(text.encode()).hexdigest(), ids=ids,
             protected=protected,
         )  # fmt: skip
-        self._check_text(wanted, len(ids))
-        while len(self._announced) >= _MAX_ANNOUNCED:
-            self._announced.pop(next(iter(self._announced)), None)
-        self._announced[wanted.id] = wanted
-        return wanted
+        self._check_text(new_context, len(ids))
+        while len(self._announced_texts) >= _MAX_ANNOUNCED_TEXTS:
+            self._announced_texts.pop(next(iter(self._announced_texts)), None)
+        self._announced_texts[new_context.id] = new_context
+        return new_context
 
-    def check_announced(self, wanted: "NewContext", ids: list[int]) -> None:
+    def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
         """Check that a request compresses what `encode` was called for: else a client could replace any context.
 
         Raises PromptError otherwise, and as `encode` does.
         """
-        announced = self._announced.get(wanted.id)
+        announced = self._announced_texts.get(new_context.id)
         # Another client may have announced the same text under another name.
-        same = announced is not None and announced.model_copy(update={"name": wanted.name}).model_dump()
-        if announced is None or announced.ids != ids or same != wanted.model_dump():
+        same = announced is not None and announced.model_copy(update={"name": new_context.name}).model_dump()
+        if announced is None or announced.ids != ids or same != new_context.model_dump():
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
-        del self._announced[wanted.id]
-        self._check_text(wanted, len(ids))
+        del self._announced_texts[new_context.id]
+        self._check_text(new_context, len(ids))
 
-    def _check_text(self, wanted: "NewContext", tokens: int) -> None:
+    def _check_text(self, new_context: "NewContext", tokens: int) -> None:
         """Raise PromptError for a text of which nothing would be kept, or that is too long; StoreError for no space."""
         if tokens >= self.max_positions:
             raise PromptError(
                 f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
                 "included; shorten it."
             )
-        RaggedCache(self.model, method=self.method(wanted)).config.method.check_length(tokens)
+        RaggedCache(self.model, method=self.method(new_context)).config.method.check_length(tokens)
         if self.store.nbytes() >= self.settings.max_store * 2**20:
             raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
 
-    def store_behind(self, name: str, store: Callable[[], None]) -> None:
+    def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
-        while len(self._written) >= _MAX_WRITTEN:
-            del self._written[next(iter(self._written))]
+        while len(self._writes) >= _MAX_WRITES:
+            del self._writes[next(iter(self._writes))]
         # A thread that stays would keep its OpenMP threads: more of them than processors sleep at each barrier instead
         # of spinning, and every later step of the model takes half as long again.
         writer = ThreadPoolExecutor(1, "lkv-writer")
-        self._written[name] = writer.submit(store)
+        self._writes[name] = writer.submit(store)
         writer.shutdown(wait=False)
 
     def outcome(self, name: str) -> str | None:
         """Why the context `name` could not be stored, once; "" if it was or nothing is known of it; None until then."""
-        written = self._written.get(name)
-        if written is not None and not written.done():
+        write = self._writes.get(name)
+        if write is not None and not write.done():
             return None
-        error = self._written.pop(name).exception() if written is not None else None
+        error = self._writes.pop(name).exception() if write is not None else None
         if error is not None and not isinstance(error, LkvError):
             _LOG.error("a text could not be compressed", exc_info=error)
             return f"{type(error).__name__}: {error}"
@@ -202,11 +201,11 @@ class VllmContexts:
         if stored is None:
             raise unknown_context(name)
         state = (stored.created, stored.tokens, *self._file_state(name))
-        if self._checked.get(name) != state:
+        if self._checked_files.get(name) != state:
             # Read whole, and kept in the memory of workers alone.
             if self._open_store(0).get(name).tokens != stored.tokens:
                 raise ContextFileError(f"the context {name!r} is not the one described; compress its text again.")
-            self._checked[name] = state
+            self._checked_files[name] = state
         return stored.tokens
 
     def _file_state(self, name: str) -> tuple[float, ...]:
@@ -249,9 +248,9 @@ class NewContext(BaseModel):
 class Compression:
     """One text that is compressed while vLLM reads it: each layer's k and v are evicted from when all are in pages."""
 
-    def __init__(self, contexts: VllmContexts, wanted: NewContext):
-        self._contexts, self._wanted = contexts, wanted
-        self._cache = RaggedCache(contexts.model, method=contexts.method(wanted), slack=0)
+    def __init__(self, contexts: VllmContexts, new_context: NewContext):
+        self._contexts, self._new_context = contexts, new_context
+        self._cache = RaggedCache(contexts.model, method=contexts.method(new_context), slack=0)
         self._error: Exception | None = None
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
@@ -263,20 +262,20 @@ class Compression:
         except Exception as error:
             self._error = error
 
-    def store_behind(self, ids: list[int]) -> None:
+    def store_in_background(self, ids: list[int]) -> None:
         """Have the context of the text `ids` stored; `VllmContexts.outcome` says when it is, or why it cannot be."""
-        self._contexts.store_behind(self._wanted.id, partial(self._store, ids))
+        self._contexts.store_in_background(self._new_context.id, partial(self._store, ids))
 
     @torch.inference_mode()
     def _store(self, ids: list[int]) -> None:
         if self._error is not None:
             raise self._error
-        contexts, wanted, cache = self._contexts, self._wanted, self._cache
+        contexts, new_context, cache = self._contexts, self._new_context, self._cache
         cache.ids = torch.tensor([ids], device=contexts.model.device)
-        metadata = describe_compression(cache, wanted.sha256)
+        metadata = describe_compression(cache, new_context.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
-        settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)
-        contexts.store.put(StoredContext.describe(wanted.id, wanted.name, context, settings), context)
+        settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
+        contexts.store.put(StoredContext.describe(new_context.id, new_context.name, context, settings), context)
 
 
 def unsupported_reason(vllm_config: Any) -> str | None:
@@ -298,7 +297,7 @@ def unsupported_reason(vllm_config: Any) -> str | None:
 
 def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_bytes: int | None = None) -> VllmContexts:
     """The contexts of an object of vLLM's (a runner, an input processor), made at the first call."""
-    with _opening:
+    with _open_lock:
         contexts = getattr(owner, _ATTRIBUTE, None)
         if contexts is None:
             contexts = VllmContexts(vllm_config, device, memory_bytes)

@@ -22,23 +22,14 @@ from prometheus_client import Gauge
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lkv.errors import (
-    BusyError,
-    ContextFileError,
-    IntegrationError,
-    LkvError,
-    PromptError,
-    RetentionError,
-    StoreError,
-    UnknownContextError,
-)
+from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
-from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts
+from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving.middleware import LOOPBACK, refuse
 from lkv.serving.page import page_response
+from lkv.serving.schemas import ContextRequest, error_response, parse_context
 from lkv.serving.schemas import Message as ChatMessage
-from lkv.serving.schemas import error_object, parse_context
 from lkv.serving.service import Job
 from lkv.serving.store import StoredContext, unknown_context
 from lkv.utils.prompts import encode, render_messages
@@ -46,19 +37,7 @@ from lkv.utils.prompts import encode, render_messages
 _PREFIX = "lkv_"  # of all that names contexts
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MAX_JOBS = 256  # texts that are being compressed or could not be
-_STATUS: dict[type[LkvError], tuple[int, str]] = {
-    UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
-    ContextFileError: (409, "conflict_error"), StoreError: (507, "server_error"),
-    PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
-    IntegrationError: (400, "invalid_request_error"),
-}  # fmt: skip
 _LOG = logging.getLogger("vllm.lkv")
-
-
-def error_response(error: LkvError) -> JSONResponse:
-    """An error as OpenAI's clients read it."""
-    status, kind = next((value for cls, value in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
-    return JSONResponse(error_object(str(error), kind), status)
 
 
 class ContextRoutes:
@@ -93,15 +72,15 @@ class ContextRoutes:
             limit = int(self._settings.max_upload * 2**20)
             data = await _read_body(request.receive, limit)
             body = await asyncio.to_thread(parse_context, data, request.headers.get("content-type", ""))
-            made = await self._create(body)
-            return JSONResponse(made.as_object(), 200 if isinstance(made, StoredContext) else 202)
+            context = await self._create(body)
+            return JSONResponse(context.as_object(), 200 if isinstance(context, StoredContext) else 202)
 
         @app.get("/v1/contexts")
         async def list_contexts() -> dict[str, Any]:
             stored = await asyncio.to_thread((await self.contexts()).store.list_contexts)
             ready = [context for context in stored if context.id not in self._deleted and context.id not in self._jobs]
-            made: list[StoredContext | Job] = [*self._jobs.values(), *ready]
-            return {"object": "list", "data": [context.as_object() for context in made]}
+            contexts: list[StoredContext | Job] = [*self._jobs.values(), *ready]
+            return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
         async def describe(name: str) -> dict[str, Any]:
@@ -110,13 +89,12 @@ class ContextRoutes:
         @app.delete("/v1/contexts/{name}")
         async def delete(name: str) -> dict[str, Any]:
             job = self._jobs.pop(name, None)
-            if job is None or job.error is None:
-                if job is not None:
-                    job.is_deleted = True
-                else:
-                    await self._stored(name)
-                    self._deleted.add(name)
-                    await self._delete_unused(name)
+            if job is not None:
+                job.is_deleted = True  # its context goes when it is complete
+            else:
+                await self._stored(name)
+                self._deleted.add(name)
+                await self._delete_unused(name)
             return {"object": "context", "id": name, "deleted": True}
 
         @app.get("/")
@@ -149,27 +127,27 @@ class ContextRoutes:
             raise unknown_context(name)
         return stored
 
-    async def _create(self, body: Any) -> StoredContext | Job:
+    async def _create(self, body: ContextRequest) -> StoredContext | Job:
         """The stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
         if len(body.text) > 32 * contexts.max_positions:
             raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
-        wanted = await asyncio.to_thread(
+        new_context = await asyncio.to_thread(
             contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
         )
-        if len(wanted.ids) >= self._length:
+        if len(new_context.ids) >= self._length:
             raise PromptError(
-                f"the text has {len(wanted.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
+                f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        wanted.name = body.name
+        new_context.name = body.name
         try:
-            await asyncio.to_thread(contexts.tokens, wanted.id)
-            if wanted.id not in self._deleted:
-                return await self._stored(wanted.id)
+            await asyncio.to_thread(contexts.tokens, new_context.id)
+            if new_context.id not in self._deleted:
+                return await self._stored(new_context.id)
         except LkvError:  # none yet, or a damaged one, which is made anew
             pass
         # Nothing is waited for from here on: two requests for one text make one job.
-        job = self._jobs.get(wanted.id)
+        job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
             return job
         while len(self._jobs) >= _MAX_JOBS:
@@ -177,35 +155,36 @@ class ContextRoutes:
             if failed is None:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
             del self._jobs[failed]
-        settings = contexts.compression._replace(retention=wanted.retention, memory=wanted.memory)
-        job = self._jobs[wanted.id] = Job(wanted.id, body.name, "", settings, time.time())
-        task = asyncio.create_task(self._compress(contexts, wanted, job))
+        settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
+        job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
+        task = asyncio.create_task(self._compress(contexts, new_context, job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return job
 
-    async def _compress(self, contexts: VllmContexts, wanted: Any, job: Job) -> None:
+    async def _compress(self, contexts: VllmContexts, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
         from vllm import SamplingParams
 
         try:
-            extra = {COMPRESS: wanted.model_dump_json()}
+            extra = {COMPRESS: new_context.model_dump_json()}
             params = SamplingParams(max_tokens=1, temperature=0, extra_args=extra)
-            prompt = {"prompt_token_ids": wanted.ids}
+            prompt = {"prompt_token_ids": new_context.ids}
             async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
                 pass
-            while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(wanted.id,))):
+            while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(new_context.id,))):
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
-            if job.error is None and await asyncio.to_thread(contexts.store.describe, wanted.id) is None:
+            if job.error is None and await asyncio.to_thread(contexts.store.describe, new_context.id) is None:
                 job.error = "vLLM ended without compressing the text; see its log, and send it again."
-            self._deleted.discard(wanted.id)  # made anew
+            self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         if job.is_deleted:
-            await self._delete(contexts, wanted.id)
+            if new_context.id not in self._jobs:  # else it is being made again
+                await self._delete(contexts, new_context.id)
         elif job.error is None:
-            self._jobs.pop(wanted.id, None)
+            self._jobs.pop(new_context.id, None)
 
     async def _delete_unused(self, name: str) -> None:
         """Delete the files of a deleted context unless requests use it: a queued one would not find them."""

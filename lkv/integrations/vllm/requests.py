@@ -84,8 +84,8 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
     if COMPRESS in extra:
         if params.max_tokens != 1:
             raise PromptError(f"{COMPRESS} reads a text and answers nothing; give max_tokens=1.")
-        wanted = NewContext.parse(extra[COMPRESS])
-        contexts.check_announced(wanted, list(ids))
+        new_context = NewContext.parse(extra[COMPRESS])
+        contexts.check_announced(new_context, list(ids))
         return
     name = extra[CONTEXT]
     if not isinstance(name, str):
@@ -129,22 +129,22 @@ def compress(
     from vllm import SamplingParams
 
     contexts = front_contexts(llm.llm_engine.input_processor)
-    wanted = contexts.encode(text, retention, system, memory, protect)
-    wanted.name = name
+    new_context = contexts.encode(text, retention, system, memory, protect)
+    new_context.name = name
     try:
-        contexts.tokens(wanted.id)
-        return wanted.id
+        contexts.tokens(new_context.id)
+        return new_context.id
     except LkvError:  # none yet, or a damaged one, which is made anew
         pass
-    params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: wanted.model_dump_json()})
-    llm.generate({"prompt_token_ids": wanted.ids}, params, use_tqdm=False)
-    while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(wanted.id,))):
+    params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
+    llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
+    while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):
         time.sleep(0.001)
     if failure := "".join(outcomes):
         raise StoreError(failure)
-    if contexts.store.describe(wanted.id) is None:
+    if contexts.store.describe(new_context.id) is None:
         raise IntegrationError("vLLM ended without compressing the text; see its log.")
-    return wanted.id
+    return new_context.id
 
 
 def question_prompt(llm: Any, question: str, context: str | None = None) -> dict[str, Any]:

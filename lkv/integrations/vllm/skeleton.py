@@ -27,10 +27,10 @@ def build_skeleton(
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     depth = config.get_text_config(decoder=True).num_hidden_layers
-    sampled = {f".layers.{index}." for index in (0, depth // 2, depth - 1)}
-    wanted = {key for key, _ in model.named_parameters() if any(part in f".{key}" for part in sampled)}
+    sampled_layers = {f".layers.{index}." for index in (0, depth // 2, depth - 1)}
+    sampled_names = {key for key, _ in model.named_parameters() if any(part in f".{key}" for part in sampled_layers)}
     _replace_weights(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-    missing = wanted - _read_weights(model, _checkpoint_files(name, revision, download_dir), wanted)
+    missing = sampled_names - _read_weights(model, _checkpoint_files(name, revision, download_dir), sampled_names)
     if missing:
         raise IntegrationError(
             f"contexts cannot be used with {name}: its safetensors files have no {min(missing)}; quantised and other "
@@ -46,27 +46,27 @@ def build_skeleton(
     return model
 
 
-def _replace_weights(model: nn.Module, make: Any) -> None:
+def _replace_weights(model: nn.Module, make_weight: Any) -> None:
     for module in model.modules():
         for key, weight in list(module._parameters.items()):
             if weight is not None:
-                module._parameters[key] = nn.Parameter(make(weight), requires_grad=False)
+                module._parameters[key] = nn.Parameter(make_weight(weight), requires_grad=False)
 
 
-def _read_weights(model: nn.Module, files: list[Path], wanted: set[str]) -> set[str]:
-    """Put the `wanted` weights of the files into the model; returns the names that were found."""
-    found = set()
+def _read_weights(model: nn.Module, files: list[Path], names: set[str]) -> set[str]:
+    """Put the weights `names` of the files into the model; returns those that were found."""
+    found_names = set()
     for file in files:
         with safe_open(file, "pt") as tensors:
-            for key in wanted & set(tensors.keys()):
+            for key in names & set(tensors.keys()):
                 owner, _, leaf = key.rpartition(".")
                 module = model.get_submodule(owner)
                 old = module._parameters[leaf]
                 tensor = tensors.get_tensor(key)
                 if old is not None and tensor.shape == old.shape:
                     module._parameters[leaf] = nn.Parameter(tensor.to(old.dtype), requires_grad=False)
-                    found.add(key)
-    return found
+                    found_names.add(key)
+    return found_names
 
 
 def _checkpoint_files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
