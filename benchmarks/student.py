@@ -38,7 +38,7 @@ def step(model: Any, policy: Policy, sample: TokenizedSample, whole: bool) -> No
     with torch.no_grad():
         teacher = run.run(None)
     scores = run.scores(policy)
-    noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0), scores.device)
+    noise = gumbel((1, *scores.shape), torch.Generator(scores.device).manual_seed(0))
     student = run.run(soft_mask(policy, scores, _RETENTION, 0.1, noise))
     (run.kl(teacher, student) + 0.5 * run.hidden_distance(teacher, student, "relative")).backward()
 

@@ -9,11 +9,13 @@ student sees the prompt under a soft mask.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, pad
+from torch.utils.checkpoint import checkpoint
 
 from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
@@ -21,11 +23,12 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
-from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
+from lkv.utils.devices import copy_to_device
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 if TYPE_CHECKING:
@@ -57,20 +60,13 @@ class _MaskedLayer(FrozenPromptLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        rows, heads, new, _ = key.shape
-        # The prompt's k and v for each continuation.
-        owners = 0 if self._owners is None else self._owners.to(key.device)
-        k, v = (
-            torch.cat([x[owners].expand(rows, -1, -1, -1), own], 2)
-            for x, own in ((self._prompt.key, key), (self._prompt.value, value))
-        )
-        log_mask = k.new_zeros((rows, heads, k.shape[2]), dtype=torch.float32)
-        if self._log_mask is not None:
-            # A model may be spread over devices: the masks of all layers are made on one.
-            prompt_mask = self._log_mask.to(k.device)
-            log_mask = torch.cat([prompt_mask, log_mask[..., :new].to(prompt_mask.dtype)], -1)
+        # A model may be spread over devices: the masks of all layers are made on one.
+        owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
         # Under autocast the rotation leaves q and k in float32 beside v in half precision.
-        return soft_mask_attention(query.to(v.dtype), k.to(v.dtype), v, log_mask, scale).transpose(1, 2)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        prompt = self._prompt
+        out = continuation_attention(query, key, value, prompt.key, prompt.value, log_mask, owners, scale)
+        return out.transpose(1, 2)
 
 
 class MaskedSequence(BaseCache):
@@ -117,10 +113,10 @@ def schedule(config: TrainingConfig, step: float) -> Schedule:
     return Schedule(lr, tau, config.retention_start * (config.retention_end / config.retention_start) ** share)
 
 
-def gumbel(shape: Iterable[int], generator: torch.Generator, device: torch.device) -> Tensor:
-    """Standard Gumbel noise from a CPU generator, the same on every device."""
-    uniform = torch.rand(tuple(shape), generator=generator, device="cpu").clamp(1e-10, 1 - 1e-7)
-    return -torch.log(-torch.log(uniform)).to(device)
+def gumbel(shape: Iterable[int], generator: torch.Generator) -> Tensor:
+    """Standard Gumbel noise on the device of the generator."""
+    uniform = torch.rand(tuple(shape), generator=generator, device=generator.device).clamp(1e-10, 1 - 1e-7)
+    return -torch.log(-torch.log(uniform))
 
 
 class Outputs(NamedTuple):
@@ -146,7 +142,8 @@ class SampleDistillation:
         self._device = input_device(model)
         self.lengths = [len(sample.context) for sample in samples]
         self.counts = [len(sample.continuations) for sample in samples]
-        self._contexts = _pad_ids([sample.context for sample in samples]).to(self._device)
+        to_device = partial(copy_to_device, device=self._device)
+        self._contexts = to_device(_pad_ids([sample.context for sample in samples]))
         self.prompt = read_prompt(model, self._contexts, queries)
         ids = _pad_ids([ids for sample in samples for ids, _ in sample.continuations])
         owners = [index for index, sample in enumerate(samples) for _ in sample.continuations]
@@ -157,12 +154,14 @@ class SampleDistillation:
             # Row i predicts token i + 1: the targets are predicted by rows skip - 1 .. length - 2.
             first = max(0, skip - 1)
             target_weights[row, first : length - 1] = 1.0 / (length - 1 - first) / count
-        self._ids, self._owners = ids.to(self._device), torch.tensor(owners, device=self._device)
-        self._target_rows = target_weights.to(self._device) > 0
-        self._target_owners = self._target_rows.nonzero()[:, 0]  # the continuation of each target token
+        self._ids, self._owners = to_device(ids), to_device(torch.tensor(owners, device="cpu"))
+        self._starts = to_device(torch.tensor([self.lengths[owner] for owner in owners], device="cpu"))
+        # Known on the host, so that nothing waits for the device: the continuation and the row of each target token.
+        targets = target_weights.nonzero(as_tuple=True)
+        self._target_owners, self._target_rows = map(to_device, targets)
         # Every continuation of a sample has the same weight, whatever its length.
-        self.weights = target_weights.to(self._device)[self._target_rows]
-        self.row_weights = row_weights.to(self._device)
+        self.weights = to_device(target_weights[targets])
+        self.row_weights = to_device(row_weights)
         if whole:  # the hidden states of all tokens count, the prompt's too
             real = (self.row_weights > 0).float()
             real = torch.cat([real.new_ones(len(real), self.lengths[0]), real], 1)
@@ -178,14 +177,13 @@ class SampleDistillation:
             options = {"logits_to_keep": self._ids.shape[1]}
         else:
             is_single = len(self.lengths) == 1
-            owners = self._owners[:1] if is_single else self._owners
-            starts = torch.tensor(self.lengths, device=self._device)[owners]
+            starts = self._starts[:1] if is_single else self._starts
             positions = starts[:, None] + torch.arange(ids.shape[1], device=self._device)
             if log_mask is None and not is_single:  # the teacher must not see the padding
                 heads = self.prompt[0].key.shape[1]
                 shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
                 log_mask = self.join_masks([torch.zeros(shape, device=self._device) for shape in shapes])
-            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else owners)
+            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else self._owners)
         out = self._model(
             input_ids=ids,
             position_ids=positions,
@@ -194,13 +192,18 @@ class SampleDistillation:
             output_hidden_states=True,
             **options,
         )
-        return Outputs(log_softmax(out.logits[self._target_rows].float(), -1), out.hidden_states[1:])
+        logits = out.logits[self._target_owners, self._target_rows]
+        return Outputs(log_softmax(logits.float(), -1), out.hidden_states[1:])
 
     def scores(self, policy: Policy, number: int = 0) -> Tensor:
         """LKV-T scores u [L, H, T] of the prompt of sample `number`."""
         row, tokens = slice(number, number + 1), slice(0, self.lengths[number])
-        parts = (policy.tokens(prompt.select(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
-        return torch.cat([part.to(self._device) for part in parts])
+        parts = ((prompt.select(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
+        if not torch.is_grad_enabled():
+            return torch.cat([policy.tokens(*part).to(self._device) for part in parts])
+        # What the scorer computes from the prompt is computed again in the backward pass rather than saved.
+        recomputed = (checkpoint(policy.tokens, *part, use_reentrant=False, preserve_rng_state=False) for part in parts)
+        return torch.cat([part.to(self._device) for part in recomputed])
 
     def join_masks(self, masks: Sequence[Tensor]) -> Tensor:
         """Join the log-masks [L, n_i, H, T_i] of all samples into one [L, n, H, T] that masks the padding."""
@@ -296,16 +299,18 @@ def distillation_losses(
         teacher = run.run(None)
     masks, weights = [], []
     for index, (number, sample) in enumerate(group.numbered):
-        generator = torch.Generator("cpu").manual_seed(config.seed * 1_000_003 + number)
         scores, rows = run.scores(policy, index), len(sample.continuations)
-        noise = gumbel((rows, *scores.shape), generator, scores.device)
-        retention, weight = torch.full((rows,), now.retention, device="cpu"), torch.ones(rows, device="cpu")
+        device = scores.device
+        # Random numbers are drawn on the device, which then waits for nothing.
+        generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + number)
+        noise = gumbel((rows, *scores.shape), generator)
+        retention, weight = torch.full((rows,), now.retention, device=device), torch.ones(rows, device=device)
         if config.retention_high:  # log-uniform; a continuation counts by its retention
             ratio = config.retention_high / config.retention_low
-            retention = config.retention_low * ratio ** torch.rand(rows, generator=generator, device="cpu")
+            retention = config.retention_low * ratio ** torch.rand(rows, generator=generator, device=device)
             weight = (retention / config.retention_end) ** config.retention_power
-        masks.append(soft_mask(policy, scores, retention.to(scores.device), now.tau, noise))
-        weights.append(weight.to(scores.device))
+        masks.append(soft_mask(policy, scores, retention, now.tau, noise))
+        weights.append(weight)
     student = run.run(run.join_masks(masks))
     hidden = run.hidden_distance(teacher, student, config.hidden_norm)
     return run.kl(teacher, student, torch.cat(weights)) * group.is_counted, hidden * group.is_counted

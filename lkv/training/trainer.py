@@ -1,5 +1,6 @@
 """The training loop (Sec. 3.5, App. C): the frozen model with its full cache teaches itself with a compressed one."""
 
+import math
 import signal
 import sys
 import threading
@@ -152,27 +153,33 @@ class Trainer:
         numbered = [(numbers[item], samples[item]) for item in items]
         set_learning_rate(self._optimizer, now.lr)
         self._optimizer.zero_grad(set_to_none=True)
-        kl_sum, hidden_sum, problem = 0.0, 0.0, ""
+        groups, losses = [], []
         for group in group_samples(numbered, config.contexts_per_forward, self._is_sharded):
             kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
             loss = (kl + config.beta * hidden) / config.batch
-            if not problem and not loss.isfinite():
-                problem = f"{loss.item()} at step {self._step} ({group})"
-            # Even then: the other processes of a sharded model wait for this one.
+            # Even where it is not finite: the other processes of a sharded model wait for this one.
             loss.backward()
-            kl_sum += kl.item() / config.batch
-            hidden_sum += hidden.item() / config.batch
+            groups.append(group)
+            losses.append(torch.stack([loss, kl, hidden]).detach().float().to(self._device))
+        average_gradients(self._parameters, "sum")
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
+        # The host waits for the device once a step: here, before the weights change.
+        table = torch.stack([*losses, norm.detach().float().to(self._device).expand(3)])
+        *rows, (gradient_norm, _, _) = table.tolist()
+        problem = next(
+            (f"{row[0]} at step {self._step} ({group})" for group, row in zip(groups, rows, strict=True)
+             if not math.isfinite(row[0])), "",
+        )  # fmt: skip
         if self._is_any(bool(problem)):
             raise TrainingError(
                 f"the loss is {problem or 'not finite in another process'}; training stopped and "
                 f"{self._folder / CHECKPOINT} keeps the last good state. Continue from it in another folder, with a "
                 f"lower --lr or --dtype float32: --init {self._folder} --out ANOTHER."
             )
-        average_gradients(self._parameters, "sum")
-        kl_mean, hidden_mean = all_reduce(torch.tensor([kl_sum, hidden_sum], device=self._device)).tolist()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, config.max_grad_norm)
+        sums = [sum(row[column] for row in rows) / config.batch for column in (1, 2)]
+        kl_mean, hidden_mean = self._sum(sums)
         self._optimizer.step()
-        return {"kl": kl_mean, "hidden": hidden_mean, "grad": float(norm), "R": now.retention, "tau": now.tau}
+        return {"kl": kl_mean, "hidden": hidden_mean, "grad": gradient_norm, "R": now.retention, "tau": now.tau}
 
     def _time_step(self, steps: int, seconds: float) -> None:
         """Print the remaining time after the first steps of this process; the first is slower and rarely counts."""
@@ -232,7 +239,13 @@ class Trainer:
 
     def _is_any(self, value: bool) -> bool:
         """Whether `value` is true in any process."""
-        return bool(all_reduce(torch.tensor(float(value), device=self._device)).item())
+        return bool(self._sum([float(value)])[0])
+
+    def _sum(self, values: list[float]) -> list[float]:
+        """The sums of `values` over all processes; one process asks nothing of its device."""
+        if self._process.num_processes == 1:
+            return values
+        return all_reduce(torch.tensor(values, device=self._device)).tolist()
 
     def _print(self, message: str) -> None:
         if self._process.is_main_process:

@@ -63,10 +63,12 @@ def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
     """Stack CPU tables of one shape as int32 on `device`, by one asynchronous copy."""
-    table = torch.stack(counts).int()
-    if is_gpu(device):
-        table = table.pin_memory()
-    return table.to(device, non_blocking=True)
+    return copy_to_device(torch.stack(counts).int(), device)
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on `device`, by a copy for which the host does not wait."""
+    return (tensor.pin_memory() if is_gpu(device) else tensor).to(device, non_blocking=True)
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -166,6 +166,8 @@ struct Generator final : at::CPUGeneratorImpl {
     device_ = c10::Device(kFake, index);
     key_set_ = c10::DispatchKeySet(c10::DispatchKey::PrivateUse1);
   }
+  void set_current_seed(uint64_t seed) override { on_cpu.set_current_seed(seed); }
+  at::Generator on_cpu = at::detail::createCPUGenerator();  // draws its numbers
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -354,6 +356,11 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     Within() { within++; }
     ~Within() { within--; }
   } inside;
+  for (size_t i = 0; i < count; i++) {
+    auto& value = (*stack)[begin + i];
+    if (value.isGenerator() && value.toGenerator().device().type() == kFake)
+      value = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->on_cpu;
+  }
   at::native::cpu_fallback(op, stack);
 }
 

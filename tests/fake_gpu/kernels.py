@@ -12,6 +12,7 @@ import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection as selection_api
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.api as soft_api
+import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.utils import devices
 from tests.fake_gpu.device import NAME, load, logs, watched
@@ -21,6 +22,7 @@ _KERNELS = (
     (ragged.kernels, ("slice_kernel", "append_kernel")),
     (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
+    (continuation.kernels, ("forward", "query_gradient", "mask_gradient")),
 )
 _CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
 

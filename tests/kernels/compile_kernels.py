@@ -29,6 +29,7 @@ from triton.runtime import driver, jit
 
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
+import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
 from lkv.kernels.ragged_attention import QuantizedKV
 from lkv.kernels.selection import ScoreWeights
@@ -196,6 +197,20 @@ def soft_rows(dim: int, dtype: torch.dtype) -> int:
     return tiles.shared
 
 
+def continuation_rows(dim: int, dtype: torch.dtype) -> int:
+    """As `soft_rows`, of 4 continuations of 130 rows over one prompt."""
+    q, new = on_gpu(4, 8, 130, dim, dtype=dtype), on_gpu(4, 2, 130, dim, dtype=dtype)
+    prompt, mask, owners = on_gpu(1, 2, 2100, dim, dtype=dtype), on_gpu(4, 2, 2100), on_gpu(4, dtype=torch.int64)
+    tiles = soft.tiles_on(q.device, dtype, dim)
+    assert tiles is not None, "no tiles fit"
+    context: Any = SimpleNamespace(needs_input_grad=[True] * 9)
+    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
+    call = continuation._ContinuationAttention
+    out = call.forward(context, q, new, new, prompt, prompt, mask, owners, dim**-0.5, tiles)
+    call.backward(context, out)
+    return tiles.shared
+
+
 def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, Any]]:
     """A row a kernel; a length that is no multiple of the tiles is the harder one to compile."""
     numbers: torch.dtype = getattr(torch, dtype)
@@ -205,15 +220,17 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
         elif kernels == "decode":
             for new in (1, 16, 64):
                 decode_rows(dim, numbers, new)
+        elif kernels == "training":
+            soft_rows(dim, numbers)
+            stated = continuation_rows(dim, numbers)
+            if arch == 90:  # for which the tiles state what they need
+                for row in compiler.rows:
+                    row["limit"] = stated
         else:
             for new in (1, 64):
                 decode_rows(dim, numbers, new)
             for tiers in TIERS:
                 tier_rows(dim, numbers, tiers)
-            stated = soft_rows(dim, numbers)
-            if arch == 90:  # for which the tiles state what they need
-                for row in compiler.rows[-3:]:
-                    row["limit"] = stated
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
 
@@ -262,7 +279,7 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--kernels", default="attention", choices=("attention", "decode", "eviction"))
+    parser.add_argument("--kernels", default="attention", choices=("attention", "decode", "training", "eviction"))
     options = parser.parse_args()
     if options.table:
         return print(table(read(options.table)))

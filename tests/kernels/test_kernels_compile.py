@@ -41,8 +41,23 @@ def compiled(arch, dim, dtype, kernels="attention"):
     ],
 )
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
-    kernels = {row["kernel"] for row in compiled(arch, dim, dtype)}
-    assert kernels == {"slice_kernel", "append_kernel", "forward", "query_gradient", "key_gradient"}
+    assert {row["kernel"] for row in compiled(arch, dim, dtype)} == {"slice_kernel", "append_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "dim", "dtype"),
+    [
+        (90, 128, "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 128, "float32"),
+            (90, 256, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
+        )),
+    ],
+)  # fmt: skip
+def test_kernels_of_training_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
+    names = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
+    assert names[:3] == ["forward", "query_gradient", "key_gradient"]
+    assert names[3:] == ["forward", "query_gradient", "key_gradient", "mask_gradient"]
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 89))])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lkv.errors import BackendError
-from lkv.kernels.soft_mask_attention import api, soft_mask_attention
+from lkv.kernels.soft_mask_attention import api, continuation_attention, soft_mask_attention
 
 triton = pytest.importorskip("lkv.kernels.soft_mask_attention.triton")
 if not triton.interpreted() and not torch.cuda.is_available():
@@ -191,3 +191,40 @@ def test_without_triton_the_reason_is_named(monkeypatch):
     api._chosen.cache_clear()
     with pytest.raises(BackendError, match="triton cannot be imported"):
         api._chosen("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "columns", "dtype"),
+    [(1, 66, 34, torch.float32), (2, 5, 64, torch.float32), (2, 33, 37, torch.bfloat16)],
+)
+def test_continuations_read_their_frozen_prompts(prompts, rows, columns, dtype):
+    """Against the formula in float64 over a copy of the prompt for each continuation; the prompt gets no gradient."""
+    torch.manual_seed(rows)
+    owners, dim = torch.tensor([0, prompts - 1, 0]), 64
+    arguments = [torch.randn(3, h, rows, dim).to(DEVICE, dtype).requires_grad_() for h in (4, 2, 2)]
+    prompt = [torch.randn(prompts, 2, columns, dim).to(DEVICE, dtype).requires_grad_() for _ in range(2)]
+    kind = torch.randint(4, (3, 2, columns))
+    log_mask = torch.where(kind == 0, -1e4, torch.where(kind == 1, 0.0, -9 * torch.rand(kind.shape)))
+    log_mask = log_mask.masked_fill(kind == 2, -torch.inf).to(DEVICE)
+    arguments.append(log_mask.requires_grad_())
+    weights = torch.randn(3, 4, rows, dim, device=DEVICE)
+
+    def exact(q, key, value, mask):
+        k, v = (torch.cat([x[owners].to(own), own], 2) for x, own in zip(prompt, (key, value), strict=True))
+        mask = torch.cat([mask, mask.new_zeros(3, 2, rows)], -1)
+        return api.attend_by_formula(q, k, v, mask, 0.2)
+
+    with Poison():
+        given = owners.to(DEVICE) if prompts > 1 else None
+        out = continuation_attention(*arguments[:3], *prompt, arguments[3], given, 0.2, "triton")
+        ours = [out, *torch.autograd.grad((out * weights).sum(), arguments, retain_graph=True)]
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(out.sum(), prompt)
+    results = []
+    for precision in (torch.float64, dtype):
+        wide = [x.detach().to(precision).requires_grad_() for x in arguments]
+        found = exact(*wide)
+        results.append([found.detach(), *torch.autograd.grad((found * weights).sum(), wide)])
+    for own, truth, rough in zip(ours, *results, strict=True):
+        allowed = max(float((rough - truth).abs().max()), torch.finfo(dtype).eps * float(truth.abs().max()), 2e-6)
+        assert float((own.detach() - truth).abs().max()) <= 3 * allowed

@@ -72,6 +72,64 @@ def soft_mask_attention(
     return attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
 
 
+def continuation_attention(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    log_mask: Tensor | None = None,
+    owners: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from continuations to a frozen prompt, in which key i counts m_i times, and causally to themselves.
+
+    With Triton the prompt is not copied for each continuation, and nothing of it is saved for the backward pass.
+
+    Args:
+        q: Queries [n, Hq, t, d] of n continuations.
+        key: Their own keys [n, Hkv, t, d].
+        value: Their own values [n, Hkv, t, d].
+        prompt_key: Keys [C, Hkv, T, d] of C prompts; no gradient reaches them.
+        prompt_value: Values [C, Hkv, T, d] of the prompts, as `prompt_key`.
+        log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for that of the full cache.
+        owners: int64 [n], the number of each continuation's prompt; None where there is one prompt.
+        scale: As in `soft_mask_attention`.
+        backend: As in `soft_mask_attention`.
+
+    Returns:
+        Outputs [n, Hq, t, d], differentiable in `q`, `key`, `value` and `log_mask`.
+
+    Raises:
+        ValueError: As `soft_mask_attention`.
+        BackendError: As `soft_mask_attention`.
+    """
+    for name, x in (("prompt_key", prompt_key), ("prompt_value", prompt_value)):
+        check_tensor(name, x, 4)
+        check_storage(name, x)
+    rows = len(q)
+    prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
+    if log_mask is None:
+        log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
+    if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
+        if log_mask.shape != (rows, *prompt_key.shape[1:3]) or not key.shape == value.shape or len(key) != rows:
+            raise ValueError(
+                f"q {list(q.shape)}, key {list(key.shape)}, value {list(value.shape)}, prompt_key "
+                f"{list(prompt_key.shape)} and log_mask {list(log_mask.shape)} do not fit each other."
+            )
+        owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
+        attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+    k, v = (
+        torch.cat([x.expand(rows, -1, -1, -1) if owners is None else x[owners], own], 2)
+        for x, own in ((prompt_key, key), (prompt_value, value))
+    )
+    whole_mask = torch.cat([log_mask, log_mask.new_zeros((rows, *key.shape[1:3]))], -1)
+    return soft_mask_attention(q, k, v, whole_mask, scale, backend)
+
+
 @functools.cache
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
     """The name of the backend to use; cached, so that a fallback is logged once."""

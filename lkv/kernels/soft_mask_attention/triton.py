@@ -110,11 +110,11 @@ class _SoftMaskAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tiles: Tiles) -> Tensor:
         batch, heads, rows, _ = q.shape
-        out = _laid_out_as_rows(q)
+        out = laid_out_as_rows(q)
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         tile = tiles.forward
         grid = (triton.cdiv(rows, tile.rows), batch * heads)
-        kernels.forward[grid](q, k, v, log_mask, out, lse, **_shared_arguments(q, k, v, scale, tile))
+        kernels.forward[grid](q, k, v, log_mask, out, lse, **shared_arguments(q, k, v, scale, tile))
         ctx.save_for_backward(q, k, v, log_mask, out, lse)
         ctx.scale, ctx.tiles = scale, tiles
         return out
@@ -125,27 +125,28 @@ class _SoftMaskAttention(torch.autograd.Function):
         q, k, v, log_mask, out, lse = ctx.saved_tensors
         batch, heads, rows, _ = q.shape
         kv_heads, columns = k.shape[1:3]
-        d_out = _laid_out_as_rows(d_out).copy_(d_out) if d_out.stride() != out.stride() else d_out
-        d_q, d_k, d_v = (_laid_out_as_rows(x) for x in (q, k, v))
+        d_out = laid_out_as_rows(d_out).copy_(d_out) if d_out.stride() != out.stride() else d_out
+        d_q, d_k, d_v = (laid_out_as_rows(x) for x in (q, k, v))
         d_mask, delta = torch.empty_like(log_mask), torch.empty_like(lse)
         tile = ctx.tiles.query_gradient
         kernels.query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
-            q, k, v, log_mask, out, d_out, lse, delta, d_q, **_shared_arguments(q, k, v, ctx.scale, tile)
+            q, k, v, log_mask, out, d_out, lse, delta, d_q, **shared_arguments(q, k, v, ctx.scale, tile)
         )
         tile = ctx.tiles.key_gradient
         kernels.key_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
             q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask,
-            bounded=rows % tile.rows != 0, **_shared_arguments(q, k, v, ctx.scale, tile),
+            bounded=rows % tile.rows != 0, **shared_arguments(q, k, v, ctx.scale, tile),
         )  # fmt: skip
         return d_q, d_k, d_v, d_mask, None, None
 
 
-def _laid_out_as_rows(x: Tensor) -> Tensor:
+def laid_out_as_rows(x: Tensor) -> Tensor:
     """An empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d]: as models want it."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
-def _shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> dict[str, Any]:
+def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> dict[str, Any]:
+    """Strides, sizes and options that all kernels take."""
     strides = {
         f"{name}_{axis}": stride
         for name, x in (("q", q), ("k", k), ("v", v))

@@ -94,7 +94,7 @@ def check_training(model, policy: Policy) -> None:
         teacher = run.run(None)
     for step in range(2):
         scores = run.scores(policy)
-        noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(step), scores.device)
+        noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(step))
         loss = run.kl(teacher, run.run(soft_mask(policy, scores, 0.3, 0.5, noise)))
         optimizer.zero_grad()
         loss.backward()

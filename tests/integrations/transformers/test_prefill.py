@@ -56,7 +56,7 @@ def test_a_training_step_leaves_no_tensor_behind(model, policy: Policy, no_colle
     def step() -> None:
         run = SampleDistillation(model, sample)
         scores = run.scores(policy)
-        noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0), scores.device)
+        noise = gumbel((1, *scores.shape), torch.Generator().manual_seed(0))
         run.kl(run.run(None), run.run(soft_mask(policy, scores, 0.3, 0.2, noise))).backward()
         policy.zero_grad(set_to_none=True)
 

@@ -1,0 +1,138 @@
+"""What a training step saves for its backward pass, and how often it waits, at the sizes of a layer of an 8B model."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from lkv.config import ScorerInputs, TrainingConfig
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.kernels.soft_mask_attention import continuation_attention
+from lkv.policy.policy import Policy
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import SampleDistillation, SampleGroup, distillation_losses, schedule, soft_mask
+from lkv.utils.cpp import find_compiler
+from tests.conftest import tiny_llama
+
+pytest.importorskip("triton")
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+class Saved:
+    """Bytes of the storages that a block saves for its backward pass; not those of `known` tensors."""
+
+    def __init__(self, *known: torch.Tensor):
+        self._known = {x.untyped_storage()._cdata for x in known}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda x: x)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._known:
+            self._storages[storage._cdata] = storage  # kept, so that no other gets its address
+        return x
+
+    def __enter__(self) -> "Saved":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+
+def scorer_of_a_layer() -> Policy:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    return Policy(inspect_model(tiny_llama(**shape)), inputs=ScorerInputs("cached", "none", 13))
+
+
+def prompt_of_a_layer(policy: Policy, tokens: int) -> tuple[SampleDistillation, list[torch.Tensor]]:
+    """A prompt that was read, and the tensors that are there anyway."""
+    key, value = (torch.randn(1, KV_HEADS, tokens, DIM, dtype=torch.bfloat16) for _ in range(2))
+    run = SampleDistillation.__new__(SampleDistillation)
+    run.prompt, run.lengths, run._device = [LayerKV(key, value, DIM**-0.5)], [tokens], torch.device("cpu")
+    return run, [key, value, *policy.parameters(), *policy.buffers()]
+
+
+def test_the_scorer_saves_nothing_of_the_prompt():
+    """2,049 bytes a token and head where it is not computed again."""
+    policy, tokens = scorer_of_a_layer(), 256
+    run, known = prompt_of_a_layer(policy, tokens)
+    gradients, sizes = [], []
+    for plain in (True, False):
+        policy.zero_grad()
+        with Saved(*known) as saved:
+            scores = policy.tokens(run.prompt[0], 0) if plain else run.scores(policy)
+        scores.square().sum().backward()
+        sizes.append(saved.nbytes / (KV_HEADS * tokens))
+        gradients.append([x.grad.clone() for x in policy.tokens.parameters() if x.grad is not None])
+    assert sizes[0] > 2000 and sizes[1] == 0
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_mask_of_a_long_prompt_is_all_that_is_saved_of_its_scores():
+    """At 16,000 tokens and 4 continuations: 4 bytes an entry of the mask, 2 MB a layer. It was 264 MB."""
+    policy, n, tokens = scorer_of_a_layer(), 4, 16_000
+    run, known = prompt_of_a_layer(policy, tokens)
+    with Saved(*known) as saved:
+        scores = run.scores(policy)
+        mask = soft_mask(policy, scores, 0.15, 0.1, torch.zeros(n, *scores.shape))
+    assert mask.shape == (1, n, KV_HEADS, tokens)
+    assert mask.nbytes <= saved.nbytes < 1.01 * mask.nbytes
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler to build the fake GPU with")
+def test_attention_saves_nothing_of_the_prompt():
+    """At 16,000 tokens and 4 continuations of 120. A copy of k and v for each of them took 264 MB a layer."""
+    from tests.fake_gpu.kernels import fake_gpus
+
+    n, rows, tokens = 4, 120, 16_000
+    options = {"dtype": torch.bfloat16, "device": "fake:0"}
+    with fake_gpus(stubbed=True) as launches, torch.autograd.set_multithreading_enabled(False):
+        prompt = [torch.zeros(1, KV_HEADS, tokens, DIM, **options) for _ in range(2)]
+        q = torch.zeros(n, HEADS, rows, DIM, **options).requires_grad_()
+        new = [torch.zeros(n, KV_HEADS, rows, DIM, **options).requires_grad_() for _ in range(2)]
+        log_mask = torch.zeros(n, KV_HEADS, tokens, device="fake:0").requires_grad_()
+        with Saved(*prompt, q, *new, log_mask) as saved:
+            out = continuation_attention(q, *new, *prompt, log_mask)
+        out.backward(out.detach())
+    # The output, a log-sum-exp a row, and little for the tail.
+    assert saved.nbytes < out.numel() * 2 + 4 * n * rows * (HEADS + KV_HEADS) + 100
+    assert [x.grad.shape for x in (q, *new, log_mask)] == [x.shape for x in (q, *new, log_mask)]
+    names = ["forward", "query_gradient", "key_gradient", "mask_gradient"]
+    assert [launch.name for launch in launches] == names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler to build the fake GPU with")
+def test_losses_on_a_gpu_are_computed_without_waiting():
+    from tests.fake_gpu.device import watched
+    from tests.fake_gpu.kernels import fake_gpus
+
+    torch.manual_seed(0)
+    base = tiny_llama(dtype=torch.float32, head_dim=64, num_hidden_layers=2)
+    text = torch.randint(3, 67, (33,)).tolist()
+    sample = TokenizedSample("test", text, [(text[:7], 2), (text[5:10], 1)])
+    config = TrainingConfig(steps=10)
+    policy = Policy(inspect_model(base), inputs=ScorerInputs("unrotated", "learned", 8))
+    found = []
+    for device, gpus in (("cpu", nullcontext), ("fake:0", fake_gpus)):
+        model, own = copy.deepcopy(base).to(device).requires_grad_(False), copy.deepcopy(policy).to(device)
+        patch_attention(model)
+        with gpus(), torch.autograd.set_multithreading_enabled(False):
+            group, now = SampleGroup([(3, sample)]), schedule(config, 5)
+            distillation_losses(model, own, group, config, now)  # tables that are made once
+            with watched() as log:
+                losses = distillation_losses(model, own, group, config, now)
+                sum(losses).backward()
+            found.append([*(x.detach().cpu() for x in losses), *(x.grad.cpu() for x in own.parameters())])
+    assert log.count("wait") == 0, log.summary("wait")
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-3)
