@@ -1,10 +1,12 @@
 """vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
 
+import asyncio
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -12,6 +14,9 @@ import psutil
 import pytest
 
 from lkv.context.compression import compress
+from lkv.integrations.vllm.contexts import NewContext
+from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.service import Job
 from lkv.utils.prompts import encode, render_messages
 from tests.vllm.servers import serving
 
@@ -214,6 +219,28 @@ def test_texts_created_at_once_are_compressed_once(server, lab):
     assert {answer.status_code for answer in made} <= {200, 202} and len({x.json()["id"] for x in made}) == 1
     name = server.create(lab.text(34))
     assert server.ask("what?", f"tiny:{name}") == expected(lab, lab.context(lab.text(34)), "what?")
+
+
+@pytest.mark.parametrize("is_sent_again", [False, True])
+def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(is_sent_again):
+    deleted = []
+
+    class Engine:
+        async def generate(self, prompt, params, request):
+            yield None
+
+        async def collective_rpc(self, method, args):
+            return [""]
+
+    routes = ContextRoutes()
+    routes._engine = Engine()
+    store = SimpleNamespace(describe=lambda name: "stored", delete=deleted.append)
+    text = NewContext(id="a", retention=0.5, sha256="", ids=[1, 2])
+    job, second = (Job("a", "", "", None, 0.0, is_deleted=is_deleted) for is_deleted in (True, False))
+    if is_sent_again:
+        routes._jobs["a"] = second
+    asyncio.run(routes._compress(SimpleNamespace(store=store), text, job))
+    assert deleted == ([] if is_sent_again else ["a"])
 
 
 @pytest.mark.parametrize(

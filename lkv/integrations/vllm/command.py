@@ -31,7 +31,7 @@ def serve(options: dict[str, Any], defaults: dict[str, Any], key: str | None) ->
     """Replace this process by vLLM's server. Raises LkvError where it cannot be started with these options."""
     arguments, environment = server_command(options, defaults, key)
     address = f"http://{options['host']}:{options['port']}"
-    print(f'vLLM starts; it serves on {address} after "Application startup complete." (Ctrl-C ends it)', flush=True)
+    print(f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, {**os.environ, **environment})
 
 
