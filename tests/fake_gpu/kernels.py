@@ -47,7 +47,7 @@ class Launches:
 
 
 class Launch:
-    """One launch, which can be made again as the replay of a CUDA graph does: over the same tensors."""
+    """One launch of a kernel over tensors of one device."""
 
     def __init__(self, kernel: Any, name: str, grid: tuple[int, ...], args: Any, options: Any):
         self.name, self.grid = name, grid

@@ -270,27 +270,6 @@ def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, opti
     torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
 
 
-@torch.no_grad()
-def test_a_step_that_is_replayed_is_another_step(on_fake):
-    """As a CUDA graph replays it: the same launches, over the same tensors."""
-    torch.manual_seed(0)
-    with fake_gpus() as launches:
-        cache = RaggedCache(on_fake, method=KNORM)
-        on_fake.base_model(ids().to("fake"), past_key_values=cache)
-        spans = cache.ragged_layers[0].store
-        pools = [x.clone() for x in spans.attention_view()]
-        query, key, value = (torch.randn(1, heads, 1, 8).to("fake") for heads in (4, 2, 2))
-        buffers = {}
-        append_and_attend(query, key, value, *spans.attention_view(), 0.3, buffers=buffers)
-        launches[-1].run()
-        fresh = [append_and_attend(query, key, value, *pools, 0.3, buffers={}) for _ in range(2)]
-    after, expected = spans.attention_view(), pools
-    assert (after[3] - 2).tolist() == spans.lens.tolist()
-    for own, other in zip(after, expected, strict=True):
-        torch.testing.assert_close(own.cpu(), other.cpu(), atol=0, rtol=0, equal_nan=True)
-    assert not torch.equal(fresh[0].cpu(), fresh[1].cpu())
-
-
 def evaluated(model, out, methods=("knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"), **options):
     """Rows of 18 caches beside each other, which take more memory than the one prompt read."""
     options = {"timed_samples": 0} | options

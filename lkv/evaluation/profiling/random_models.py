@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lkv.config import ModelSpec
+from lkv.config import ModelSpec, ScorerInputs
 from lkv.errors import UnsupportedModelError
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -72,10 +72,10 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def random_policy(spec: ModelSpec, seed: int = 0) -> Policy:
+def random_policy(spec: ModelSpec, seed: int = 0, inputs: ScorerInputs | None = None) -> Policy:
     """An untrained policy with budgets as unequal as after training, so that its decisions cost the same."""
     with _seeded(seed, torch.device("cpu")), torch.device("cpu"), torch.no_grad():
-        policy = Policy(spec, {"random": seed})
+        policy = Policy(spec, {"random": seed}, inputs=inputs)
         torch.nn.init.normal_(policy.heads.embeddings)
         policy.heads.output.weight *= _SPREAD / policy.heads().std()
     return policy.eval().requires_grad_(False)
