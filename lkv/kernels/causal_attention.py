@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -61,10 +60,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     # On a CPU the bias would become a mask. The flash kernel is called directly instead, which checks nothing.
     value_dim = v.shape[-1]
     q, k, v = (_pad_head(x, max(k.shape[-1], value_dim)) for x in (q, k, v))
-    choice = torch._fused_sdp_choice(q, k, v, scale=scale, enable_gqa=is_grouped)
-    if is_grouped and choice != SDPBackend.FLASH_ATTENTION.value:
-        # Before PyTorch 2.9 the kernel reads one KV head for each query head.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     return _JoinedAttention.apply(q, k, v, scale)[..., :value_dim]
 
 
@@ -76,15 +71,19 @@ def _pad_head(x: Tensor, dim: int) -> Tensor:
 
 
 class _JoinedAttention(torch.autograd.Function):
-    """Attention to earlier keys and to the queries' own tokens, by the CPU's flash kernel, joined by log-sum-exp."""
+    """Attention to earlier keys and to the queries' own tokens, by the CPU's flash kernel, joined by log-sum-exp.
+
+    To earlier keys the query heads of a group are rows of one head, for which k and v are read once. The few own ones
+    are repeated for each: before PyTorch 2.9 the kernel reads one KV head for each query head, whether there or not.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        (left, left_lse), (right, right_lse) = (
-            flash(q, key, value, 0.0, is_causal, scale=scale) for key, value, is_causal in _parts(q, k, v)
-        )
-        out, lse = merge(left, left_lse, right, right_lse)
+        (earlier_k, own_k), (earlier_v, own_v) = (_split_keys(x, q) for x in (k, v))
+        left, left_lse = flash(_group(q, k), earlier_k, earlier_v, scale=scale)
+        right, right_lse = flash(q, _repeat(own_k, q), _repeat(own_v, q), is_causal=True, scale=scale)
+        out, lse = merge(left.reshape(right.shape), left_lse.reshape(right_lse.shape), right, right_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
         return out
@@ -94,15 +93,30 @@ class _JoinedAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         # With the output and the log-sum-exp over all keys, the gradients of each part are its share of the whole's.
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = [
-            flash(grad, q, key, value, out, lse, 0.0, is_causal, scale=ctx.scale)
-            for key, value, is_causal in _parts(q, k, v)
-        ]
-        (earlier_q, earlier_k, earlier_v), (own_q, own_k, own_v) = parts
-        return earlier_q + own_q, torch.cat([earlier_k, own_k], 2), torch.cat([earlier_v, own_v], 2), None
+        (earlier_k, own_k), (earlier_v, own_v) = (_split_keys(x, q) for x in (k, v))
+        grouped_grad, grouped_q, grouped_out, grouped_lse = (_group(x, k) for x in (grad, q, out, lse))
+        left_q, *left = flash(
+            grouped_grad, grouped_q, earlier_k, earlier_v, grouped_out, grouped_lse, 0.0, False, scale=ctx.scale
+        )
+        right_q, *right = flash(grad, q, _repeat(own_k, q), _repeat(own_v, q), out, lse, 0.0, True, scale=ctx.scale)
+        grad_k, grad_v = (
+            torch.cat([earlier, own.unflatten(1, (k.shape[1], -1)).sum(2)], 2)
+            for earlier, own in zip(left, right, strict=True)
+        )
+        return left_q.reshape(q.shape) + right_q, grad_k, grad_v, None
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
-    """(k, v, whether attention to them is causal) of the earlier keys and of the queries' own tokens."""
-    earlier = k.shape[2] - q.shape[2]
-    return [(k[:, :, :earlier], v[:, :, :earlier], False), (k[:, :, earlier:], v[:, :, earlier:], True)]
+def _split_keys(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """k or v [B, Hkv, Tk, d] of the earlier tokens, and of those of the queries."""
+    earlier = x.shape[2] - q.shape[2]
+    return x[:, :, :earlier], x[:, :, earlier:]
+
+
+def _group(x: Tensor, k: Tensor) -> Tensor:
+    """`x` [B, Hq, Tq, ...] with the query heads of a group as rows of one head: [B, Hkv, Hq / Hkv * Tq, ...]."""
+    return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:])
+
+
+def _repeat(x: Tensor, q: Tensor) -> Tensor:
+    """`x` [B, Hkv, T, d] once for each query head: [B, Hq, T, d]."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lkv.kernels.causal_attention import causal_attention
 
@@ -41,15 +40,12 @@ def test_outputs_and_gradients_are_those_of_the_formula(dtype, tolerance, tokens
     check(q, k, v, padding, tolerance)
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-@pytest.mark.parametrize("heads", [1, 2])
-def test_strides_do_not_matter_and_kernels_may_lack_grouped_heads(heads, backend):
-    """A kernel that takes no fewer KV heads is not chosen, as if it was turned off."""
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_strides_do_not_matter(heads):
     torch.manual_seed(0)
     q, k, v = (
         torch.randn(2, head, 16, length, dtype=torch.float64).mT.requires_grad_()
         for head, length in ((4, 5), (heads, 40), (heads, 40))
     )
     assert {x.stride(-1) for x in (q, k, v)} == {5, 40}
-    with sdpa_kernel(backend):
-        check(q, k, v, None, 1e-12)
+    check(q, k, v, None, 1e-12)
