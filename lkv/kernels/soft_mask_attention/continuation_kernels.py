@@ -129,7 +129,7 @@ def mask_gradient(
     values = _load(values_at, start, prompt_v_row, columns, True, block_columns, dim, width)
     offset = tl.program_id(1).to(tl.int64) * columns
     bias = _load_vector(log_mask + offset, start, columns, -float("inf"), True, block_columns) * LOG2_E
-    zero = tl.zeros([block_columns, block_rows], tl.float32)
+    zero = tl.zeros([block_rows, block_columns], tl.float32)
     total = tl.zeros([block_columns], tl.float32)
     d_out_row = heads * dim
     for group in range(groups):
@@ -142,8 +142,8 @@ def mask_gradient(
             gradient = _load(head_d_out, row, d_out_row, rows, True, block_rows, dim, width)
             log_sum = _load_vector(lse + vector, row, rows, float("inf"), True, block_rows)
             product = _load_vector(delta + vector, row, rows, 0.0, True, block_rows)
-            scores = _dot(keys, tl.trans(queries), zero) * (scale * LOG2_E) + bias[:, None]
-            p = tl.exp2(scores - log_sum[None, :])
-            total += tl.sum(p * (_dot(values, tl.trans(gradient), zero) - product[None, :]), 1)
+            scores = _dot(queries, tl.trans(keys), zero) * (scale * LOG2_E) + bias[None, :]
+            p = tl.exp2(scores - log_sum[:, None])
+            total += tl.sum(p * (_dot(gradient, tl.trans(values), zero) - product[:, None]), 0)
     position = start + tl.arange(0, block_columns)
     tl.store(d_mask + offset + position, total, mask=position < columns)
