@@ -60,6 +60,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     # On a CPU the bias would become a mask. The flash kernel is called directly instead, which checks nothing.
     value_dim = v.shape[-1]
     q, k, v = (_pad_head(x, max(k.shape[-1], value_dim)) for x in (q, k, v))
+    if not (q.numel() and v.numel()):  # by whose sizes it divides
+        return q.new_zeros((*q.shape[:3], value_dim))
     return _JoinedAttention.apply(q, k, v, scale)[..., :value_dim]
 
 

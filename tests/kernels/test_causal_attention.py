@@ -49,3 +49,10 @@ def test_strides_do_not_matter(heads):
     )
     assert {x.stride(-1) for x in (q, k, v)} == {5, 40}
     check(q, k, v, None, 1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 3, 8), (1, 0, 0, 3, 8), (1, 4, 2, 0, 8), (1, 4, 2, 3, 0)])
+def test_empty_tensors_give_empty_outputs(sizes):
+    batch, heads, kv_heads, tokens, dim = sizes
+    q, kv = torch.randn(batch, heads, tokens, dim), torch.randn(batch, kv_heads, 7, dim)
+    assert causal_attention(q, kv, kv, 0.3).shape == (batch, heads, tokens, dim)
