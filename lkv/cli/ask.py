@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.cli.arguments import option
 from lkv.cli.options import (
+    DEFAULT_MEMORY,
+    DEFAULT_RETENTION,
     Memory,
     MethodName,
     PolicyOptions,
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
-_MEMORY = "10%"
-_RETENTION = 0.15  # with --bits alone
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect")
 
@@ -50,11 +50,11 @@ class Ask(PolicyOptions, RunOptions):
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
     memory: Memory | None = option(
         "what k and v may take: 10% of the full cache's bytes, or 200MB (default: "
-        f"{_MEMORY} without --retention and --bits)"
+        f"{DEFAULT_MEMORY} without --retention and --bits)"
     )
     retention: Retention | None = option(
-        f"instead of --memory: fraction of the KV entries to keep, all in one precision (default: {_RETENTION} with "
-        "--bits)"
+        "instead of --memory: fraction of the KV entries to keep, all in one precision (default: "
+        f"{DEFAULT_RETENTION} with --bits)"
     )
     bits: Literal["3", "4", "8"] | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
     protect: list[str] = option(
@@ -137,9 +137,9 @@ class Ask(PolicyOptions, RunOptions):
         options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}
-        retention = self.retention or (_RETENTION if self.bits else None)
+        retention = self.retention or (DEFAULT_RETENTION if self.bits else None)
         retention = None if self.method == FULL else retention
-        memory = None if retention or self.method == FULL else self.memory or _MEMORY
+        memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         with _show_progress(model, len(encode_context(tokenizer, text))):

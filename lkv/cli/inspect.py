@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lkv.cli.arguments import option
 from lkv.cli.options import (
+    DEFAULT_MEMORY,
+    DEFAULT_RETENTION,
     Memory,
     MethodName,
     PolicyOptions,
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
     from lkv.policy.policy import Policy
 
 _BASELINES = ("snapkv", "streaming-llm")
-_MEMORY = "10%"
-_RETENTION = 0.15
 _PAGE = "of a text"
 
 
@@ -46,12 +46,12 @@ class Inspect(PolicyOptions, RunOptions):
     json_: bool = option("of a policy: print card and budgets as JSON", False, alias="json")
     figure: Path | None = option("of a policy: draw the budgets into this file")
     retention: Retention | None = option(
-        f"of a policy: the average share that its heads keep (default: {_RETENTION}); of a text: what the answers keep "
-        "of the KV entries, instead of --memory"
+        f"of a policy: the average share that its heads keep (default: {DEFAULT_RETENTION}); of a text: what the "
+        "answers keep of the KV entries, instead of --memory"
     )
     memory: Memory | None = option(
         "what the answers keep, where the slider starts: 10% of the full cache's bytes, or 2MB (default: "
-        f"{_MEMORY} without --retention)",
+        f"{DEFAULT_MEMORY} without --retention)",
         group=_PAGE,
     )
     question: list[str] = option(
@@ -85,7 +85,7 @@ class Inspect(PolicyOptions, RunOptions):
 
 def _show_budgets(options: Inspect) -> None:
     policy = _load_policy(options)
-    retention = options.retention or _RETENTION
+    retention = options.retention or DEFAULT_RETENTION
     ratios = policy.inference_ratios(retention).tolist()
     if options.json_:
         description = {"model": asdict(policy.spec), "inputs": asdict(policy.inputs), "card": policy.card}
@@ -158,7 +158,7 @@ def _write_page(options: Inspect, source: str) -> None:
     _log("reading the text, to see what every head keeps of it")
     inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
-    memory = options.memory or _MEMORY
+    memory = options.memory or DEFAULT_MEMORY
     share = options.retention or MemoryTarget.parse(memory).share_of(full)
     budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
     answers = _answer(options, model, tokenizer, text, policy, budget) if options.question else {}

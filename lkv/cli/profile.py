@@ -5,7 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from lkv.cli.arguments import option
-from lkv.cli.options import DEVICE, Dtype, MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, find_needs
+from lkv.cli.options import (
+    DEFAULT_RETENTION,
+    DEVICE,
+    Dtype,
+    MethodName,
+    PolicyOptions,
+    PositiveInt,
+    Retention,
+    RunOptions,
+    find_needs,
+)
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -20,7 +30,7 @@ class Profile(PolicyOptions, RunOptions):
     policy: str | None = option("folder or Hub id of a policy (default: the shipped one, else random weights)")
     tokens: list[PositiveInt] = option("context lengths", [1024, 2048, 4096, 8192])
     methods: list[MethodName] = option("names from `lkv methods`, or full", ["full", "lkv", "snapkv"])
-    retention: Retention = option("fraction of the KV entries to keep", 0.15)
+    retention: Retention = option("fraction of the KV entries to keep", DEFAULT_RETENTION)
     batch: PositiveInt = option("sequences per batch", 1)
     new_tokens: PositiveInt = option("tokens generated after each context", 16)
     repeats: PositiveInt = option("timed rounds, after a warm-up round", 3)

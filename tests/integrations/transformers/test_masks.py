@@ -1,4 +1,4 @@
-"""What attention is told of masks: nothing for full-attention layers, and the stock model's own logits all the same."""
+"""The masks that attention gets: none for full-attention layers, and the stock model's own logits all the same."""
 
 import inspect
 import itertools
