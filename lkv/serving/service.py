@@ -173,8 +173,8 @@ class Service:
         """Delete a context, or the job that makes it; running answers continue. False if there is none."""
         with self._lock:
             job = self._jobs.pop(name, None)
-        if job is not None:
-            job.is_deleted = job.is_cancelled = True
+            if job is not None:
+                job.is_deleted = job.is_cancelled = True
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:
@@ -218,7 +218,7 @@ class Service:
         """Delete contexts that have expired."""
         try:
             self.store.expire(self.limits.store_seconds)
-        except LkvError as error:
+        except Exception as error:  # whatever the file system answers
             logging.getLogger(__name__).warning("expired contexts stay: %s", error)
 
     def _compress(self, job: Job) -> None:
@@ -253,8 +253,8 @@ class Service:
                 self.store.delete(job.id)
             return
         with self._lock:
-            if job.error is None:
-                self._jobs.pop(job.id, None)
+            if job.error is None and self._jobs.get(job.id) is job:  # else it was deleted, and perhaps sent again
+                del self._jobs[job.id]
             failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
             for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]

@@ -7,8 +7,8 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,10 +108,17 @@ class StoredContext(BaseModel):
         }  # fmt: skip
 
 
+def _is_file(file: dict[str, Any]) -> bool:
+    """Whether a listed file is one, and no folder, link or pipe that somebody put there."""
+    return file.get("type", "file") == "file"
+
+
 def _modified(file: dict[str, Any]) -> float:
     """When a listed file was written, in seconds since 1970; now where its file system does not say."""
-    written = file.get("mtime") or file.get("LastModified") or file.get("created") or time.time()
-    return float(written.timestamp() if isinstance(written, datetime) else written)
+    written = file.get("mtime") or file.get("LastModified") or file.get("created")
+    if isinstance(written, datetime):
+        return written.timestamp()
+    return written if isinstance(written, int | float) else time.time()
 
 
 class ContextStore:
@@ -176,22 +183,22 @@ class ContextStore:
                 self._loading.pop(name, None)
 
     def describe(self, name: str) -> StoredContext | None:
-        """The description of a context; None if there is none, or it is damaged."""
+        """The description of a context; None if there is none, or it is damaged or not for this user."""
         if not _ID.fullmatch(name):
             return None
         try:
             data = self._files.cat_file(self._path(name + _DESCRIPTION), start=0, end=_MAX_DESCRIPTION)
             stored = StoredContext.model_validate_json(data)
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, PermissionError, ValueError):
             return None
         except Exception as error:
             raise StoreError(f"the stored context cannot be read ({error_reason(error)}); try again.") from error
         return stored if stored.id == name else None
 
     def list_contexts(self) -> list[StoredContext]:
-        """Descriptions of all stored contexts, the newest first."""
-        ids = [name.removesuffix(_DESCRIPTION) for name in self._listing() if name.endswith(_DESCRIPTION)]
-        contexts = [stored for name in ids if (stored := self.describe(name)) is not None]
+        """Descriptions of all stored contexts that can be read, the newest first."""
+        names = [name for name, file in self._listing().items() if name.endswith(_DESCRIPTION) and _is_file(file)]
+        contexts = [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
         return sorted(contexts, key=lambda stored: stored.created, reverse=True)
 
     def nbytes(self) -> int:
@@ -215,13 +222,17 @@ class ContextStore:
         if not _ID.fullmatch(name):
             return False
         for suffix in (_DESCRIPTION, _CONTEXT):
-            with self._store_errors("deleted", "check its folder"):
-                try:
-                    self._files.rm_file(self._path(name + suffix))
-                    is_stored = True
-                except FileNotFoundError:
-                    pass
+            is_stored |= self._delete_file(name + suffix)
         return is_stored
+
+    def _delete_file(self, file: str) -> bool:
+        """Delete a file of the store. False if there is none."""
+        with self._store_errors("deleted", "check its folder"):
+            try:
+                self._files.rm_file(self._path(file))
+            except FileNotFoundError:
+                return False
+        return True
 
     def release(self, name: str) -> None:
         """Drop a context from memory; running answers keep it until they end."""
@@ -229,19 +240,31 @@ class ContextStore:
             self._loaded.pop(name, None)
 
     def expire(self, seconds: float | None) -> None:
-        """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago."""
+        """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago.
+
+        Raises StoreError where one cannot be deleted, after all others.
+        """
+        problem: StoreError | None = None
+        for delete, name in self._expired(seconds):
+            try:
+                delete(name)
+            except StoreError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _expired(self, seconds: float | None) -> Iterator[tuple[Callable[[str], bool], str]]:
+        """What `expire` deletes, and by what."""
         files = self._listing()
         for name, file in files.items():
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
             is_cut_off = suffix == _TEMPORARY and name.startswith(".")
             is_cut_off |= suffix == _CONTEXT and bool(_ID.fullmatch(stem)) and stem + _DESCRIPTION not in files
-            if is_cut_off and _modified(file) < time.time() - _DAY:
-                with self._store_errors("deleted", "check its folder"), suppress(FileNotFoundError):
-                    self._files.rm_file(self._path(name))
-        if seconds is not None:
-            for stored in self.list_contexts():
-                if max(stored.created, self._asked.get(stored.id, 0.0)) < time.time() - seconds:
-                    self.delete(stored.id)
+            if is_cut_off and _is_file(file) and _modified(file) < time.time() - _DAY:
+                yield self._delete_file, name
+        for stored in [] if seconds is None else self.list_contexts():
+            if max(stored.created, self._asked.get(stored.id, 0.0)) < time.time() - seconds:
+                yield self.delete, stored.id
 
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""

@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.context.compression import compress
-from lkv.errors import UnknownContextError
+from lkv.errors import StoreError, UnknownContextError
+from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
 from lkv.serving.app import make_app
 from lkv.serving.middleware import RequestGuard
@@ -260,3 +261,55 @@ def test_expired_contexts_and_leftovers_are_deleted(tmp_path):
     assert [stored.id for stored in store.list_contexts()] == [first]
     assert stat.S_IMODE((tmp_path / f"{first}.kv").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / f"{first}.json").stat().st_mode) == 0o600
+
+
+def refuse(*_):
+    raise PermissionError("another user's")
+
+
+def test_one_description_that_cannot_be_read_breaks_no_listing(parts, tmp_path, monkeypatch):
+    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    name = service.add(TEXT).id
+    until(lambda: not service.jobs())
+    folder, link, pipe, foreign = (f"{letter * 32}-{'0' * 16}.json" for letter in "abcd")
+    (tmp_path / folder).mkdir()
+    (tmp_path / link).symlink_to(link)
+    os.mkfifo(tmp_path / pipe)
+    (tmp_path / foreign).write_text("{}")
+    plain = service.store._files.cat_file
+    monkeypatch.setattr(
+        service.store._files, "cat_file", lambda path, **range_: refuse() if foreign in path else plain(path, **range_)
+    )
+    assert [stored.id for stored in service.store.list_contexts()] == [name] and list(service.collect())
+    service.store._asked.clear()
+    time.sleep(0.01)
+    service.store.expire(0.001)
+    assert sorted(os.listdir(tmp_path)) == sorted([folder, link, pipe, foreign])
+    service.stop(0)
+
+
+def test_one_file_that_cannot_be_deleted_keeps_no_other(tmp_path, monkeypatch):
+    store, names = ContextStore(str(tmp_path), tiny_llama(), Words(), None, 0), [f".{at:016}.tmp" for at in range(4)]
+    for name in names:
+        (tmp_path / name).write_text("")
+    (tmp_path / ".folder.tmp").mkdir()
+    for file in tmp_path.iterdir():
+        os.utime(file, (1, 1))
+    plain = store._files.rm_file
+    monkeypatch.setattr(store._files, "rm_file", lambda path: refuse() if names[1] in path else plain(path))
+    with pytest.raises(StoreError, match="another user's"):
+        store.expire(None)
+    assert sorted(os.listdir(tmp_path)) == [names[1], ".folder.tmp"]
+
+
+def test_times_in_words_and_a_failing_expiry_leave_the_worker_alive(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "_EXPIRY_SECONDS", 0.01)
+    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    listed = [{"name": ".0.tmp", "mtime": "yesterday"}, {"name": ".1.tmp", "mtime": None, "created": []}]
+    monkeypatch.setattr(service.store._files, "ls", lambda *_, **__: listed)
+    service.store.expire(None)
+    tries = []
+    monkeypatch.setattr(service.store, "expire", lambda seconds: tries.append(1) or 1 / 0)
+    until(lambda: len(tries) > 3)
+    assert service.is_healthy
+    service.stop(0)

@@ -141,6 +141,17 @@ def test_one_bad_description_breaks_no_listing(make, tmp_path):
     assert service.store.describe(bad) is not None
 
 
+def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
+    service = make()
+    first, second = (service_module.Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
+    service._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
+    monkeypatch.setattr(service.store, "put", lambda stored, context: None)
+    service._compress(first)
+    assert service.job("a") is second
+    service._compress(second)
+    assert service.job("a") is None
+
+
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
     service = make("store", limits=Limits(store_bytes=100))
     (tmp_path / "store").rmdir()
