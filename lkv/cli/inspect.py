@@ -1,6 +1,7 @@
 """lkv inspect: show a policy's budgets, or what is kept of a text."""
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from os.path import exists, isfile
@@ -91,7 +92,7 @@ def _show_budgets(options: Inspect) -> None:
         description = {"model": asdict(policy.spec), "inputs": asdict(policy.inputs), "card": policy.card}
         print(json.dumps(description | {"retention": retention, "shares": ratios}, indent=1))
     else:
-        print("\n".join(_describe_card(policy)))
+        print("\n".join(describe_card(policy.spec, policy.card)))
         print(f"\nshare of the tokens that each KV head keeps, on average {retention:g}:")
         for layer, row in enumerate(ratios):
             print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
@@ -123,14 +124,6 @@ def _load_policy(options: Inspect) -> "Policy":
     return policy_for(load_model(options.model, revision=options.revision)[0], name=options.model)
 
 
-def _describe_card(policy: "Policy") -> list[str]:
-    """Return the card's lines, or its JSON where `lkv train` did not write it."""
-    try:
-        return describe_card(policy.spec, policy.card)
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        return [f"model     {policy.spec.architecture}", "card      " + json.dumps(policy.card)]
-
-
 def _write_page(options: Inspect, source: str) -> None:
     from lkv.context.documents import STDIN, read_document
     from lkv.methods.registry import FULL, SECOND_PASS
@@ -143,7 +136,8 @@ def _write_page(options: Inspect, source: str) -> None:
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
     check_pattern([options.method, *(options.against if options.question else ())], takes_pattern=False)
-    name = "standard input" if source == STDIN else Path(source).name
+    # A name of any bytes, as UTF-8.
+    name = "standard input" if source == STDIN else os.fsencode(Path(source).name).decode(errors="replace")
     out = options.out or Path("stdin.html" if source == STDIN else f"{Path(source).stem}.html")
     if exists(out) and source != STDIN and out.samefile(source):
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")

@@ -124,5 +124,7 @@ def _describe_model(name: str) -> str:
 def _describe_policy(policy: StoredPolicy) -> str:
     lines = describe_card(policy.spec, policy.card)
     if fit := policy.card.get("fit"):
-        lines.append(f"fitted    here in {fit['minutes']} minutes on {fit['contexts']} contexts; {policy.folder}")
+        lines.append(
+            f"fitted    here in {fit.get('minutes')} minutes on {fit.get('contexts')} contexts; {policy.folder}"
+        )
     return "\n".join([policy.name, *(f"  {line}" for line in lines)])

@@ -60,7 +60,15 @@ def describe_overlap(card: dict[str, Any]) -> str:
 
 
 def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
-    """Describe a policy in one line each: its model, its training, the overlap and its fidelity."""
+    """Describe a policy in a few lines; by its card's JSON where `lkv train` did not write that."""
+    try:
+        return _describe_training(spec, card)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return [f"model     {spec.architecture}", "card      " + json.dumps(card)]
+
+
+def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
+    """One line each on the model, the training, the overlap and the fidelity."""
     trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "unknown"
     return [
         f"model     {', '.join(card.get('hub', ())) or card.get('model', 'not told')}, in any storage "
@@ -85,7 +93,7 @@ def fitted_policies() -> list[StoredPolicy]:
     policies = []
     paths = [path for path in (cache_folder() / "policies").glob("*/config.json") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             policies.append(_read_policy(path))
     return policies
 
@@ -99,7 +107,12 @@ def fitted_folder(model_name: str, spec: ModelSpec) -> Path:
 def _read_policy(path: Path) -> StoredPolicy:
     config = json.loads(path.read_text(encoding="utf-8"))
     inputs = from_dict(ScorerInputs, config.get("inputs", {}))
-    return StoredPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs)
+    policy = StoredPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs)
+    if not (isinstance(policy.hub_names, list) and all(isinstance(name, str) for name in policy.hub_names)):
+        raise TypeError("hub is no list of names")
+    if not isinstance(policy.card.get("fit", {}), dict):
+        raise TypeError("fit is no object")
+    return policy
 
 
 def _retentions(card: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 
 import numpy as np
@@ -127,6 +128,14 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
         # Before it is asked: what an answer appends is none of the text's.
         assert answer["nbytes"] == context.nbytes() and answer["realised"] == context.realised_retention()
         assert answer["text"] == context.ask("How many?", 3)
+
+
+def test_a_name_that_is_no_utf_8_is_shown(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / os.fsdecode(b"log\xff.txt")
+    text.write_text(TEXT, encoding="utf-8")
+    assert main(["inspect", str(text), "--model", str(folder / "model"), "--method", "knorm"]) == 0
+    assert "log\ufffd.txt" in text.with_suffix(".html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
