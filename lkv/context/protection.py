@@ -39,7 +39,7 @@ def protected_tokens(
     before = chat_template_parts(tokenizer, system)[0]
     parts = [(len(before), text)]
     if system is not None:
-        parts.append((before.find(system.strip()), system.strip()))
+        parts.append((_find_system(tokenizer, system.strip(), before), system.strip()))
     intervals, whole = sorted(interval for span in spans for interval in _find(span, text, parts)), before + text
     for (_, end), (start, _) in pairwise(intervals):
         if start < end:
@@ -80,6 +80,13 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int,
             "give 0 <= start < end up to that."
         )
     return [(parts[0][0] + start, parts[0][0] + end)]
+
+
+def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str) -> int:
+    """Where the system prompt begins in `before`; the template may have its words earlier, in a text of its own."""
+    other = chat_template_parts(tokenizer, "b" if system.startswith("a") else "a")[0]
+    shared = next((place for place, pair in enumerate(zip(before, other, strict=False)) if pair[0] != pair[1]), 0)
+    return before.find(system, shared)
 
 
 def _occurrences(text: str, words: str) -> list[int]:

@@ -150,6 +150,19 @@ def test_spans_are_found_by_words_and_by_characters_wherever_they_are(parts):
     assert protected_tokens(plain, "abc", ["c"]) == [2]
 
 
+@pytest.mark.parametrize("strip", ["", "|trim"])
+@pytest.mark.parametrize("system", ["Be brief.", " an apple", "bees"])
+def test_a_system_prompt_is_found_behind_the_same_words_of_the_template(parts, system, strip):
+    tokenizer = AutoTokenizer.from_pretrained(parts[1].name_or_path)
+    header = f"{system} Do as the system says: {system}: "
+    tokenizer.chat_template = (
+        header + "{% for m in messages %}[{{ m.role }}]{{ m.content" + strip + " }}</s>{% endfor %}"
+    )
+    start = len(header) + len("[system]") + (0 if strip else len(system) - len(system.lstrip()))
+    found = protected_tokens(tokenizer, "Nobody came.", [system.strip()], system)
+    assert found == list(range(start, start + len(system.strip())))  # a token a byte
+
+
 def test_a_system_prompt_stays_in_a_chat_and_in_a_saved_context(parts, tmp_path):
     model, tokenizer, policy = parts
     options = {"policy": policy, "retention": 0.3, "system": RULE.strip()}
