@@ -13,13 +13,24 @@ import pytest
 
 import lkv
 from examples.space import app
+from lkv.models.loading import load_model
+from tests.conftest import save_model
 
 NUMBER = "The telephone number of the harbour office is 5308."
 
 
 def test_a_long_text_is_refused():
-    with pytest.raises(lkv.LkvError, match="has 20,001 characters; give at most 20,000"):
-        app.compare("a" * 20_001, "Who?", 10)
+    for text, question in (("a" * 20_000, "?"), ("a", "?" * 20_000)):
+        with pytest.raises(lkv.LkvError, match="have 20,001 characters; give at most 20,000"):
+            app.compare(text, question, 10)
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+def test_names_of_files_are_texts(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(app, "load", lambda: load_model(str(save_model(tmp_path / "model"))))
+    monkeypatch.setattr(app, "METHODS", {"Knorm": "knorm"})
+    answers = [app.compare(f"{name}{end}", "Who?", 50)[0] for name in (__file__, __file__.replace("space", "spice"))]
+    assert [size for _, size, _ in answers] == ["0.0", "0.0"]
 
 
 @pytest.mark.slow
