@@ -85,7 +85,7 @@ def is_complete(folder: Path) -> bool:
     try:
         files = json.loads((folder / _DONE).read_text(encoding="utf-8"))["files"]
         return bool(files) and all(_is_unchanged(folder / name, record) for name, record in files.items())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
 
 

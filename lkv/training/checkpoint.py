@@ -16,7 +16,7 @@ from lkv.config import ModelSpec, TrainingConfig, from_dict
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.utils.files import atomic_write, write_text
+from lkv.utils.files import atomic_write, error_reason, write_text
 from lkv.utils.tensor_file import parse_tensors
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -37,6 +37,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise TrainingError(
             f"another training is running in {folder}; wait until it ends, or give another folder."
         ) from None
+    except OSError as problem:
+        raise TrainingError(f"{folder} cannot be locked ({error_reason(problem)}); give another folder.") from problem
     try:
         yield
     finally:

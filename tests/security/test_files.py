@@ -3,11 +3,19 @@
 import json
 import math
 import os
+import zlib
+from contextlib import nullcontext
 
 import pytest
+import torch
+from filelock import FileLock
 
+from lkv.errors import DataError, ModelLoadError, TrainingError
 from lkv.integrations.transformers.fingerprint import encode_direction
-from lkv.models.conversion import file_digest, is_complete
+from lkv.models import conversion
+from lkv.models.conversion import convert_once, file_digest, is_complete
+from lkv.training.checkpoint import lock_folder
+from lkv.utils.journal import lock_journal
 
 
 def test_a_converted_model_that_was_changed_is_converted_again(tmp_path):
@@ -20,6 +28,42 @@ def test_a_converted_model_that_was_changed_is_converted_again(tmp_path):
     assert is_complete(tmp_path)  # copied, with another time
     weights.write_bytes(b"weights of another")
     assert weights.stat().st_size == 18 and not is_complete(tmp_path)
+    for text in ("[" * 100_000, '{"files": ' * 50_000, "null", "{}"):
+        (tmp_path / "conversion.json").write_text(text)
+        assert not is_complete(tmp_path)
+
+
+def test_planted_locks_are_not_followed(tmp_path, monkeypatch):
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("mine")
+    folder.mkdir()
+    target = folder / "model"
+    for name in (".lock", ".model.lock", f".{zlib.crc32(b'samples.jsonl'):08x}.lock"):
+        (folder / name).symlink_to(victim)
+
+    def lock(how, *names):
+        with how(*names):
+            pass
+
+    with pytest.raises(TrainingError, match="shared cannot be locked"):
+        lock(lock_folder, folder)
+    with pytest.raises(DataError, match="cannot be locked"):
+        lock(lock_journal, folder / "samples.jsonl")
+    monkeypatch.setattr(conversion, "require", lambda *_: None)
+    with pytest.raises(ModelLoadError, match="the converted model cannot be kept"):
+        convert_once(target, lambda: nullcontext(tmp_path / "a.gguf"), torch.float32)
+    assert victim.read_text() == "mine"
+
+
+def test_a_lock_that_is_released_deletes_no_lock_of_another(tmp_path):
+    """What `lock_journal` relies on: versions of filelock that delete files let two writers into one journal."""
+    first, second = (FileLock(tmp_path / "a.lock", timeout=0) for _ in range(2))
+    first.acquire()
+    (tmp_path / "a.lock").unlink()
+    second.acquire()
+    first.release()
+    assert (tmp_path / "a.lock").exists()
+    second.release()
 
 
 @pytest.mark.parametrize("values", [[math.inf, 1.0], [1.0, -math.inf], [math.nan, 1.0], [0.0, 0.0], []])
