@@ -262,7 +262,9 @@ class ContextStore:
             is_cut_off |= suffix == _CONTEXT and bool(_ID.fullmatch(stem)) and stem + _DESCRIPTION not in files
             if is_cut_off and _is_file(file) and _modified(file) < time.time() - _DAY:
                 yield self._delete_file, name
-        for stored in [] if seconds is None else self.list_contexts():
+        if seconds is None:
+            return
+        for stored in self.list_contexts():
             if max(stored.created, self._asked.get(stored.id, 0.0)) < time.time() - seconds:
                 yield self.delete, stored.id
 
