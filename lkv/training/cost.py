@@ -17,6 +17,7 @@ _CONTINUATION_TOKENS = 120  # of a typical continuation: most answers are short
 # A backward pass through frozen weights: one product a layer for the hidden states, one more for attention than forward
 # has, and the activations once.
 _TEACHER_PASSES, _STUDENT_PASSES = 1, 3
+_RECOMPUTED_PASSES = 1  # of a student over whole sequences, whose layers are computed again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def estimate(
     if config.tokens_a_continuation:
         continuations = min(continuations, 2 + max(0.0, tokens - 2000) / config.tokens_a_continuation)
     length = min(config.max_continuation, _CONTINUATION_TOKENS)
-    one_pass = continuations * _continuation_flops(shape, tokens, length, config.student == "full")
+    is_whole = config.student == "full"
+    one_pass = continuations * _continuation_flops(shape, tokens, length, is_whole)
     retentions = 2 if config.retention_high else 1
     validation = shape.forward_flops(tokens) + (1 + retentions) * one_pass
     contexts, startup_tokens = config.steps * config.batch, min(tokens, WARM_START_TOKENS)
@@ -84,7 +86,7 @@ def estimate(
         0.0 if is_initialized else CALIBRATION_SAMPLES * shape.forward_flops(startup_tokens),
         0.0 if is_initialized else config.warmup_contexts * kvzip_flops(shape, startup_tokens),
         config.steps,
-        config.batch * _sample_flops(shape, tokens, one_pass),
+        config.batch * _sample_flops(shape, tokens, one_pass, is_whole),
         math.ceil(config.steps / config.evaluate_every),
         config.validation_samples * validation,
     )
@@ -101,7 +103,8 @@ def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole
     """Operations of training on one context; `whole`: the student computes the prompt's rows again."""
     if not continuations:
         return 0.0
-    return _sample_flops(shape, tokens, sum(_continuation_flops(shape, tokens, n, whole) for n in continuations))
+    one_pass = sum(_continuation_flops(shape, tokens, n, whole) for n in continuations)
+    return _sample_flops(shape, tokens, one_pass, whole)
 
 
 def mean_length(least: float, most: float) -> float:
@@ -123,9 +126,10 @@ def _continuation_flops(shape: Shape, tokens: float, length: float, whole: bool)
     return shape.forward_flops(length, seen=tokens, logits=length)
 
 
-def _sample_flops(shape: Shape, tokens: float, once: float) -> float:
-    """The prompt once, its scores, and its continuations (`once` a pass) by teacher and student."""
-    return shape.forward_flops(tokens) + once * (_TEACHER_PASSES + _STUDENT_PASSES) + _score_flops(shape, tokens)
+def _sample_flops(shape: Shape, tokens: float, one_pass: float, whole: bool) -> float:
+    """The prompt once, its scores, and its continuations (`one_pass`) by teacher and student."""
+    passes = _TEACHER_PASSES + _STUDENT_PASSES + _RECOMPUTED_PASSES * whole
+    return shape.forward_flops(tokens) + one_pass * passes + _score_flops(shape, tokens)
 
 
 def _score_flops(shape: Shape, tokens: float) -> float:

@@ -8,6 +8,7 @@ student sees the prompt under a soft mask.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
+from lkv.integrations.transformers.recompute import checkpoint_layers
 from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
@@ -70,11 +72,14 @@ class _MaskedLayer(FrozenPromptLayer):
 
 
 class MaskedSequence(BaseCache):
-    """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention."""
+    """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention.
 
-    def __init__(self, layers: int, log_mask: Tensor | None = None):
-        masks: Any = [None] * layers if log_mask is None else log_mask
-        super().__init__(layers=[_SequenceLayer(mask) for mask in masks])
+    `windows` are the sliding windows of the model's layers, None for each of the L full-attention ones.
+    """
+
+    def __init__(self, windows: Sequence[int | None], log_mask: Tensor | None = None):
+        masks = iter([None] * windows.count(None) if log_mask is None else log_mask)
+        super().__init__(layers=[_SequenceLayer(next(masks) if window is None else None) for window in windows])
 
 
 class _SequenceLayer(AttentionCacheLayer):
@@ -131,7 +136,8 @@ class SampleDistillation:
 
     Shorter contexts are padded at their ends with tokens that nothing attends to. Losses are summed over the samples;
     each is what the sample has alone. `whole`: for one sample, prompt and continuation are computed together with the
-    mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference.
+    mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference. Of whole
+    sequences the hidden states alone are saved for the backward pass, which computes each layer again.
     `queries`: those of the prompt are kept for baselines that read them.
     """
 
@@ -173,7 +179,7 @@ class SampleDistillation:
         if self._whole:
             ids = torch.cat([self._contexts.expand(len(ids), -1), ids], 1)
             positions = torch.arange(ids.shape[1], device=self._device)[None]
-            cache: BaseCache = MaskedSequence(len(self.prompt), log_mask)
+            cache: BaseCache = MaskedSequence(patch_attention(self._model).sliding_windows, log_mask)
             options = {"logits_to_keep": self._ids.shape[1]}
         else:
             is_single = len(self.lengths) == 1
@@ -184,14 +190,15 @@ class SampleDistillation:
                 shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
                 log_mask = self.join_masks([torch.zeros(shape, device=self._device) for shape in shapes])
             cache = FrozenPrompt(self.prompt, log_mask, None if is_single else self._owners)
-        out = self._model(
-            input_ids=ids,
-            position_ids=positions,
-            **cache_argument(cache),
-            use_cache=True,
-            output_hidden_states=True,
-            **options,
-        )
+        with checkpoint_layers(self._model) if self._whole and torch.is_grad_enabled() else nullcontext():
+            out = self._model(
+                input_ids=ids,
+                position_ids=positions,
+                **cache_argument(cache),
+                use_cache=True,
+                output_hidden_states=True,
+                **options,
+            )
         logits = out.logits[self._target_owners, self._target_rows]
         return Outputs(log_softmax(logits.float(), -1), out.hidden_states[1:])
 
@@ -222,16 +229,22 @@ class SampleDistillation:
     def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
         total = self.row_weights.new_zeros(())
+        distance = partial(_squared_distance, norm=norm)
+        if self._whole and torch.is_grad_enabled():  # in float32 it would save twice what the hidden states take
+            distance = partial(checkpoint, distance, use_reentrant=False, preserve_rng_state=False)
         for target, hidden in zip(teacher.hidden, student.hidden, strict=True):
             # Layers may lie on other devices than the losses.
-            hidden, target = hidden.to(total.device), target.to(total.device)
-            squared = (hidden.float() - target.float()).square().sum(-1)
-            if norm == "relative":
-                squared = squared / target.float().square().sum(-1).clamp(min=1e-12)
-            elif norm == "mean":
-                squared = squared / target.shape[-1]
+            squared = distance(target.to(total.device), hidden.to(total.device))
             total = total + (squared * self.row_weights).sum()
         return total / len(teacher.hidden)
+
+
+def _squared_distance(target: Tensor, hidden: Tensor, norm: str) -> Tensor:
+    """||target - hidden||^2 of each token [n, t], by the `norm` of `TrainingConfig.hidden_norm`."""
+    squared = (hidden.float() - target.float()).square().sum(-1)
+    if norm == "relative":
+        return squared / target.float().square().sum(-1).clamp(min=1e-12)
+    return squared / target.shape[-1] if norm == "mean" else squared
 
 
 def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
