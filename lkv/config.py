@@ -86,7 +86,7 @@ class MemoryTarget:
             match := re.fullmatch(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*", value.lower())
         ):
             try:
-                number = float(match[1]) * (0.01 if match[2] else _BYTE_UNITS[match[3] or ""])
+                number = float(match[1]) / 100 if match[2] else float(match[1]) * _BYTE_UNITS[match[3] or ""]
             except ValueError:
                 number = None
             unit = "%" if match[2] else (match[3] or "") + match[4]

@@ -113,6 +113,10 @@ class UnknownContextError(StoreError):
     """The context store has no context of this id."""
 
 
+class ContextPendingError(StoreError):
+    """The context is still being compressed, or could not be."""
+
+
 class BusyError(LkvError):
     """The engine or server is at its request limit; retry later."""
 

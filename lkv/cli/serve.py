@@ -10,6 +10,10 @@ from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, R
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
+_NOT_FOR_VLLM = (
+    "--device", "--policy-revision", "--no-strict", "--max-batch", "--max-texts", "--keep-days", "--max-tokens",
+    "--timeout",
+)  # fmt: skip
 
 
 class Serve(PolicyOptions, RunOptions):
@@ -22,7 +26,9 @@ class Serve(PolicyOptions, RunOptions):
     port: int = option("port to listen on", 8000, ge=1, le=65535)
     store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")
     memory: float = option("MiB of contexts in memory", 1024, ge=0, le=2**40)
-    max_requests: PositiveInt = option("requests in flight; further ones get status 429", 64)
+    max_requests: PositiveInt = option(
+        "requests in flight; further ones get status 429, or wait with --engine vllm", 64
+    )
     max_batch: PositiveInt = option("requests about one context that are answered together", 16)
     max_texts: PositiveInt = option("texts that wait to be compressed", 16)
     max_upload: PositiveInt = option("MiB per request", 16)
@@ -34,7 +40,10 @@ class Serve(PolicyOptions, RunOptions):
     timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 
-    engine: Literal["lkv", "vllm"] = option("lkv's own small server, or vLLM's with the plugin (extra vllm)", "lkv")
+    engine: Literal["lkv", "vllm"] = option(
+        f"lkv's own small server, or vLLM's with the plugin (extra vllm), which refuses {', '.join(_NOT_FOR_VLLM)}",
+        "lkv",
+    )
     vllm_args: str = option(
         "with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "
         "--vllm-args='--enforce-eager'",
@@ -46,6 +55,7 @@ class Serve(PolicyOptions, RunOptions):
         from lkv.methods.registry import FULL
         from lkv.utils.extras import require
 
+        self._check_engine()
         require("serve" if self.engine == "lkv" else "vllm", "lkv serve")
         key = read_api_key(self.host)
         if self.method == FULL:
@@ -55,8 +65,7 @@ class Serve(PolicyOptions, RunOptions):
         if self.engine == "vllm":
             from lkv.integrations.vllm import command
 
-            defaults = {name: field.default for name, field in type(self).model_fields.items()}
-            command.serve(self.model_dump(), defaults, key)
+            command.serve(self.model_dump(), key)
         import uvicorn
 
         from lkv.serving.app import make_app
@@ -75,6 +84,18 @@ class Serve(PolicyOptions, RunOptions):
             access_log=False,
             timeout_graceful_shutdown=int(self.grace) + 1,
         )
+
+    def _check_engine(self) -> None:
+        """Raise LkvError for options that the engine does not read."""
+        names = {flag: flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in _NOT_FOR_VLLM}
+        unused = [flag for flag, name in names.items() if name in self.model_fields_set]
+        if self.engine == "vllm" and unused:
+            raise LkvError(
+                f"--engine vllm does not read {', '.join(unused)}; leave them out, or use vLLM's own options in "
+                "--vllm-args."
+            )
+        if self.engine == "lkv" and self.vllm_args:
+            raise LkvError("--vllm-args needs --engine vllm; add it, or leave --vllm-args out.")
 
 
 def read_api_key(host: str) -> str | None:

@@ -174,12 +174,14 @@ def _context_name(service: Service, body: ChatRequest) -> str:
     model, colon, name = (body.model, "", "") if body.model == service.name else body.model.rpartition(":")
     if not colon:
         model, name = body.model, ""
+    elif not name:
+        raise PromptError(f"the model {body.model!r} names no context after the colon; give an id, or no colon.")
     if model not in ("", service.name):
         raise UnknownContextError(
             f"there is no model {body.model!r} here, only {service.name!r}; GET /v1/models lists all."
         )
     if body.context and name and body.context != name:
-        raise PromptError("the model's name and the field context name two contexts; give one.")
+        raise PromptError("the fields model and context name different contexts; name one context.")
     return body.context or name
 
 

@@ -147,7 +147,9 @@ def refuse(path: str, headers: Headers, key: str | None, local: bool, limit: int
     host, origin = headers.get("host", ""), headers.get("origin")
     name, _ = _parts(host)
     if local and name not in LOOPBACK:
-        return _error(421, f"this server serves this machine alone, not {name!r}; ask 127.0.0.1.", "wrong_host")
+        return _error(
+            421, f"the server accepts requests to localhost only, not to {name!r}; use 127.0.0.1.", "wrong_host"
+        )
     if origin is not None and _parts(origin.partition("//")[2])[1] != host:
         return _error(403, f"pages of {origin} may not use this server; ask from its own page.", "wrong_origin")
     # Headers are decoded as Latin-1; a key is compared by its bytes.

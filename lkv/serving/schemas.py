@@ -4,12 +4,23 @@ from email.message import Message as Headers
 from email.utils import collapse_rfc2231_value
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 from lkv.errors import (
     BusyError,
     ContextFileError,
+    ContextPendingError,
     IntegrationError,
     LkvError,
     PromptError,
@@ -19,19 +30,34 @@ from lkv.errors import (
 )
 from lkv.serving.answers import SamplingParams
 
-# Fields of OpenAI's API that would change an answer in ways not offered here, with the values that leave it unchanged.
+# Fields of OpenAI's API that change no answer here.
+_WITHOUT_EFFECT = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls",
+})  # fmt: skip
+# Others that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
     "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
+    "function_call": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
     UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
-    ContextFileError: (409, "conflict_error"), StoreError: (507, "server_error"),
+    ContextFileError: (409, "conflict_error"), ContextPendingError: (409, "conflict_error"),
+    StoreError: (507, "server_error"),
     PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
     IntegrationError: (400, "invalid_request_error"),
 }  # fmt: skip
 _MAX_TOKENS = 2**31
+
+
+def _check_memory(value: Any) -> str | float:
+    """A memory budget as text or number, which `MemoryTarget` reads."""
+    is_text = isinstance(value, str) and len(value) <= 20
+    if is_text or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**60):
+        return value
+    raise PydanticCustomError("memory", "Expected a share such as 0.1 or '10%', or bytes such as '2MB'")
+
 
 Name = Annotated[StrictStr, Field(max_length=300)]
 Role = Annotated[StrictStr, Field(pattern=r"^[a-z_]{1,32}$")]
@@ -41,6 +67,7 @@ Stop = Annotated[StrictStr, Field(min_length=1, max_length=200)]
 Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
 Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Memory = Annotated[str | float, PlainValidator(_check_memory)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 _MAX_STRINGS, _MAX_STRUCTURE = 20_000, 200_000  # of JSON: number, bytes outside of strings
 
@@ -77,7 +104,7 @@ class ChatRequest(BaseModel):
 
     model: Name = ""
     messages: Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
-    context: Name | None = None
+    context: Annotated[Name, Field(min_length=1)] | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     max_tokens: Length | None = None
@@ -101,11 +128,10 @@ class ChatRequest(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def check_offered(self) -> None:
-        """Raise PromptError for fields that are not offered here and would change the answer."""
-        extra = self.model_extra or {}
-        for name, neutral in _NEUTRAL.items():
-            if extra.get(name) not in (None, *neutral):
-                raise PromptError(f"{name} is not offered by this server; leave it out.")
+        """Raise PromptError for fields that are not offered here and could change the answer, also misspelt ones."""
+        for name, value in (self.model_extra or {}).items():
+            if name not in _WITHOUT_EFFECT and value not in (None, *_NEUTRAL.get(name, ())):
+                raise PromptError(f"{name[:80]} is not offered by this server; leave it out.")
 
 
 class ContextRequest(BaseModel):
@@ -117,7 +143,7 @@ class ContextRequest(BaseModel):
     name: Annotated[StrictStr, Field(max_length=200)] = ""
     system: Words | None = None
     retention: Number | None = None
-    memory: Annotated[StrictStr, Field(max_length=20)] | None = None
+    memory: Memory | None = None
     protect: Annotated[list[Words], Field(max_length=64, fail_fast=True)] = []
 
 
@@ -136,20 +162,28 @@ def parse_context(body: bytes, content_type: str) -> ContextRequest:
         return parse(ContextRequest, body)
     _parameter(headers, "charset", is_charset=True)
     fields: dict[str, Any] = {}
+    names: list[str] = []
     for part, data in _form_parts(body, _parameter(headers, "boundary") or ""):
         name, file = (_parameter(part, each, "content-disposition") for each in ("name", "filename"))
+        if name in names and name != "protect":
+            raise PromptError(f"the form has the field {name[:80]!r} twice; send it once.")
+        names.append(str(name))
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
             raise PromptError(f"the form's field {str(name)[:80]!r} {problem}") from None
         if name == "file":
+            if file is None:
+                raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")
             fields["text"] = text
             fields.setdefault("name", (file or "")[:200])
         elif name == "protect":
             fields.setdefault("protect", []).append(text)
         else:
             fields[str(name)] = text
+    if "file" in names and "text" in names:
+        raise PromptError("the form has a file and a text; send one of them.")
     return parse(ContextRequest, fields)
 
 
@@ -195,9 +229,8 @@ def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
         problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         field = ".".join(map(str, problem["loc"]))[:100] or "the body"
         if problem["type"] == "extra_forbidden":
-            raise PromptError(
-                f"{field}: there is no such field; the fields are {', '.join(schema.model_fields)}."
-            ) from None
+            names = ", ".join(schema.model_fields)
+            raise PromptError(f"{field}: there is no such field; the fields are {names}, and in a form file.") from None
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
 
 

@@ -16,7 +16,7 @@ from lkv.context.checks import check_text
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
-from lkv.errors import BusyError, LkvError, PromptError, StoreError, UnknownContextError, check_retention
+from lkv.errors import BusyError, ContextPendingError, LkvError, PromptError, StoreError, check_retention
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
@@ -74,6 +74,14 @@ class Job:
             "retention": None if self.settings.memory else self.settings.retention,
         }  # fmt: skip
 
+    def pending_error(self) -> ContextPendingError:
+        """The error of a question about this context."""
+        if self.error is not None:
+            return ContextPendingError(f"the context {self.id!r} could not be made: {self.error}")
+        return ContextPendingError(
+            f"the context {self.id!r} is still being compressed; ask again when its status is 'ready'."
+        )
+
 
 class _CancelledError(Exception):
     """The job was cancelled while its text was compressed."""
@@ -118,7 +126,7 @@ class Service:
 
     def add(
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None,
-        memory: str | None = None, protect: Sequence[str] = (),
+        memory: str | float | None = None, protect: Sequence[str] = (),
     ) -> StoredContext | Job:  # fmt: skip
         """The stored context of `text`, or its job; PromptError, BusyError (too many texts wait), StoreError (full)."""
         check_text(text, "the text", "give some text to compress")
@@ -178,12 +186,10 @@ class Service:
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:
-        """A stored context. Raises UnknownContextError, with the progress of one that is being compressed."""
+        """A stored context. Raises UnknownContextError, or ContextPendingError for one that is being compressed."""
         job = self._jobs.get(name)
-        if job is not None and job.error is None:
-            raise UnknownContextError(f"the context {name!r} is being compressed ({job.progress:.0%}); ask it later.")
         if job is not None:
-            raise UnknownContextError(f"the context {name!r} could not be made: {job.error}")
+            raise job.pending_error()
         return self.store.get(name)
 
     def _max_characters(self) -> int:

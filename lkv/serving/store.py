@@ -42,7 +42,7 @@ class CompressionSettings(NamedTuple):
     protect: tuple[Span, ...] | None = None  # what every head keeps
 
     def for_text(
-        self, retention: float | None, memory: str | None, system: str | None, protect: Sequence[Span] = ()
+        self, retention: float | None, memory: str | float | None, system: str | None, protect: Sequence[Span] = ()
     ) -> "CompressionSettings":
         """Those of one text, which keeps as much as one of `retention` and `memory` says, by default as much as these.
 
@@ -51,10 +51,11 @@ class CompressionSettings(NamedTuple):
         if memory is not None and retention is not None:
             raise PromptError("memory and retention both say how much to keep; give one of them.")
         share = self.retention if retention is None else check_retention(retention)
+        budget = None
         if memory is not None:  # one text for equal budgets, however they are written
             target = MemoryTarget.parse(memory)
-            memory = f"{target.nbytes}B" if target.share is None else str(target.share)
-        return self._replace(retention=share, system=system, memory=memory, protect=tuple(protect) or None)
+            budget = f"{target.nbytes}B" if target.share is None else str(target.share)
+        return self._replace(retention=share, system=system, memory=budget, protect=tuple(protect) or None)
 
 
 def context_id(text: str, settings: CompressionSettings) -> str:
@@ -69,7 +70,7 @@ def context_id(text: str, settings: CompressionSettings) -> str:
 
 def unknown_context(name: str) -> UnknownContextError:
     """The error for an id that is not stored; ids come from clients and may be long."""
-    return UnknownContextError(f"there is no context {name[:80]!r}; compress its text first.")
+    return UnknownContextError(f"there is no context {name[:80]!r}; GET /v1/contexts lists all contexts.")
 
 
 class StoredContext(BaseModel):

@@ -26,6 +26,11 @@ def form(data):
     return b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\n' + data + b"\r\n--b--\r\n"
 
 
+def field(name, text):
+    """A part of such a form."""
+    return f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{text}\r\n'.encode()
+
+
 def tiny(folder):
     """(model, tokenizer): random weights, a token a byte, a chat template."""
     save_model(folder, max_position_embeddings=2048)

@@ -20,7 +20,7 @@ from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 
 pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
-from tests.serving.server import KNORM, OTHER, TEXT, form, serving, until
+from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, until
 
 openai = pytest.importorskip("openai")
 
@@ -102,7 +102,8 @@ def test_without_a_context_it_is_a_plain_chat_model(server, parts):
         "input_ids"
     ]
     right = stock_answer(model, tokenizer, ids)
-    assert server.answer("", None, messages=turns, max_tokens=6) == right
+    harmless = {"user": "me", "metadata": {"a": "b"}, "n": 1, "logit_bias": {}, "tools": None, "other": None}
+    assert server.answer("", None, messages=turns, max_tokens=6, **harmless) == right
 
 
 def test_turns_follow_the_context_as_the_template_writes_them(server, context, parts):
@@ -146,17 +147,16 @@ def test_protected_words_are_kept_and_belong_to_the_settings(server, parts):
 
 
 def test_a_form_may_name_several_protected_spans(server, parts):
-    fields = b"".join(
-        b'--b\r\nContent-Disposition: form-data; name="protect"\r\n\r\n' + words + b"\r\n"
-        for words in (b"harbour", b"41")
-    )
+    fields = field("protect", "harbour") + field("protect", "41")
     body, kind = fields + form(TEXT.encode()), {"Content-Type": "multipart/form-data; boundary=b"}
     made = server.finished(server.ask("/v1/contexts", body, **kind)[1])
     assert made["id"] == server.compressed(TEXT, protect=["harbour", "41"])
 
 
 def test_a_memory_that_is_written_in_other_ways_is_the_same(server):
-    """However small: a byte is no share, and neither is a share too small for decimals."""
+    """Also as a number. However small: a byte is no share, and neither is a share too small for decimals."""
+    assert server.compressed(TEXT, memory=0.57) == server.compressed(TEXT, memory="57%")
+    assert server.compressed(TEXT, memory=50_000) == server.compressed(TEXT, memory="50kB")
     for least in ("1B", "0.001kb", "0.001%"):
         status, made = server.ask("/v1/contexts", {"text": TEXT, "memory": least})
         assert status == 202
@@ -205,13 +205,15 @@ def test_sampling_seeds_and_stops(server, context, expected):
         ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
         ({"context": "../../etc/passwd"}, 404, "there is no context"),
         ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
-        ({"model": "tiny:a", "context": "b"}, 400, "name two contexts"), ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"model": "tiny:a", "context": "b"}, 400, "different contexts"), ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 900}, 400, "reads at most 2048"),
         ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the model reads at most 2048"),
         ({"temperature": 9}, 400, "temperature: Input should be less than or equal to 2"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"n": 2}, 400, "n is not offered"), ({"tools": [{}]}, 400, "tools is not offered"),
-        ({"logprobs": True}, 400, "logprobs is not offered"),
+        ({"logprobs": True}, 400, "logprobs is not offered"), ({"contxt": "a"}, 400, "contxt is not offered"),
+        ({"vllm_xargs": {"lkv_context": "a"}}, 400, "vllm_xargs is not offered"), ({"context": ""}, 400, "context: "),
+        ({"model": "tiny:"}, 400, "names no context after the colon"),
     ],
 )  # fmt: skip
 def test_bad_chats_get_one_sentence(server, body, status, says):
@@ -233,6 +235,10 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
         ({"text": "a b", "protect": ["c"]}, "does not contain 'c'"), ({"text": "x", "protect": [""]}, "span is empty"),
         ({"text": "x", "protect": "x"}, "protect: Input should be a valid"),
         ({"text": "x", "retain": 0.5}, "retain: there is no such field; the fields are text, name, system, "),
+        ({"text": "x", "file": "y"}, "file: there is no such field; the fields are text, name, "),
+        ({"text": "x", "memory": True}, "memory: Expected a share"), ({"text": "x", "memory": 1.5}, "memory is 1.5"),
+        ({"text": "x", "memory": 0}, "memory: Expected a share"), ({"text": "x", "memory": [1]}, "memory: Expected"),
+        ({"text": "x", "memory": "1" * 21}, "memory: Expected a share"),
         (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
 )  # fmt: skip
@@ -241,7 +247,7 @@ def test_bad_texts_get_one_sentence(server, body, says):
     assert status == 400 and says in said, said
 
 
-FIELD = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\n'
+FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,11 @@ FIELD = b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nBr\xfccke\r\
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
-        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field"),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field; the fields are text, name, "),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "and in a form file."),
+        (form(b"a.txt").replace(b'; filename="a.txt"', b""), "", "'file' is no file; write file=@PATH"),
+        (field("text", "text") + form(b"text"), "", "a file and a text; send one"),
+        (form(b"text")[:-9] + b"\r\n" + form(b"text"), "", "has the field 'file' twice"),
         (form(b"text"), "; charset*=idna''x", "another charset than UTF-8"),
         (form(b"text").replace(b"filename=", b"filename*=punycode''"), "", "another charset than UTF-8"),
         (form(b"text").replace(b"filename=", b"filename*=\0''"), "", "another charset than UTF-8"),
@@ -271,7 +281,7 @@ def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
     made = server.finished(made)
     assert made["status"] == "failed" and "nothing of it would be kept" in made["error"]
     status, answer = server.chat("?", made["id"])
-    assert status == 404 and "could not be made" in answer["error"]["message"]
+    assert status == 409 and "could not be made" in answer["error"]["message"]
     assert server.ask(f"/v1/contexts/{made['id']}", method="DELETE")[1]["deleted"] is True
 
 
@@ -383,7 +393,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         assert server.ask("/v1/contexts", {"text": "one " * 9})[1]["id"] == first["id"]
         assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
         status, answer = server.chat("?", first["id"])
-        assert status == 404 and "is being compressed (0%)" in answer["error"]["message"]
+        assert status == 409 and "is still being compressed; ask again" in answer["error"]["message"]
         assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
         release.set()
         assert server.finished(first)["status"] == "ready"
@@ -420,7 +430,8 @@ def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
         (["--grace", "inf"], "--grace is inf"), (["--memory", "inf"], "--memory is inf"),
         (["--timeout", "inf"], "--timeout is inf"),
         (["--store", "nosuch://place", "--method", "knorm", "--model", "{model}"], "Protocol not known"),
-        (["--model", "{nothing}"], "could be loaded"),
+        (["--model", "{nothing}"], "could be loaded"), (["--vllm-args=--enforce-eager"], "needs --engine vllm"),
+        (["--engine", "vllm", "--timeout", "300", "--device", "cpu"], "does not read --device, --timeout; leave them"),
     ],
 )  # fmt: skip
 def test_a_server_that_cannot_be_says_so(words, says, monkeypatch, capsys, tmp_path):

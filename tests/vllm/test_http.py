@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from lkv.context.compression import compress
+from lkv.errors import ContextPendingError
 from lkv.integrations.vllm.contexts import NewContext
 from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.schemas import error_response
 from lkv.serving.service import Job
 from lkv.utils.prompts import encode, render_messages
 from tests.vllm.servers import serving
@@ -62,12 +64,13 @@ class Server:
 
 
 @contextmanager
-def serving_lab(lab, port: int):
+def serving_lab(lab, port: int, *options: str):
     """The lab's model behind a server."""
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
         *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
         *("--dtype", "float32", "--max-requests", "8", "--vllm-args", "--enforce-eager --max-model-len 1024"),
+        *options,
     ]
     with serving(arguments, port, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
         yield Server(url, process)
@@ -248,16 +251,50 @@ def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(is_sent_ag
     [
         ({"model": "tiny:none"}, 404, "no context 'none'"),
         ({"model": "other:none"}, 404, "does not exist"),
-        ({"model": "tiny:a", "context": "b"}, 400, "two contexts"),
-        ({"context": 3}, 400, "give its id"),
-        ({"context": ["a"]}, 400, "give its id"),
-        ({"vllm_xargs": {"lkv_context": {}}}, 400, "give its id"),
+        ({"model": "tiny:a", "context": "b"}, 400, "different contexts"),
+        ({"model": "tiny:"}, 400, "'' is no id"),
+        ({"context": 3}, 400, "'3' is no id"),
+        ({"context": ["a"]}, 400, "is no id"),
+        ({"vllm_xargs": {"lkv_context": {}}}, 400, "is no id"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, body, status, match):
     request = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
     answer = server.http.post("/v1/chat/completions", json=request)
     assert answer.status_code == status and match in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/render", "/tokenize"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"context": "a"}, {"model": "tiny:a"}, {"vllm_xargs": {"lkv_context": "a"}}, {"cache_salt": "lkv_context:a"},
+        {"context": 3},
+    ],
+)  # fmt: skip
+def test_other_routes_refuse_contexts(server, path, named):
+    """They would answer without the context."""
+    turns = [{"role": "user", "content": "a"}]
+    answer = server.http.post(path, json={"model": "tiny", "messages": turns, "input": "a", "max_tokens": 2, **named})
+    problem = answer.json()["error"]
+    assert answer.status_code == 400 and problem["type"] == "invalid_request_error", answer.text
+    if named != {"context": 3}:
+        says = f"{path} cannot use contexts; use /v1/chat/completions or /v1/completions."
+        assert problem["message"] == says
+
+
+def test_a_context_that_is_being_compressed_cannot_be_asked_yet():
+    job, routes = Job("a", "", "", None, 0.0), ContextRoutes()
+    routes._jobs["a"] = job
+    routes.contexts = lambda: asyncio.sleep(0)
+    for error, says in (
+        (None, "is still being compressed; ask again"),
+        ("too short.", "could not be made: too short."),
+    ):
+        job.error = error
+        with pytest.raises(ContextPendingError, match=says) as raised:
+            asyncio.run(routes.rewrite("/v1/chat/completions", {}, "a"))
+        assert error_response(raised.value).status_code == 409
 
 
 def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
@@ -267,7 +304,9 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [{"role": "user", "content": "a" * 1100}]}, "maximum context length"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools does not go with a context"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot be used with a context"),
+        ({"add_generation_prompt": False}, "add_generation_prompt cannot be used with a context"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools cannot be used with a context"),
     ):
         request = {"model": f"tiny:{name}", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
         answer = server.http.post("/v1/chat/completions", json=request)
@@ -294,13 +333,21 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
 
 
 def test_a_killed_engine_loses_no_context(server, lab):
-    """The last test of this server: its engine process is killed, and another server finds the contexts."""
+    """The last test of this server: its engine process is killed, and another server finds the contexts.
+
+    That one is then ended while it answers: by Ctrl-C, with no time for the answer.
+    """
     text = lab.text(36)
     name, want = server.create(text), expected(lab, lab.context(text), "what?")
     for child in psutil.Process(server.process.pid).children(recursive=True):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, 18432) as other:
+    with serving_lab(lab, 18432, "--grace", "0") as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
+        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with other.http.stream("POST", "/v1/completions", json=endless) as answer:
+            next(answer.iter_lines())
+            other.process.send_signal(signal.SIGINT)
+            other.process.wait(30)

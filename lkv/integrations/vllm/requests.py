@@ -107,7 +107,7 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
 
 def compress(
     llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None,
-    memory: str | None = None, protect: Sequence[Span] = (),
+    memory: str | float | None = None, protect: Sequence[Span] = (),
 ) -> str:  # fmt: skip
     """Compress a text inside a `vllm.LLM`, unless it is stored already.
 
@@ -117,7 +117,7 @@ def compress(
         retention: The share of its KV entries to keep; by default as the plugin's settings say.
         name: A title for lists.
         system: A system prompt before the text.
-        memory: Instead of `retention`, the share of the full cache's bytes ("10%"), or bytes ("2MB"), that it may take.
+        memory: Instead of `retention`, the share of the full cache's bytes (0.1 or "10%"), or bytes ("2MB"), to keep.
         protect: Parts of the text that every head keeps, as in `lkv.compress`.
 
     Returns:
