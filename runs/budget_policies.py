@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.options import load_pattern
+from lkv.cli.options import estimate_retrieval_heads, load_pattern
 from lkv.context.documents import read_document
 from lkv.errors import LkvError, check_retention
 from lkv.evaluation.report.figures import plot_policies, save_figure
 from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets import estimate_pattern
 from lkv.methods.method import resolve_method
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import default_policy
@@ -87,7 +86,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.pattern:
         pattern = load_pattern(options.pattern, model, tokenizer, options.pattern_by)
     else:
-        pattern = estimate_pattern(model, [ids])
+        pattern = estimate_retrieval_heads(model, ids, options.pattern_by)
     by_method = shares(model, ids, policy, options.retention, pattern, options.methods)
     common = {"model": Path(options.model).name, "tokens": len(ids), "retention": options.retention}
     rows = [

@@ -26,6 +26,7 @@ from lkv.evaluation import longbench, ruler
 from lkv.methods.budgets import read_pattern
 from lkv.models.loading import load_config, load_tokenizer
 from lkv.models.shapes import Shape
+from lkv.policy.lookup import load_policy
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
 from lkv.training.data.recipes import LOOM_RATIOS
 from lkv.utils.extras import EXTRAS, require
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="where everything will be written")
     for name in ("text", "pattern", "ruler", "longbench", "data"):
         parser.add_argument(f"--{name}", type=Path, help="as the variable of this name in runs/common.sh")
+    parser.add_argument("--policy", help="folder or hub id, in place of the one that is trained")
     parser.add_argument("--launch", nargs="*", default=[], help="programs that start training and measurements")
     parser.add_argument("--tokens", type=int, default=32768, help="of the longest prompt")
     parser.add_argument("--processes", type=int, default=1, help="that load the model at once")
@@ -67,6 +69,7 @@ def problems(options: argparse.Namespace, api: Any = None) -> Iterator[str]:
         "DATA": lambda: _training_data(options.data, api),
         "MODEL": lambda: _model(options, api),
         "PATTERN": lambda: _pattern(options),
+        "POLICY": lambda: _policy(options),
     }
     for name, check in checks.items():
         try:
@@ -159,10 +162,11 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
     elif os.environ.get("ACCELERATE_USE_CPU", "").lower() not in ("true", "1"):
         yield "no GPU is seen (`lkv doctor` says why); set ACCELERATE_USE_CPU=true to go on without one."
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    if memory < weights * options.processes:
+    # Weights go from their files to the GPUs; without one, each process has its own in memory.
+    if not torch.cuda.is_available() and memory < weights * options.processes:
         yield (
             f"the machine has {memory:.0f} GiB of memory, but {options.processes} processes load {weights:.0f} GiB of "
-            "weights through it, each its own; use fewer processes."
+            "weights, each its own; use fewer processes."
         )
     space = _SCRATCH_GIB + _DATA_GIB + (0.0 if is_local else weights)
     existing = nearest_folder(options.out)
@@ -184,6 +188,23 @@ def _pattern(options: argparse.Namespace) -> Iterator[str]:
         except ModelLoadError:  # named above
             return
         read_pattern(options.pattern, shape.layers, shape.kv_heads)
+
+
+def _policy(options: argparse.Namespace) -> Iterator[str]:
+    """Tables with another policy than the trained one: whether it is there and has the model's shape."""
+    if options.policy is None:
+        return
+    spec = load_policy(options.policy).spec
+    try:
+        shape = Shape.of(load_config(options.model))
+    except ModelLoadError:  # named above
+        return
+    has, needs = ((s.layers, s.kv_heads, s.head_dim) for s in (spec, shape))
+    if has != needs:
+        yield (
+            f"{options.policy} is for a model of {has[0]} layers, {has[1]} KV heads and head dimension {has[2]}, but "
+            f"{options.model} has {needs[0]}, {needs[1]} and {needs[2]}; give its own, or leave POLICY unset."
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 # checks the inputs alone.
 source "$(dirname "$0")/common.sh"
 given=()
-for name in TEXT PATTERN RULER LONGBENCH DATA; do
+for name in TEXT PATTERN RULER LONGBENCH DATA POLICY; do
     if [[ -n ${!name:-} ]]; then given+=("--$(tr A-Z a-z <<<"$name")" "${!name}"); fi
 done
 processes=$(sed -n 's/.*--num_processes[ =]*\([0-9]*\).*/\1/p' <<<"${LAUNCH:-}")

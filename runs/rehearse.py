@@ -86,7 +86,8 @@ EXPECTED = (
 # What is taken away, by the variable that has it, and what the preflight says then.
 MISSING = {
     "TEXT": "TEXT: not set", "PATTERN": "PATTERN: not set", "RULER": "hides its needles in essays",
-    "LONGBENCH": "hotpotqa.jsonl", "DATA": "train-v1.1.json", "MODEL": "cannot be read", "TRAIN": "there is no program",
+    "LONGBENCH": "hotpotqa.jsonl", "DATA": "train-v1.1.json", "MODEL": "cannot be read", "POLICY": "'no/policy'",
+    "TRAIN": "no program 'no-such-program'", "LAUNCH": "no program 'no-such-launcher'",
 }  # fmt: skip
 
 
@@ -97,7 +98,8 @@ def unnamed_inputs(name: str, folder: Path) -> list[str]:
         shutil.copytree(folder / path, left / path, dirs_exist_ok=True)
     for path in ("longbench/hotpotqa.jsonl", "data/train-v1.1.json", "ruler/PaulGrahamEssays.json"):
         (left / path).unlink()
-    taken = {"TEXT": "", "PATTERN": "", "MODEL": "no/model", "TRAIN": "no-such-program", "HF_HUB_OFFLINE": "1"}
+    taken = {"TEXT": "", "PATTERN": "", "MODEL": "no/model", "POLICY": "no/policy", "HF_HUB_OFFLINE": "1"}
+    taken |= {"TRAIN": "no-such-program", "LAUNCH": "no-such-launcher"}
     taken |= {variable: str(left / variable.lower()) for variable in ("RULER", "LONGBENCH", "DATA")}
     command = ["bash", str(ROOT / "runs" / "all.sh"), name]
     ran = subprocess.run(command, env=environment(name, folder) | taken, check=False, capture_output=True, text=True)

@@ -28,12 +28,11 @@ class Fit(Command):
 
         from lkv.models.loading import DEFAULT, load_model
         from lkv.training.fit import fit, open_texts
-        from lkv.utils.devices import faster_dtype, on_device, torch_dtype
+        from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.data is not None:
             open_texts((), self.data)  # what is wrong with the texts is said before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(torch.device(device))
-        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision)
-        model = on_device(model, device)
+        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, find_device(device))
         fit(model, tokenizer, minutes=self.minutes, data=self.data, out=self.out, name=self.model or DEFAULT)

@@ -66,10 +66,9 @@ class RunOptions(ModelOptions):
     def load_model(self, device: str | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load model and tokenizer; `device` is the default of --device."""
         from lkv.models.loading import load_model
-        from lkv.utils.devices import on_device, torch_dtype
+        from lkv.utils.devices import find_device, torch_dtype
 
-        model, tokenizer = load_model(self.model_name, torch_dtype(self.dtype), self.revision)
-        return on_device(model, self.device or device), tokenizer
+        return load_model(self.model_name, torch_dtype(self.dtype), self.revision, find_device(self.device or device))
 
 
 class PolicyOptions(Command):
@@ -143,12 +142,9 @@ def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pat
 def load_pattern(
     path: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", estimate: str = "attention"
 ) -> list[list[float]]:
-    """Read DuoAttention's pattern, [layers][KV heads], from a .tsv file, or estimate it on a text.
-
-    The estimate is the attention that a window would miss, or kvpress's mean over pieces of the text.
-    """
+    """Read DuoAttention's pattern, [layers][KV heads], from a .tsv file, or estimate it on a text."""
     from lkv.integrations.transformers.attention import patch_attention
-    from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern, read_pattern
+    from lkv.methods.budgets import read_pattern
     from lkv.utils.prompts import encode_context
 
     spec = patch_attention(model).spec
@@ -158,7 +154,16 @@ def load_pattern(
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
-    ids = encode_context(tokenizer, text)[: spec.max_positions]
+    return estimate_retrieval_heads(model, encode_context(tokenizer, text)[: spec.max_positions], estimate)
+
+
+def estimate_retrieval_heads(model: "PreTrainedModel", ids: list[int], estimate: str) -> list[list[float]]:
+    """Estimate DuoAttention's pattern, [layers][KV heads], on the ids of a text.
+
+    The estimate is the attention that a window would miss, or kvpress's mean over pieces of the text.
+    """
+    from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
+
     if estimate == "attention":
         return estimate_pattern(model, [ids])
     starts = range(0, len(ids), _KVPRESS_PIECE)

@@ -60,12 +60,10 @@ class Train(_Settings, ModelOptions):
         if not self.data.is_dir():
             raise DataError(f"there is no data folder {self.data}; give --data a folder with text, code or data sets.")
         from lkv.training.pipeline import train_policy
-        from lkv.utils.devices import on_device
+        from lkv.utils.devices import find_device
 
         if self.device:
-            import torch
-
-            on_device(torch.zeros(1), self.device)
+            find_device(self.device)
             os.environ["ACCELERATE_TORCH_DEVICE"] = self.device  # which Accelerate reads
         train_policy(
             preset, settings, self.model, self.data, self.out, self.init, self.revision, self.track, self.spread

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
+from importlib.util import find_spec
 from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,8 @@ def load_model(
             cache folder.
         dtype: of the weights; by default the one they are stored in.
         revision: a commit, tag or branch on the hub.
-        device: where accelerate puts the weights, without a copy on the CPU; "auto" means over all GPUs and None the
-            CPU.
+        device: where the weights are put, by accelerate without a copy on the CPU, else after one; "auto" means over
+            all GPUs, which needs accelerate, and None the CPU.
 
     Raises:
         ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
@@ -122,11 +123,15 @@ def _load(
     device: torch.device | str | None,
 ) -> Any:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
-    placement: dict[str, Any] = {"device_map": device} if isinstance(device, str) else {}
-    if isinstance(device, torch.device) and device.type != "cpu":
+    placement: dict[str, Any] = {}
+    if isinstance(device, str):
+        placement = {"device_map": device}
+    elif device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
         placement = {"device_map": {"": device}}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
+        if not placement and device is not None:
+            model.to(device)  # type: ignore[arg-type]
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
         # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
         if len(tokenizer) <= len(tokenizer.all_special_ids):

@@ -25,7 +25,7 @@ from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
-from lkv.utils.devices import on_device, torch_dtype
+from lkv.utils.devices import find_device, torch_dtype
 from lkv.utils.files import cache_folder
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
@@ -327,8 +327,8 @@ class Service:
 def make_service(options: dict[str, Any]) -> Service:
     """The service described by the options of `lkv serve`. Raises as loading a model and a policy does."""
     name = options["model"] or DEFAULT
-    model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"])
-    model = on_device(model, options["device"])
+    device = find_device(options["device"])
+    model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"], device)
     policy = None
     if parse_method(options["method"]).needs_policy:
         named = options["policy"] or None

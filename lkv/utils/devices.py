@@ -113,10 +113,10 @@ def torch_dtype(name: str | None) -> Any:
     return None if name is None else getattr(torch, name)
 
 
-def on_device(model: Any, name: str | None) -> Any:
-    """`model` on the device that --device names. Raises LkvError where PyTorch has no such device."""
+def find_device(name: str | None) -> torch.device | None:
+    """The device that --device names, None for none. Raises LkvError where PyTorch has no such device."""
     try:
-        return model if name is None else model.to(name)
+        return None if name is None else torch.zeros(1, device="cpu").to(name).device
     except (RuntimeError, AssertionError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise LkvError(f"the model cannot be put on the device {name!r} ({first}); `lkv doctor` lists them.") from error

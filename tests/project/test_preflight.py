@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.errors import GatedRepoError
+from transformers import AutoModelForCausalLM
 
 from lkv.cli.doctor import BAD, Finding
+from lkv.integrations.transformers.spec import inspect_model
+from lkv.policy.policy import Policy
 from runs import preflight, rehearse
 
 
@@ -39,7 +42,7 @@ def given(folder, tmp_path, monkeypatch):
     paths = {name: folder / name for name in ("ruler", "longbench", "data")}
     return argparse.Namespace(
         model=str(folder / "llama"), out=tmp_path / "out", text=book, pattern=book, launch=["python"], tokens=4096,
-        processes=1, **paths,
+        processes=1, policy=None, **paths,
     )  # fmt: skip
 
 
@@ -81,7 +84,23 @@ def test_a_model_that_may_not_be_read_and_a_machine_that_is_too_small_are_named(
     assert "GPU 0 has 0 GiB, but about 0 are needed" in small and "1 GiB free, but about 7 are needed" in disk
     assert "heads.tsv" in pattern and "layers" in pattern
     given.processes, given.pattern = 10**9, given.text
+    # The files are read into the GPUs, whatever the number of processes.
+    assert not any("of memory" in problem for problem in preflight.problems(given, Hub()))
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
     assert any("1000000000 processes load 0 GiB" in problem for problem in preflight.problems(given, Hub()))
     given.model = "meta-llama/some"
     (refused,) = preflight.problems(given, Hub(["meta-llama/some"]))
     assert refused.startswith("MODEL: meta-llama/some cannot be read (its terms must be accepted")
+
+
+def test_a_policy_that_the_tables_cannot_use_is_named(given, tmp_path):
+    """POLICY, in place of the one that the scripts train."""
+    given.policy = str(tmp_path / "none")
+    (missing,) = preflight.problems(given, Hub())
+    assert missing.startswith("POLICY: ") and "there is no policy folder" in missing
+    given.policy = "smollm2-135m-instruct"
+    (other,) = preflight.problems(given, Hub())
+    assert "is for a model of 30 layers, 3 KV heads and head dimension 64, but" in other and "has 2, 2 and 16" in other
+    Policy(inspect_model(AutoModelForCausalLM.from_pretrained(given.model))).save_pretrained(tmp_path / "policy")
+    given.policy = str(tmp_path / "policy")
+    assert list(preflight.problems(given, Hub())) == []

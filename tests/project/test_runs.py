@@ -16,7 +16,7 @@ from lkv.cli.main import main as lkv
 from lkv.cli.main import parse_arguments
 from lkv.evaluation.report.names import RULES, SELECTORS, budget_and_selector
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.budgets import Ada
+from lkv.methods.budgets import Ada, estimate_mean_pattern, estimate_pattern
 from lkv.methods.registry import METHODS
 from lkv.methods.selectors import SnapKV
 from runs import budget_policies, rehearse, small
@@ -155,6 +155,17 @@ def test_a_table_that_fails_keeps_no_other_from_being_made(tmp_path, failing, st
     assert ("failed: table2_ablation;" in ran.stderr) == (failing == "table2")
 
 
+def test_a_half_of_figure_4_that_fails_leaves_the_other(tmp_path):
+    """A stand-in for python that cannot measure the long prompts."""
+    log, stand_in = tmp_path / "log", tmp_path / "python"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *" eval "*32768*) exit 3;; esac\n')
+    stand_in.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    assert subprocess.run([RUNS / "figure4_ruler.sh", "llama"], env=environment).returncode == 1
+    said = log.read_text()
+    assert "figure4b.csv" in said and "figure4a" not in said
+
+
 @pytest.mark.parametrize("name", rehearse.ARCHITECTURES)
 def test_the_rehearsal_s_models_and_data_are_read_as_real_ones(name, tmp_path, capsys):
     rehearse.make_data(tmp_path)
@@ -185,6 +196,27 @@ def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
         assert np.mean(own) == pytest.approx(0.9, abs=0.07)  # Duo: whole heads only
     assert {row["value"] for row in rows if row["method"] == "duo"} == {1.0, 384 / 480}  # all, or sinks and recent ones
     assert (tmp_path / "budget_policies.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_budget_policies_estimate_the_pattern_as_asked(tmp_path, monkeypatch, model, policy):
+    """Without a file, on the text itself: kvpress's estimate for kvpress's DuoAttention."""
+    ids = [3 + i * 7919 % 60 for i in range(500)]
+    monkeypatch.setattr(budget_policies, "load_model", lambda name: (model, None))
+    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
+    monkeypatch.setattr(budget_policies, "encode_context", lambda tokenizer, text: ids)
+    (tmp_path / "text.txt").write_text("A text.")
+    arguments = ["--text", str(tmp_path / "text.txt"), "--retention", "0.9", "--out", str(tmp_path)]
+    kept = {}
+    for estimate, wanted in (
+        ("kvpress", estimate_mean_pattern(model, [ids])),
+        ("attention", estimate_pattern(model, [ids])),
+    ):
+        assert budget_policies.main([*arguments, "--methods", "duo-kvpress", "--pattern-by", estimate]) == 0
+        rows = json.loads((tmp_path / "budget_policies.json").read_text())["rows"]
+        kept[estimate] = [row["value"] for row in rows]
+        table = budget_policies.shares(model, ids, policy, 0.9, wanted, ["duo-kvpress"])["duo-kvpress"]
+        assert kept[estimate] == [share for heads in table for share in heads]
+    assert kept["kvpress"] != kept["attention"]
 
 
 def test_budget_policies_refuse_the_policy_of_another_model(tmp_path, monkeypatch, policy, capsys):

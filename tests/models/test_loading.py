@@ -1,0 +1,47 @@
+"""Where the weights of a model are put."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lkv.cli.main import main
+from lkv.models import loading
+from lkv.models.loading import load_model
+from tests.conftest import save_model
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "ruler", "--tasks", "niah_single_1", "--methods", "knorm", "--data", ".", "--out", "samples.jsonl"),
+        ("ask", "text.txt", "why?", "--method", "knorm"),
+        ("fit",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_put_weights_straight_on_the_gpu(tmp_path, monkeypatch, words):
+    """Eight processes of a machine would else hold eight copies of the weights on the CPU first."""
+    pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A text to compress.")
+    save_model(tmp_path / "model")
+    placements = []
+
+    def watched(path, device_map=None, **options):
+        placements.append(device_map)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr("lkv.utils.devices.find_device", torch.device)  # no GPU is needed to be named one
+    command = [words[0], "model"] if words[0] == "fit" else [*words, "--model", "model"]
+    assert main([*command, "--device", "cuda:3"]) == 2
+    assert placements == [{"": torch.device("cuda", 3)}]
+
+
+def test_without_accelerate_weights_are_moved_to_their_device(tmp_path, monkeypatch):
+    saved = str(save_model(tmp_path / "model"))
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    model, _ = load_model(saved, torch.float32, device=torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    model, _ = load_model(saved, torch.float32)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
