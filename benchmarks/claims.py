@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from benchmarks.common import RESULTS
 from benchmarks.tables import interval, read, table
 from lkv.config import TrainingConfig
+from lkv.policy.shipped import shipped_policies
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.public_datasets import PUBLIC_DATASETS
 from lkv.training.data.recipes import NEXT_CODE
@@ -75,15 +76,20 @@ def verdict(claim: Mapping[str, Any]) -> str:
 
 
 def _compare(comparison: str, figures: Mapping[str, Figure]) -> tuple[bool, bool]:
-    """Whether "a < 0.5 b" is true of the values, and whether both have intervals, which are apart."""
+    """Whether "a < 0.5 b" or "a > 1" is true of the values, and whether both have intervals, which are apart."""
     match = _COMPARISON.fullmatch(comparison)
     if not match:
-        raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b' or 'a < 0.5 b'.")
-    left, right, factor = figures[match[1]], figures[match[4]], float(match[3] or 1)
+        raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b', 'a < 0.5 b' or 'a > 1'.")
+    left, factor = figures[match[1]], float(match[3] or 1)
+    right = _constant(float(match[4])) if match[4].isdecimal() else figures[match[4]]
     are_certain = left.is_certain and right.is_certain
     if match[2] == ">":
         return left.value > factor * right.value, are_certain and left.low > factor * right.high
     return left.value < factor * right.value, are_certain and left.high < factor * right.low
+
+
+def _constant(value: float) -> Figure:
+    return Figure("", {}, value, value, value, 0, True)
 
 
 def claims_page() -> str:
@@ -161,15 +167,34 @@ def training() -> list[str]:
     return [*parts, lead, table(head, lines.values(), "policy")]
 
 
+def _shipped_training() -> dict[str, str]:
+    """R and temperature in all stages of the shipped policies whose scorer is not the paper's, by their cards."""
+    stages: list[dict[str, Any]] = []
+    for policy in shipped_policies():
+        part = None if policy.has_paper_scorer else policy.card
+        while part:
+            stages += [part["training"]] if "training" in part else []
+            part = part.get("started_from")
+    low, high = (min(s["retention_low"] for s in stages), max(s["retention_high"] for s in stages))
+    hot, cold = (max(s["tau_start"] for s in stages), min(s["tau_end"] for s in stages))
+    return {"shipped_retention": f"{low:g} to {high:g}", "shipped_tau": f"{hot:g} to {cold:g}"}
+
+
 def deviations() -> list[list[str]]:
     """(what, the paper, here) of every deviation, with the settings of preset `paper` as they are."""
     config, stack = TrainingConfig(), PUBLIC_DATASETS["the_stack"].hub
     assert stack is not None
-    named = vars(config) | {
-        "betas": " and ".join(map(str, ADAMW_BETAS)),
-        "calibration": CALIBRATION_SAMPLES,
-        "stack_files": stack.files,
-        "next_code": NEXT_CODE,
-    }
+    named = (
+        vars(config)
+        | {
+            "betas": " and ".join(map(str, ADAMW_BETAS)),
+            "calibration": CALIBRATION_SAMPLES,
+            "stack_files": stack.files,
+            "next_code": NEXT_CODE,
+            "schedule_retention": f"{config.retention_start:g} to {config.retention_end:g}",
+            "schedule_tau": f"{config.tau_start:g} to {config.tau_end:g}",
+        }
+        | _shipped_training()
+    )
     rows = json.loads(CLAIMS.read_text(encoding="utf-8"))["deviations"]
-    return [[what, theirs, ours.format_map(named)] for what, theirs, ours in rows]
+    return [[what, *(text.format_map(named) for text in texts)] for what, *texts in rows]

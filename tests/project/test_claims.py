@@ -36,6 +36,9 @@ def test_no_figure_is_typed_and_every_verdict_has_its_ground(claim):
         (["low > high", "wide < 1.5 low"], claims.NOT_HELD),
         (["once < low"], claims.UNCLEAR),
         (["counted < low"], claims.HELD),
+        (["high > 1", "low > 0"], claims.HELD),
+        (["low > 1"], claims.NOT_HELD),
+        (["wide > 1"], claims.UNCLEAR),
     ],
 )
 def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, holds, expected):
@@ -61,5 +64,11 @@ def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, hold
 
 def test_deviations_name_the_settings_as_they_are():
     here = {what: ours for what, _, ours in deviations()}
+    (theirs,) = [theirs for what, theirs, _ in deviations() if what.startswith("Shipped `smollm2-135m-instruct` and")]
+    assert "R 0.5 to 0.15, temperature 1 to 0.001" in theirs
+    # Of every stage in the two cards, the first ones too.
+    assert any(
+        "R drawn from 0.03 to 0.5 for each continuation, temperature 0.4 to 0.09" in ours for ours in here.values()
+    )
     assert "betas 0.9 and 0.98, weight decay 0.01" in here["AdamW"]
     assert "`--hidden-norm relative`" in here["Hidden-state loss"] and "in bfloat16" in here["Precision"]
