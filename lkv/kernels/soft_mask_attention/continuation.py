@@ -66,9 +66,9 @@ class _ContinuationAttention(torch.autograd.Function):
         )  # fmt: skip
         if ctx.needs_input_grad[5]:
             arguments = _arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
-            own = {name: x for name, x in arguments.items() if not name.startswith(("k_", "v_"))}
+            prompt_arguments = {name: x for name, x in arguments.items() if not name.startswith(("k_", "v_"))}
             kernels.mask_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
-                q, prompt_key, prompt_value, log_mask, owners, d_out, lse, delta, d_mask, **own
+                q, prompt_key, prompt_value, log_mask, owners, d_out, lse, delta, d_mask, **prompt_arguments
             )
         return d_q, d_key, d_value, None, None, d_mask, None, None, None
 

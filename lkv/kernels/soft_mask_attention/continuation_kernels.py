@@ -14,6 +14,8 @@ from lkv.kernels.soft_mask_attention.triton_kernels import (
     _forward_columns,
     _load,
     _load_vector,
+    _output_gradient,
+    _query_block,
     _query_gradient_columns,
     _store,
 )
@@ -29,12 +31,11 @@ def forward(
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one query head over `columns` of the prompt and the tail. Grid: row blocks, B Hq."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
+    start, batch, head, kv_head, queries = _query_block(
+        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+    )
     owner = tl.load(owners + batch)
     mask_row = (batch * kv_heads + kv_head).to(tl.int64)
-    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
     index = start + tl.arange(0, block_rows)
     acc = tl.zeros([block_rows, width], tl.float32)
     top = tl.full([block_rows], -float("inf"), tl.float32)
@@ -58,9 +59,7 @@ def forward(
         prompt_v_row, scale * LOG2_E, False, block_columns, dim, width,
     )  # fmt: skip
     # Every row sees itself, so that none is empty.
-    row_stride = heads * dim
-    out_at = out + (batch * rows).to(tl.int64) * row_stride + head * dim
-    _store(out_at, acc / total[:, None], start, row_stride, rows, block_rows, dim, width)
+    _store(out, acc / total[:, None], start, batch, head, rows, heads, block_rows, dim, width)
     tl.store(lse + tl.program_id(1).to(tl.int64) * rows + index, top + tl.log2(total), mask=index < rows)
 
 
@@ -74,22 +73,15 @@ def query_gradient(
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which the other gradients read."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
+    start, batch, head, kv_head, queries = _query_block(
+        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+    )
     owner = tl.load(owners + batch)
     mask_row = (batch * kv_heads + kv_head).to(tl.int64)
-    lse += tl.program_id(1).to(tl.int64) * rows
-    delta += tl.program_id(1).to(tl.int64) * rows
-    row_stride = heads * dim
-    offset = (batch * rows).to(tl.int64) * row_stride + head * dim
-    gradient = _load(d_out + offset, start, row_stride, rows, True, block_rows, dim, width)
-    outs = _load(out + offset, start, row_stride, rows, True, block_rows, dim, width)
-    product = tl.sum(outs.to(tl.float32) * gradient.to(tl.float32), 1)
+    gradient, log_sum, product = _output_gradient(
+        out, d_out, lse, delta, start, batch, head, rows, heads, block_rows, dim, width
+    )
     index = start + tl.arange(0, block_rows)
-    tl.store(delta + index, product, mask=index < rows)
-    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
-    log_sum = _load_vector(lse, start, rows, float("inf"), True, block_rows)
     acc = tl.zeros([block_rows, width], tl.float32)
     acc = _query_gradient_columns(
         acc, queries, gradient, log_sum, product, k + batch * k_batch + kv_head * k_head,
@@ -108,7 +100,7 @@ def query_gradient(
         acc, queries, gradient, log_sum, product, prompt_k, prompt_v, log_mask, index + columns, 0, full, columns,
         prompt_k_row, prompt_v_row, scale * LOG2_E, False, block_columns, dim, width,
     )  # fmt: skip
-    _store(d_q + offset, acc * scale, start, row_stride, rows, block_rows, dim, width)
+    _store(d_q, acc * scale, start, batch, head, rows, heads, block_rows, dim, width)
 
 
 @triton.jit

@@ -78,8 +78,8 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
         if gpu.major < 8:
             return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
         if tiles_on(device, dtype, dim) is None:
-            room = _shared_memory(device)
-            return f"{gpu.name} has {room} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
+            size = _shared_memory(device)
+            return f"{gpu.name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
     return None
 
 

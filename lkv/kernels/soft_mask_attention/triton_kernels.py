@@ -42,16 +42,46 @@ def _load(
 
 
 @triton.jit
-def _store(base, x, start, row_stride, limit, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
+def _store(out, x, start, batch, head, rows, heads, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
+    """Rows `start` ... `start + block` of one head into `out` [B, T, H, d]."""
+    row_stride = heads * dim
+    base = out + (batch * rows).to(tl.int64) * row_stride + head * dim
     row, column = tl.arange(0, block)[:, None], tl.arange(0, width)[None, :]
     pointers = base + start * row_stride.to(tl.int64) + (row * row_stride + column)
-    tl.store(pointers, x.to(base.dtype.element_ty), mask=(start + row < limit) & (column < dim))
+    tl.store(pointers, x.to(out.dtype.element_ty), mask=(start + row < rows) & (column < dim))
 
 
 @triton.jit
 def _load_vector(base, start, limit, fill: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr):
     index = start + tl.arange(0, block)
     return tl.load(base + index, mask=index < limit, other=fill) if bounded else tl.load(base + index)
+
+
+@triton.jit
+def _query_block(
+    q, q_batch, q_head, q_row, rows, heads, kv_heads,
+    block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """First row (the longest blocks come first), batch row, head, KV head and queries of this program's block."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
+    return start, batch, head, head // (heads // kv_heads), queries
+
+
+@triton.jit
+def _output_gradient(
+    out, d_out, lse, delta, start, batch, head, rows, heads,
+    block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the output, log-sum-exp and sum(out d_out), which goes into `delta`, of a block of rows."""
+    offset = (batch * rows).to(tl.int64) * (heads * dim) + head * dim
+    gradient = _load(d_out + offset, start, heads * dim, rows, True, block_rows, dim, width)
+    outs = _load(out + offset, start, heads * dim, rows, True, block_rows, dim, width)
+    product = tl.sum(outs.to(tl.float32) * gradient.to(tl.float32), 1)
+    vector, index = tl.program_id(1).to(tl.int64) * rows, start + tl.arange(0, block_rows)
+    tl.store(delta + vector + index, product, mask=index < rows)
+    return gradient, _load_vector(lse + vector, start, rows, float("inf"), True, block_rows), product
 
 
 @triton.jit
@@ -86,13 +116,12 @@ def forward(
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one query head. Grid: row blocks (the longest first), B Hq."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
+    start, batch, head, kv_head, queries = _query_block(
+        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+    )
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
     log_mask += (batch * kv_heads + kv_head).to(tl.int64) * columns
-    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
     older = columns - rows
     position = start + older + tl.arange(0, block_rows)
     acc = tl.zeros([block_rows, width], tl.float32)
@@ -111,17 +140,7 @@ def forward(
     )  # fmt: skip
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
-    row_stride = heads * dim
-    _store(
-        out + (batch * rows).to(tl.int64) * row_stride + head * dim,
-        acc,
-        start,
-        row_stride,
-        rows,
-        block_rows,
-        dim,
-        width,
-    )
+    _store(out, acc, start, batch, head, rows, heads, block_rows, dim, width)
     index = start + tl.arange(0, block_rows)
     log_sum = tl.where(empty, float("inf"), top + tl.log2(tl.where(empty, 1.0, total)))
     tl.store(lse + tl.program_id(1).to(tl.int64) * rows + index, log_sum, mask=index < rows)
@@ -155,25 +174,17 @@ def query_gradient(
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which `key_gradient` reads."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    kv_head = head // (heads // kv_heads)
+    start, batch, head, kv_head, queries = _query_block(
+        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+    )
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
     log_mask += (batch * kv_heads + kv_head).to(tl.int64) * columns
-    lse += tl.program_id(1).to(tl.int64) * rows
-    delta += tl.program_id(1).to(tl.int64) * rows
-    row_stride = heads * dim
-    offset = (batch * rows).to(tl.int64) * row_stride + head * dim
-    gradient = _load(d_out + offset, start, row_stride, rows, True, block_rows, dim, width)
-    outs = _load(out + offset, start, row_stride, rows, True, block_rows, dim, width)
-    product = tl.sum(outs.to(tl.float32) * gradient.to(tl.float32), 1)
-    index = start + tl.arange(0, block_rows)
-    tl.store(delta + index, product, mask=index < rows)
-    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
-    log_sum = _load_vector(lse, start, rows, float("inf"), True, block_rows)
+    gradient, log_sum, product = _output_gradient(
+        out, d_out, lse, delta, start, batch, head, rows, heads, block_rows, dim, width
+    )
     older = columns - rows
-    position = older + index
+    position = start + older + tl.arange(0, block_rows)
     acc = tl.zeros([block_rows, width], tl.float32)
     seen = (start + older + 1) // block_columns * block_columns
     acc = _query_gradient_columns(
@@ -185,7 +196,7 @@ def query_gradient(
         acc, queries, gradient, log_sum, product, k, v, log_mask, position, 0, seen, columns, k_row, v_row,
         scale * LOG2_E, False, block_columns, dim, width,
     )  # fmt: skip
-    _store(d_q + offset, acc * scale, start, row_stride, rows, block_rows, dim, width)
+    _store(d_q, acc * scale, start, batch, head, rows, heads, block_rows, dim, width)
 
 
 @triton.jit
@@ -253,8 +264,6 @@ def key_gradient(
             seen, rows, rows, older, q_row, d_out_row, scale * LOG2_E,
             False, bounded, block_rows, dim, width,
         )  # fmt: skip
-    row_stride = kv_heads * dim
-    offset = (batch * columns).to(tl.int64) * row_stride + kv_head * dim
-    _store(d_k + offset, k_acc * scale, start, row_stride, columns, block_columns, dim, width)
-    _store(d_v + offset, v_acc, start, row_stride, columns, block_columns, dim, width)
+    _store(d_k, k_acc * scale, start, batch, kv_head, columns, kv_heads, block_columns, dim, width)
+    _store(d_v, v_acc, start, batch, kv_head, columns, kv_heads, block_columns, dim, width)
     tl.store(d_mask + mask_offset + position, mask_acc, mask=position < columns)
