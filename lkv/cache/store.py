@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.kernels.ragged_attention import append, append_and_attend, join_sinks, ragged_attention, reads_free_slots
+from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention, reads_free_slots
 from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
 
@@ -91,15 +91,10 @@ class RaggedStore:
     ) -> Tensor:
         """Append new k and v to the free slots, then attend over everything stored.
 
-        `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `buffers`: see
-        `append_and_attend`; `sinks`: see `join_sinks`. What `scores` there are of the new tokens are not stored here.
+        `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `buffers` and `sinks`:
+        see `append_and_attend`. What `scores` there are of the new tokens are not stored here.
         """
-        view = self.attention_view()
-        if sinks is not None:
-            append(key, value, *view)
-            self.count_appended(key.shape[2])
-            return join_sinks(*ragged_attention(query, *view, scale, lse=True), sinks)
-        out = append_and_attend(query, key, value, *view, scale, buffers=buffers)
+        out = append_and_attend(query, key, value, *self.attention_view(), scale, buffers=buffers, sinks=sinks)
         self.count_appended(key.shape[2])
         return out
 

@@ -16,7 +16,6 @@ from lkv.kernels.ragged_attention import (
     append,
     append_and_attend,
     can_attend_quantized,
-    join_sinks,
     ragged_attention,
 )
 from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision
@@ -28,9 +27,9 @@ _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
 class TieredStore:
     """Compressed entries in up to two quantised tiers, and a `RaggedStore` of unquantised and of appended ones.
 
-    All of them are stored in other coordinates, k as `KeyBasis` says and v rotated. Queries are brought there as they
-    come, and outputs are rotated back. Where a compiled backend runs (Triton; C++ for few rows) attention
-    reads the codes themselves; else one layer's entries are restored at a time.
+    All of them are stored in other coordinates: k as in `KeyBasis`, v rotated. Queries are transformed when they
+    arrive, outputs are transformed back. Where a compiled backend runs (Triton; C++ for few rows), attention reads the
+    codes themselves; otherwise one layer's entries are restored at a time.
     """
 
     def __init__(self, basis: KeyBasis, tiers: tuple[Tier, ...], unquantized: RaggedStore):
@@ -90,7 +89,7 @@ class TieredStore:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """Those of the quantised tiers."""
+        """The precisions of the quantised tiers."""
         return tuple(tier.precision for tier in self.tiers)
 
     @property
@@ -133,18 +132,15 @@ class TieredStore:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """As `RaggedStore.extend`."""
-        view, quantized, basis = self._pools(), self._quantized, self._basis
-        if sinks is not None:
-            append(key, value, *view, basis)
-            self.count_appended(key.shape[2])
-            return join_sinks(*self._attend(query, scale), sinks)
+        view, quantized = self._pools(), self._quantized
         if can_attend_quantized(query, *view, key, value, quantized=quantized):
-            out = append_and_attend(query, key, value, *view, scale, buffers=buffers, quantized=quantized, basis=basis)
+            options: dict[str, Any] = {"quantized": quantized, "basis": self._basis, "sinks": sinks}
+            out = append_and_attend(query, key, value, *view, scale, buffers=buffers, **options)
             self.count_appended(key.shape[2])
             return out
-        append(key, value, *view, basis)
+        append(key, value, *view, self._basis)
         self.count_appended(key.shape[2])
-        return ragged_attention(query, *self.attention_view(), scale)
+        return ragged_attention(query, *self.attention_view(), scale, sinks=sinks)
 
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
         """As `RaggedStore.append`."""
@@ -159,13 +155,6 @@ class TieredStore:
         if not can_attend_quantized(query, *view, quantized=quantized):
             return self.restore(with_appended=False).attend_compressed(query, scale)
         return ragged_attention(query, *view, scale, causal=False, lse=True, quantized=quantized, basis=self._basis)
-
-    def _attend(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Outputs and log-sum-exps of `query` over all entries, the last of which are its own tokens."""
-        view, quantized = self._pools(), self._quantized
-        if can_attend_quantized(query, *view, quantized=quantized):
-            return ragged_attention(query, *view, scale, lse=True, quantized=quantized, basis=self._basis)
-        return ragged_attention(query, *self.attention_view(), scale, lse=True)
 
     def attention_view(self) -> StoreView:
         """As `RaggedStore.attention_view`, over pools restored for this call."""
@@ -370,9 +359,6 @@ def extend_padded(
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)
         view = k_pool, v_pool, starts[rows], lens[rows]
-        if sinks is None:
-            attended = ragged_attention(query[rows][:, :, real], *view, scale)
-        else:
-            attended = join_sinks(*ragged_attention(query[rows][:, :, real], *view, scale, lse=True), sinks)
+        attended = ragged_attention(query[rows][:, :, real], *view, scale, sinks=sinks)
         out[rows] = out[rows].index_copy(2, real, attended)
     return out

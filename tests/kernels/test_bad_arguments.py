@@ -82,6 +82,15 @@ WRONG = [
 ]  # fmt: skip
 
 
+def test_sinks_with_a_log_sum_exp_that_would_lack_them():
+    arguments = good()
+    query, pools = arguments["q"], [arguments[name] for name in ("k_pool", "v_pool", "starts", "lens")]
+    with pytest.raises(ValueError, match="no sinks together with lse=True"):
+        ragged_attention(query, *pools, 0.3, lse=True, sinks=torch.zeros(query.shape[1]))
+    with pytest.raises(ValueError, match=r"sinks \[Hq\], but got"):
+        ragged_attention(query, *pools, 0.3, sinks=torch.zeros(query.shape[1] - 1))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("name", "change"), WRONG)
 @torch.no_grad()

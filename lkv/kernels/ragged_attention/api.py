@@ -40,7 +40,7 @@ _MAX_ROWS_OF_CPP = 64
 def ragged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
     *, causal: bool = True, lse: Literal[False] = False, quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
+    basis: Basis | None = None, sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ragged_attention(
@@ -50,6 +50,7 @@ def ragged_attention(
 def ragged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
     *, causal: bool = True, lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from new tokens to the KV entries of each head, their own k and v included.
 
@@ -70,16 +71,20 @@ def ragged_attention(
             second. Entry i of a span is at place starts + i of the pools only if it is none of these, so that `starts`
             may be negative.
         basis: The coordinates of pools and codes; queries, outputs and log-sum-exps are the model's.
+        sinks: Attention sinks [Hq] that take their share, see `join_sinks`; not together with `lse`.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
         for float64). A span without entries has outputs of 0 and a log-sum-exp of -inf.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit; on a CPU also where a span reaches beyond the pools.
+        ValueError: Shapes, dtypes or devices do not fit, `lse` is asked for with `sinks`, or on a CPU a span reaches
+            beyond the pools.
         BackendError: The backend given by name cannot run, or `can_attend_quantized` returns False.
     """
     check_arguments(q, k_pool, v_pool, starts, lens, quantized=quantized, basis=basis)
+    if lse and sinks is not None:
+        raise ValueError("Expected no sinks together with lse=True: merge first, then call join_sinks.")
     chosen = _choose(backend, q, k_pool, v_pool, starts, lens, quantized=quantized)
     if chosen not in _FUSED:
         check_none_quantized(chosen, quantized)
@@ -92,20 +97,22 @@ def ragged_attention(
     options: dict[str, Any] = {"quantized": quantized} if quantized else {}
     if chosen in _IN_BASIS:
         options["basis"] = basis
-    entered = q
+    entered, has_lse = q, lse or sinks is not None
     if basis is not None and chosen not in _IN_BASIS:
         check_entering(basis, q=q)
         entered = basis.enter_queries(q)
-    out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, lse, **options)
+    out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, has_lse, **options)
     if basis is not None and chosen not in _IN_BASIS:
-        out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if lse else None
+        out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if has_lse else None
+    if sinks is not None:
+        return join_sinks(out, log_sum_exp, sinks)
     return (out, log_sum_exp) if lse else out
 
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
     backend: str = "auto", buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
+    basis: Basis | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
@@ -125,6 +132,7 @@ def append_and_attend(
             which take turns.
         quantized: As in `ragged_attention`.
         basis: As in `ragged_attention`; the new k and v are the model's as well.
+        sinks: As in `ragged_attention`.
 
     Returns:
         Outputs [B, Hq, Tq, dv].
@@ -134,6 +142,11 @@ def append_and_attend(
         BackendError: As `ragged_attention`, and where `can_attend_quantized` returns False.
     """
     check_arguments(q, k_pool, v_pool, starts, lens, key, value, quantized, basis)
+    if sinks is not None:
+        # Their share follows from the log-sum-exp, which the backends' own steps do not return.
+        append(key, value, k_pool, v_pool, starts, lens, basis)
+        options: dict[str, Any] = {"quantized": quantized, "basis": basis, "sinks": sinks}
+        return ragged_attention(q, k_pool, v_pool, starts, lens, scale, backend, **options)
     chosen = _choose(backend, q, k_pool, v_pool, starts, lens, key, value, quantized=quantized)
     if not q.numel():
         return q.new_zeros((*q.shape[:3], v_pool.shape[1]))
