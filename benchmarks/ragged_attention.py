@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
 from benchmarks.decode import full_attention
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.utils import devices
 
 _ROOM = 256
 _COPIED = {"cuda": 2**30, "cpu": 2**20}
@@ -80,20 +81,6 @@ def error_of(layer: Layer, scale: float) -> float:
     return error
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
-    """`run` as a CUDA graph: its kernels without the time that Python takes to launch them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def seconds_of(run: Callable[[], Any], device: str) -> float:
     if device == "cpu":
         return wall_clock(run)
@@ -130,7 +117,9 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     forms = ("grouped", "rows")
     fast = {"triton": over(lambda layer: layer.ragged(scale, "triton"))}
     fast |= {form: over(partial(full, form=form)) for form in forms}
-    runs = dict(fast) if options.device == "cpu" else {name: captured(run) for name, run in fast.items()}
+    runs = dict(fast)
+    if options.device != "cpu":  # the kernels without the time that Python takes to launch them
+        runs = {name: devices.capture(run, torch.device(options.device))[0] for name, run in fast.items()}
     runs |= {"triton, launched": fast["triton"], "loop": over(lambda layer: layer.ragged(scale, "loop"))}
     seconds = interleaved(runs, options.repeats, partial(seconds_of, device=options.device))
 

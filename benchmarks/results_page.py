@@ -26,7 +26,6 @@ from lkv.evaluation.report.names import FULL, method_label, part_label
 from lkv.training.fit import RECIPE
 
 ROOT = RESULTS.parents[1]
-COMPENSATED = "lkv+refit"
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
+from benchmarks.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.memory import Precision, TierTable
 from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.tiers import CANDIDATES, best_table, measure_tiers
 from tests.conftest import tiny_llama
 
 CONTEXT, CONTINUATION, SKIP = list(range(3, 63)), [5, 9, 6, 8, 7], 2
