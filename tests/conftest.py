@@ -64,12 +64,25 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
-@pytest.fixture
-def policy(model) -> Policy:
-    torch.manual_seed(5)
-    policy = Policy(inspect_model(model))
+def uneven_policy(model, seed: int = 5, **options) -> Policy:
+    """A random policy of `model` whose heads keep very different shares."""
+    torch.manual_seed(seed)
+    policy = Policy(inspect_model(model), **options)
     torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
     return policy.requires_grad_(False)
+
+
+@pytest.fixture
+def policy(model) -> Policy:
+    return uneven_policy(model)
+
+
+@pytest.fixture
+def threads():
+    """Sets PyTorch's number of threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -81,6 +81,7 @@ class Dense:
         self.layers, self.heads = self.config.num_hidden_layers, self.config.num_key_value_heads
         kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.layers
         self.windows = [self.config.sliding_window if kind.startswith("sliding") else None for kind in kinds]
+        self.full_layers = [index for index, window in enumerate(self.windows) if window is None]
 
     @torch.no_grad()
     def read(self, row: Row) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -9,7 +9,6 @@ import torch
 from lkv.evaluation.example import Example, Prompt
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 
-VOCABULARY = 67
 NEWLINE = 5
 
 

@@ -172,17 +172,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _evict_all(self) -> None:
         for row in self.rows:
-            self._evict(row, [index for index, window in enumerate(self.dense.windows) if window is None])
+            self._evict(row, self.dense.full_layers)
 
     def _evict(self, row: Row, layers: list[int]) -> None:
         """Hide all but the best floor(r t) of what each head of `layers` still holds, from the next token on."""
         tokens, heads = len(row.ids), self.dense.heads
         gone = row.gone(self.dense.layers, heads)
         found = None if self.by_place and not self.tiers else self.dense.read(row)[1]
-        full = [index for index, window in enumerate(self.dense.windows) if window is None]
         stored: dict[int, list[Stored]] = {}
         for layer in layers:
-            number = full.index(layer)
+            number = self.dense.full_layers.index(layer)
             table = place_score(number, heads, torch.arange(tokens)) if self.by_place else score(*found[layer])
             ratios = [budget.ratios(number, heads, tokens) for budget in self.budgets]
             own: list[Stored] = []
@@ -253,10 +252,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _replay(self, row: Row, ids: list[int], passes: list[tuple[int, list[int]]]) -> None:
         """Let `row` read `ids` as the cache did: in decode eviction a layer evicts where its room does not suffice."""
-        full = [index for index, window in enumerate(self.dense.windows) if window is None]
         place = 0
         for tokens, rooms in passes:
-            short = [layer for layer, room in zip(full, rooms, strict=True) if room < tokens]
+            short = [layer for layer, room in zip(self.dense.full_layers, rooms, strict=True) if room < tokens]
             if short and self.mode == "decode":
                 self._evict(row, short)
             row.ids = row.ids + ids[place : place + tokens]
@@ -432,7 +430,6 @@ class CacheMachine(RuleBasedStateMachine):
             return
         assert self.cache.get_seq_length() == self._length
         size = self.dtype.itemsize
-        full = [index for index, window in enumerate(self.dense.windows) if window is None]
         for number, (layer, kept) in enumerate(zip(self.cache.ragged_layers, self._kept(), strict=True)):
             assert layer.store.lens.tolist() == kept
             room = layer.store.appended_tokens + layer.store.free_slots
@@ -444,7 +441,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert layer.nbytes() == sum(counts) * (2 * 8 * size + scored) + fresh
                 continue
             # The mean and the scale of each channel of k, the codes, and a norm for each entry's k and v.
-            stored = [one for row in self.rows for one in row.latest(full[number])]
+            stored = [one for row in self.rows for one in row.latest(self.dense.full_layers[number])]
             entries = [bits for one in stored for bits in one.bits]
             assert len(entries) == sum(counts)
             codes = sum(sum(bits) + 4 if bits[0] < 16 else 2 * 8 * size for bits in entries)
@@ -452,9 +449,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _kept(self) -> list[list[list[int]]]:
         """Entries that are settled, [L][B][H], by the rows' own account."""
-        full = [index for index, window in enumerate(self.dense.windows) if window is None]
         found = []
-        for layer, own in zip(full, self.cache.ragged_layers, strict=True):
+        for layer, own in zip(self.dense.full_layers, self.cache.ragged_layers, strict=True):
             tail = own.store.appended_tokens
             gone = [row.gone(self.dense.layers, self.dense.heads)[layer] for row in self.rows]
             found.append([[len(row.ids) - tail - len(places) for places in sets]

@@ -19,9 +19,8 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.memory import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
 from lkv.methods.method import resolve_method
 from lkv.methods.selectors import Knorm
-from lkv.policy.policy import Policy
 from tests.cache.helpers import METHOD, ids
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 
 MODELS = {
@@ -37,15 +36,8 @@ def build(name: str):
     return tiny_llama(max_position_embeddings=2048, **MODELS[name])
 
 
-def own_policy(model) -> Policy:
-    torch.manual_seed(5)
-    policy = Policy(inspect_model(model))
-    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
-    return policy.requires_grad_(False)
-
-
 def compressed(model, tokens: int, method: str, seed: int = 0, **options) -> Context:
-    policy = own_policy(model) if method.startswith("lkv") else None
+    policy = uneven_policy(model) if method.startswith("lkv") else None
     return compress_ids(model, Words(), ids(1, tokens, seed)[0].tolist(), method=method, policy=policy, **options)
 
 
@@ -96,7 +88,7 @@ def tiers_of(layer) -> list[tuple[Precision, torch.Tensor]]:
 def test_better_entries_have_more_bits(tokens, memory, name, method):
     """What less memory keeps is kept by more, in no fewer bits where the precisions are the same."""
     model, text = build(name), ids(1, tokens)[0].tolist()
-    policy = own_policy(model) if method == "lkv" else None
+    policy = uneven_policy(model) if method == "lkv" else None
     options = {"method": method, "policy": policy}
     context = compress_ids(model, Words(), text, memory=memory, **options)
     chosen = resolve_method(method, model, memory=memory, policy=policy)

@@ -16,11 +16,10 @@ from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.context.inspection import inspect_text, token_texts
 from lkv.errors import LkvError
-from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
-from tests.conftest import save_model
+from tests.conftest import save_model, uneven_policy
 
 TEXT = "The keeper counted <b>42</b> steps; naïve & proud — 灯台. </script> " * 3
 
@@ -31,10 +30,7 @@ def folder(tmp_path_factory):
     save_model(path / "model")
     (path / "log.txt").write_text(TEXT, encoding="utf-8")
     model, _ = load_model(str(path / "model"))
-    torch.manual_seed(3)
-    policy = Policy(patch_attention(model).spec)
-    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
-    policy.save_pretrained(path / "policy")
+    uneven_policy(model, 3).save_pretrained(path / "policy")
     return path
 
 

@@ -14,12 +14,10 @@ from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.method import resolve_method
-from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context, encode_question
 from tests.cache.helpers import ids
-from tests.conftest import save_model, tiny_llama
+from tests.conftest import save_model, tiny_llama, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_compression import Words
 from tests.oracle import hidden_from_continuation
@@ -36,14 +34,7 @@ def parts(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
-    return model, tokenizer, own_policy(model)
-
-
-def own_policy(model) -> Policy:
-    torch.manual_seed(5)
-    policy = Policy(inspect_model(model))
-    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
-    return policy.requires_grad_(False)
+    return model, tokenizer, uneven_policy(model)
 
 
 def kept_positions(context: Context, prompt) -> list[list[set[int]]]:
@@ -109,7 +100,7 @@ def test_the_rest_of_the_text_is_compressed_to_what_they_leave(parts):
 def test_a_memory_budget_holds_them_in_its_best_precision(tokens, memory, method, part, seed, dtype):
     model = tiny_llama(dtype=dtype, max_position_embeddings=2048)
     text = ids(1, tokens, seed)[0].tolist()
-    options = {"method": method, "policy": own_policy(model) if method.startswith("lkv") else None, "memory": memory}
+    options = {"method": method, "policy": uneven_policy(model) if method.startswith("lkv") else None, "memory": memory}
     best = max(1, int(tokens * memory * part))
     protected = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[:best].sort().values.tolist()
     # In 8 bits k and v with their norms; in the model's dtype where the budget has the whole text in more than that.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
-from lkv.kernels.ragged_attention.levels import LEVELS
+from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.utils import cpp as build
 from tests.conftest import tiny_llama
 from tests.kernels.pools import (
@@ -31,15 +31,8 @@ from tests.kernels.test_ragged_attention import Without
 
 if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):
     pytest.skip(reason, allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("threads")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    """Sets PyTorch's number of threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def assert_close(ours, expected, dtype, factor=1.0):

@@ -81,14 +81,6 @@ def assert_close(ours, expected, dtype, factor=1):
     torch.testing.assert_close(ours.double(), expected, atol=factor * TOLERANCES[dtype] * largest, rtol=0)
 
 
-@pytest.fixture
-def threads():
-    """Sets PyTorch's number of threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("bits", list(product(LEVELS, LEVELS)), ids=str)
 def test_outputs_and_lse_equal_float64(bits, dim):

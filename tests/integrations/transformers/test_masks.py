@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -30,17 +31,16 @@ SHORTEST = 70
 
 
 class Calls(TorchFunctionMode):
-    """The masks that SDPA was given, and whether it was told of causality by a flag."""
+    """The masks that SDPA gets, None for none."""
 
     def __init__(self):
         super().__init__()
-        self.masks, self.causal = [], []
+        self.masks = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.masks.append(args[3] if len(args) > 3 else kwargs.get("attn_mask"))
-            self.causal.append(kwargs.get("is_causal", False))
         return func(*args, **kwargs)
 
 
@@ -60,6 +60,16 @@ class Tensors(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.ndim >= 2 and min(x.shape[-2:]) >= SHORTEST:
                 self.squares.append((str(func), tuple(x.shape)))
         return out
+
+
+@contextmanager
+def without_masks():
+    """Check that no attention in the block, of which there is some, gets a mask, and that no tensor is quadratic."""
+    with Calls() as calls, Tensors() as tensors:
+        yield
+    masks = calls.masks + tensors.masks
+    assert masks and not any(mask is not None for mask in masks)
+    assert not tensors.squares
 
 
 def read(model, cache, rows: list[torch.Tensor], cuts: list[int]) -> list[torch.Tensor]:
@@ -103,11 +113,9 @@ def test_attention_is_given_no_mask(path):
     rows = [ids(1, length, seed) for seed, length in enumerate(lengths)]
     expected = [model(row).logits[0] for row in rows]
     cache = RaggedCache(model, method="knorm", retention=1.0, **options)
-    with Calls() as calls, Tensors() as tensors:
-        found = read(model, cache, rows, cuts)
-    assert calls.masks + tensors.masks and not any(mask is not None for mask in calls.masks + tensors.masks)
-    assert not tensors.squares
-    for row, stock in zip(found, expected, strict=True):
+    with without_masks():
+        logits = read(model, cache, rows, cuts)
+    for row, stock in zip(logits, expected, strict=True):
         torch.testing.assert_close(row, stock, atol=1e-5, rtol=1e-4)
 
 
@@ -128,25 +136,21 @@ def test_teacher_and_student_are_given_no_mask(policy, whole):
     """In the forward and the backward pass."""
     model = tiny_llama(dtype=torch.float32).requires_grad_(False)
     sample = TokenizedSample("random", ids(1, 100)[0].tolist(), [(ids(1, 80, seed)[0].tolist(), 0) for seed in (1, 2)])
-    with Calls() as calls, Tensors() as tensors:
+    with without_masks():
         run = SampleDistillation(model, sample, whole=whole)
         run.run(None)
         mask = hard_mask(policy, run.scores(policy), 0.5, 2).requires_grad_()
         run.run(mask).log_probs.sum().backward()
-    assert calls.masks + tensors.masks and not any(mask is not None for mask in calls.masks + tensors.masks)
-    assert not tensors.squares
     assert bool(mask.grad.isfinite().all())
 
 
 @torch.no_grad()
 def test_methods_that_are_compared_are_given_no_mask(policy):
     model, text = tiny_llama(dtype=torch.float32), ids(1, 150)
-    with Calls() as calls, Tensors() as tensors:
+    with without_masks():
         prompt = read_prompt(model, text)
         methods = [resolve_method(name, model, retention=0.3, policy=policy) for name in ("lkv", "knorm")]
         MethodComparison(model, text[0].tolist(), prompt, methods).predict(ids(1, 80, 1)[0].tolist(), 0)
-    assert calls.masks + tensors.masks and not any(mask is not None for mask in calls.masks + tensors.masks)
-    assert not tensors.squares
 
 
 @torch.no_grad()
