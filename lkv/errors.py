@@ -26,7 +26,7 @@ class BudgetError(LkvError):
 
 
 class CacheError(LkvError):
-    """The cache cannot do what is asked of it, or its options or stored tensors are invalid."""
+    """The cache cannot serve a call, or its options or stored tensors are invalid."""
 
 
 class PromptError(LkvError):

@@ -125,7 +125,7 @@ class CacheConfig:
 
 @dataclass
 class SharedState:
-    """What the layers of one cache share.
+    """State that the layers of one cache share.
 
     Attributes:
         last_layer: The index of the last evicting layer.
@@ -140,7 +140,7 @@ class SharedState:
     pending_nan_checks: list[Tensor] = field(default_factory=list)
 
     def check_scores(self, layer: int, selector: Selector, device: torch.device) -> None:
-        """Raise CacheError where scores are NaN. A GPU is asked once, in the last layer: each layer would wait."""
+        """Raise CacheError where scores are NaN. On a GPU this waits once, in the last layer."""
         if device.type == "cpu" or layer == self.last_layer:
             checks = self.pending_nan_checks.copy()
             self.pending_nan_checks.clear()
@@ -149,7 +149,7 @@ class SharedState:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What one layer needs beside its entries: its index among the evicting layers, its RoPE and its attention sinks.
+    """The context of one layer: its index among the evicting layers, its RoPE and its attention sinks.
 
     `rotation` is None where LKV cannot undo it, `sinks` [Hq] where the layer has none.
     """

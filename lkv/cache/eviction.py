@@ -89,22 +89,22 @@ def evict_entries(
     table = score(entries)
     is_tiered = context.config.is_tiered
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
-        kept = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
+        kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
         every = kernels.Entries.of_pools(*entries.attention_view(), table.shape[1])
-        _move_best(kernels, every, table, kept, entries.scores, entries.positions)
-        return kept
+        _move_best(kernels, every, table, kept_entries, entries.scores, entries.positions)
+        return kept_entries
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
-    kept = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
+    kept_entries = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
     origin = is_best[is_entry].nonzero()[:, 0]
-    kept.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
+    kept_entries.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
     if not is_tiered:
-        return kept
+        return kept_entries
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
     if isinstance(store, RaggedStore):
-        return TieredStore.from_ragged(kept, split, free_slots)
-    return store.requantize(kept, origin, split, free_slots)
+        return TieredStore.from_ragged(kept_entries, split, free_slots)
+    return store.requantize(kept_entries, origin, split, free_slots)
 
 
 def gather_best(
@@ -161,8 +161,8 @@ def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
 
     The numbers, int8 [N, T], are None for one tier.
     """
-    wanted = stack_to_device(scores.device, *lens.flatten(1))
-    masks = [best_mask(scores, counts, int(most)) for counts, most in zip(wanted, lens.flatten(1).amax(1), strict=True)]
+    limits = stack_to_device(scores.device, *lens.flatten(1))
+    masks = [best_mask(scores, counts, int(most)) for counts, most in zip(limits, lens.flatten(1).amax(1), strict=True)]
     if len(masks) == 1:
         return masks[0], None
     return masks[-1], torch.stack(masks[:-1]).logical_not_().sum(0, dtype=torch.int8)
@@ -219,9 +219,9 @@ def best_rows(counted: Tensor, lens: Tensor, free_slots: int, *sources: EntryRow
     shifts = [row * source.batch + head * source.head - number * tokens * source.token for source in sources]
     tables = stack_to_device(counted.device, sizes, 1 - number * free_slots, *shifts)
     size = int(sizes.sum())
-    wanted, *shifts = tables[1:].repeat_interleave(tables[0], 1, output_size=size).unbind()
-    wanted += torch.arange(size, dtype=torch.int32, device=counted.device)
-    index = torch.searchsorted(counted, wanted, out_int32=True)
+    entries, *shifts = tables[1:].repeat_interleave(tables[0], 1, output_size=size).unbind()
+    entries += torch.arange(size, dtype=torch.int32, device=counted.device)
+    index = torch.searchsorted(counted, entries, out_int32=True)
     return [
         (index * source.token).add_(shift).clamp_(0, len(source.matrix) - 1)
         for source, shift in zip(sources, shifts, strict=True)

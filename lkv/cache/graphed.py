@@ -22,7 +22,7 @@ from lkv.utils import devices
 if TYPE_CHECKING:
     from lkv.cache.ragged_cache import RaggedCache
 
-# What a captured step was not told of; other arguments are left to the model.
+# The values under which a captured step may ignore these arguments; with any others the model runs as usual.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "use_cache": (True,),
     "return_dict": (True,),
@@ -53,9 +53,9 @@ def graphed_forward(model: PreTrainedModel, cache: "RaggedCache", tokens: int) -
 
 
 class GraphedStep:
-    """One decode step of a cache, captured when it is first asked for.
+    """One decode step of a cache, captured at its first use.
 
-    It keeps the stores and the buffers that the graph points to: their memory is not given to anything else meanwhile.
+    It keeps references to the stores and buffers that the graph points to, so that their memory is not reused.
     """
 
     def __init__(self, model: PreTrainedModel, cache: "RaggedCache", tokens: int):
@@ -86,7 +86,7 @@ class GraphedStep:
             return f"the call has the argument {others[0]!r}, which the captured step does not know."
         if self._stores is None:
             return None
-        if any(layer.store is not own for layer, own in zip(cache.ragged_layers, self._stores, strict=True)):
+        if any(layer.store is not store for layer, store in zip(cache.ragged_layers, self._stores, strict=True)):
             return "the entries have moved since the step was captured: open a new graphed() block."
         if self._stores[0].free_slots < 1:
             return f"no slot that was captured is free: give more than {self._tokens} as max_new_tokens."
@@ -155,7 +155,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def _lasting_refusal(model: PreTrainedModel, cache: "RaggedCache") -> str | None:
-    """Why no step of `cache` can be captured, in one sentence; None where nothing speaks against it."""
+    """Why no step of `cache` can be captured, in one sentence; None if it can."""
     weights = next(model.parameters())
     if not devices.can_capture(weights.device):
         return f"the model is on {weights.device.type!r}, but CUDA graphs need a CUDA device."

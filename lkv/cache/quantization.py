@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError
-from lkv.kernels.ragged_attention.levels import LEVELS
+from lkv.kernels.ragged_attention.arguments import LEVELS
 
 WIDTH_MULTIPLE = 8  # what head sizes must be multiples of
 NORM_BITS = 16

@@ -262,7 +262,7 @@ class RaggedCache(BaseCache):
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which cuts off rejected tokens.
 
-        Raises CacheError where the prompt could not be told from the first candidates.
+        Raises CacheError if the prompt could not be distinguished from the first candidates.
         """
         if not self.prompt_length and self.config.prompt_tokens is None:
             raise CacheError(
@@ -357,9 +357,9 @@ class RaggedCache(BaseCache):
 
     def realised_retention(self) -> float:
         """Return the entries that eviction left divided by those it chose from (padding does not count)."""
-        kept = sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers)
+        kept_entries = sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers)
         total = sum(sum(layer.real_tokens) * layer.kept_counts.shape[1] for layer in self.ragged_layers)
-        return kept / total if total else 1.0
+        return kept_entries / total if total else 1.0
 
     def nbytes(self) -> int:
         """Return the bytes of k and v storage, free slots included."""

@@ -1,4 +1,4 @@
-"""What a tier of precision is, which entries belong to it, and the coordinates in which its k is quantised."""
+"""Tiers of precision: their entries, how entries are assigned to them, and the coordinates for quantising k."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +61,7 @@ class Tier:
 
 @dataclass(frozen=True, eq=False)
 class KeyBasis:
-    """What k is shifted and scaled by before it is rotated: the mean and the scale of each head, [2, B, H, d].
+    """The shift and scale applied to k before it is rotated: mean and scale of each head, [2, B, H, d].
 
     k' = (k - mean) / scale R and q' = q scale R have the products of q and k, but for that of q and the mean, which is
     the same for all entries and changes no attention. `scale` is the root of each channel's deviation: the best one for
@@ -72,7 +72,7 @@ class KeyBasis:
 
     @classmethod
     def of(cls, key: Tensor, heads: Tensor, shape: torch.Size) -> "KeyBasis":
-        """That of the entries `key` [N, d], of which `heads` [N] are the rows and heads, out of `shape` = [B, H]."""
+        """Measure the basis of entries `key` [N, d] of the rows and heads numbered `heads` [N], of `shape` = [B, H]."""
         count, wide = shape.numel(), torch.promote_types(key.dtype, torch.float32)
         values, zeros = key.to(wide), key.new_zeros((count, key.shape[-1]), dtype=wide)
         entries = zeros[:, :1].index_add(0, heads, torch.ones_like(values[:, :1])).clamp(min=1)
@@ -85,11 +85,11 @@ class KeyBasis:
         return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
 
     def select(self, rows: Tensor) -> "KeyBasis":
-        """That of the batch rows `rows` [n]."""
+        """The basis of the batch rows `rows` [n]."""
         return KeyBasis(self.tensor[:, rows.to(self.tensor.device)])
 
     def select_heads(self, heads: slice) -> "KeyBasis":
-        """That of some heads."""
+        """The basis of some heads."""
         return KeyBasis(self.tensor[:, :, heads].contiguous())
 
     def enter(self, key: Tensor, heads: Tensor) -> Tensor:

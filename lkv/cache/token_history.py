@@ -1,4 +1,4 @@
-"""Which tokens a cache has read, as far as `generate` tells."""
+"""The token ids that a cache has read, where `generate` announced them."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from lkv.errors import CacheError
 
 
 class TokenHistory:
-    """The ids of the tokens that a cache has read, as far as `generate` announced them."""
+    """The ids of the tokens that a cache has read, where `generate` announced them."""
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None  # [B, k] of the first k tokens

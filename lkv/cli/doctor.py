@@ -119,22 +119,22 @@ def _check_kernels() -> Iterator[Finding]:
         dtype = torch.float16 if is_half else torch.float32
         q, k, v = (random(*shape).to(dtype) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
         starts, lens = (torch.tensor([row], dtype=torch.int32, device=device) for row in ([0, 100], [40, 90]))
-        computed, wanted = (ragged_attention(q, k, v, starts, lens, 0.125, name) for name in (backend, "reference"))
-        return max(0.0, _distance(computed, wanted) - (1e-3 if is_half else 0.0))
+        computed, expected = (ragged_attention(q, k, v, starts, lens, 0.125, name) for name in (backend, "reference"))
+        return max(0.0, _distance(computed, expected) - (1e-3 if is_half else 0.0))
 
     def soft_mask_error(backend: str) -> float:
         q, k, v = (random(*shape) for shape in ((1, 4, 16, 64), (1, 2, 48, 64), (1, 2, 48, 64)))
         log_mask = -random(1, 2, 48).abs()
         exact_q, exact_k, exact_v, exact_mask = (x.cpu().double() for x in (q, k, v, log_mask))
-        wanted = soft_mask_attention(exact_q, exact_k, exact_v, exact_mask, backend="reference")
-        return _distance(soft_mask_attention(q, k, v, log_mask, backend=backend), wanted)
+        expected = soft_mask_attention(exact_q, exact_k, exact_v, exact_mask, backend="reference")
+        return _distance(soft_mask_attention(q, k, v, log_mask, backend=backend), expected)
 
     def scores_error() -> float:
         shapes = ((1, 2, 300, 8), (1, 2, 300, 8), (2, 16), (2, 16), (2, 16, 8), (2, 8), (2, 8))
         key, value, *weights = tensors = [random(*shape) for shape in shapes]
         tensors[3] = weights[1] = weights[1].abs() + 0.5  # a standard deviation
-        wanted = content_formula(*(x.cpu().double() for x in tensors))
-        return _distance(content_scores(ContentWeights(*weights), key, value), wanted)
+        expected = content_formula(*(x.cpu().double() for x in tensors))
+        return _distance(content_scores(ContentWeights(*weights), key, value), expected)
 
     def soft_topk_error() -> float:
         """The mask must sum to k."""
@@ -164,8 +164,8 @@ def _check_kernels() -> Iterator[Finding]:
                 yield Finding(name, BAD, f"on {device}, differs by {error:.1e} from the reference", _REPORT)
 
 
-def _distance(computed: "Tensor", wanted: "Tensor") -> float:
-    distance = (computed.double().cpu() - wanted.double().cpu()).abs().max().item()
+def _distance(computed: "Tensor", expected: "Tensor") -> float:
+    distance = (computed.double().cpu() - expected.double().cpu()).abs().max().item()
     return distance if distance == distance else float("inf")
 
 

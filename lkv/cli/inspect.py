@@ -187,9 +187,9 @@ def _answer(
             policy=policy if POLICY in find_needs(method) else None,
             **({} if method == FULL else budget),
         )
-        kept = (title, context.realised_retention(), context.nbytes(), context.full_nbytes())
+        size = (title, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, row in answers.items():
-            row.append(MethodAnswer(*kept, context.ask(question, options.max_new_tokens)))
+            row.append(MethodAnswer(*size, context.ask(question, options.max_new_tokens)))
     return answers
 
 

@@ -105,7 +105,7 @@ def _predict(options: Profile) -> None:
         row = predict_memory(shape, tokens, **settings)
         sizes = (row.weights, row.kv_full, row.kv_kept, row.activations, row.peak_full, row.peak_kept)
         print(f"{tokens:>13,}" + "".join(f"{size / 2**30:>13,.3f}" for size in sizes))
-    most = [longest_prompt(shape, options.memory * 2**30, kept, **settings) for kept in (False, True)]
+    most = [longest_prompt(shape, options.memory * 2**30, is_evicted, **settings) for is_evicted in (False, True)]
     print(
         f"in {options.memory:g} GiB: {most[0]:,} tokens with the full cache, {most[1]:,} at R = {options.retention:g} "
         "evicting layer by layer; tensors only, without the gaps of PyTorch's caching allocator"

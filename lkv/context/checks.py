@@ -1,4 +1,4 @@
-"""What the arguments of every use of a context must be."""
+"""Checks of arguments that all uses of a context share."""
 
 from typing import Any
 

@@ -5,7 +5,6 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,6 @@ from lkv.integrations.transformers.fingerprint import check_same_adapters, read_
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
-from lkv.utils import tensor_file
 from lkv.utils.files import as_path
 from lkv.utils.prompts import encode, encode_question
 
@@ -240,8 +238,7 @@ class Context:
         path, cache = as_path(path, ContextFileError, "the context's path"), self._ragged()
         with self._lock:
             tensors = saved_context.context_tensors(cache, self.ids)
-        header = {"model": asdict(cache.spec), "adapters": cache.adapters, **self.metadata}
-        tensor_file.write(path, saved_context.CONTEXT_FILE, tensors, header)
+        saved_context.save(path, tensors, cache, self.metadata)
 
     @classmethod
     def load(
@@ -269,8 +266,8 @@ class Context:
 
     def __repr__(self) -> str:
         size, full = (f"{count / 1e6:.3g}" for count in (self.nbytes(), self.full_nbytes()))
-        kept = f"{self.metadata.get('method', FULL)}: {self.realised_retention():.1%} of the entries kept"
-        return f"<Context of {self.tokens:,} tokens, {kept}, {size} of {full} MB held, {type(self.model).__name__}>"
+        method = f"{self.metadata.get('method', FULL)}: {self.realised_retention():.1%} of the entries kept"
+        return f"<Context of {self.tokens:,} tokens, {method}, {size} of {full} MB held, {type(self.model).__name__}>"
 
     def _record(self, answers: list[list[int]], length: int, generation: dict[str, Any]) -> None:
         self.answer_tokens = sum(map(len, answers))

@@ -1,4 +1,4 @@
-"""Which tokens of a text every head of a method keeps, at several budgets, from one reading; and the page of it."""
+"""The tokens of a text that each head of a method keeps, at several budgets from one prefill, and the page of them."""
 
 import base64
 import json
@@ -112,12 +112,14 @@ def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarra
         order = scores[0].argsort(dim=-1, descending=True, stable=True)
         if selector.refines:
             # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.
-            kept = torch.zeros_like(order)
-            for *_, own in layer_counts:
-                best = selector.refine(layer, read, scores, own)[0].argsort(dim=-1, descending=True, stable=True)
-                for head, number in enumerate(own[0]):
-                    kept[head, best[head, :number]] += 1
-            order = order.gather(-1, kept.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+            budgets_keeping = torch.zeros_like(order)
+            for *_, head_counts in layer_counts:
+                best = selector.refine(layer, read, scores, head_counts)[0].argsort(
+                    dim=-1, descending=True, stable=True
+                )
+                for head, number in enumerate(head_counts[0]):
+                    budgets_keeping[head, best[head, :number]] += 1
+            order = order.gather(-1, budgets_keeping.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
         ranks.append(order.argsort(-1).cpu().numpy())
         counts.append([[tier[0] for tier in tiers] for tiers in layer_counts])
     kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32

@@ -55,7 +55,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         )
     # A policy is read once, and wrong options are refused before a prompt is.
     method = RaggedCache(model, **options).config.method
-    own = {name: value for name, value in options.items() if name in _OWN}
+    cache_options = {name: value for name, value in options.items() if name in _OWN}
     compression, generate = PrefillCompression(), model.generate
 
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
-            compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **own)
+            compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **cache_options)
             kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)
 

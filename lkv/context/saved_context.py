@@ -4,6 +4,7 @@ One safetensors file holds the tensors of every layer, as "NAME.LAYER", those of
 in its header: the model's fingerprint and how the text was compressed. A checksum covers all of it.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     states = enumerate(layer.state() for layer in cache.ragged_layers)
     tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
     return tensors | cache.sliding_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+
+
+def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
+    """Write the `context_tensors` of `cache`, whose text was compressed as `metadata` says. Raises ContextFileError."""
+    header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
+    tensor_file.write(path, CONTEXT_FILE, tensors, header)
 
 
 def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], RaggedCache, dict[str, Any]]:

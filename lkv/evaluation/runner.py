@@ -188,7 +188,7 @@ def _run_methods(
         comparison = MethodComparison(model, prompt.context, layers, [row.method for row in batch])
         if start + max_rows >= len(bound):
             layers = PromptKV()  # frees the prompt: the full cache's row has a copy of its own
-        kept_entries, held = comparison.kept_entries(), comparison.nbytes()
+        kept_entries, nbytes_of_batch = comparison.kept_entries(), comparison.nbytes()
         comparison.append(prompt.question[:-1])
         fidelities: list[Fidelity | None] = [None] * len(batch)
         if reference:
@@ -200,7 +200,7 @@ def _run_methods(
         del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
         for row, kept, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            nbytes = held if grid.is_memory and row.name != FULL else kept * entry_nbytes
+            nbytes = nbytes_of_batch if grid.is_memory and row.name != FULL else kept * entry_nbytes
             memory = {"nbytes": nbytes, "full_nbytes": full_entries * entry_nbytes}
             line = {"method": row.name, "retention": row.retention, "realised": round(kept / full_entries, 6), **memory}
             line |= {"answer": text, "score": float(config.score(example, text))}

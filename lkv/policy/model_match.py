@@ -35,23 +35,23 @@ def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
     return sum(cosines) / len(cosines)
 
 
-def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
-    """What tells the model `given` from the one `expected`, or None where they are one model."""
+def model_difference(expected: ModelSpec, actual: ModelSpec) -> str | None:
+    """How the model `actual` differs from `expected`; None if they are the same model."""
     for name in ("architecture", "layers", "heads", "kv_heads", "head_dim"):
-        mine, theirs = getattr(expected, name), getattr(given, name)
+        mine, theirs = getattr(expected, name), getattr(actual, name)
         if mine != theirs:
             return f"{name} {repr(mine)[:80]}, but the model given has {theirs!r}"
-    if _rope_settings(expected.rope) != _rope_settings(given.rope):
-        return f"rope {expected.rope[:400]!r}, but the model given has {given.rope!r}"
-    if not (expected.directions and given.directions):
+    if _rope_settings(expected.rope) != _rope_settings(actual.rope):
+        return f"rope {expected.rope[:400]!r}, but the model given has {actual.rope!r}"
+    if not (expected.directions and actual.directions):
         # Descriptions saved before directions were, and models that none can be read from.
-        if not given.directions and not given.weights:
+        if not actual.directions and not actual.weights:
             return "known weights, but those of the model given are packed so that LKV cannot read and compare them"
-        pairs = list(zip(expected.weights, given.weights, strict=False))
+        pairs = list(zip(expected.weights, actual.weights, strict=False))
         equal = all(abs(a - b) <= 1e-6 + _VALUE_TOLERANCE * abs(a) for a, b in pairs)
-        one = pairs and len(expected.weights) == len(given.weights) and equal
+        one = pairs and len(expected.weights) == len(actual.weights) and equal
         return None if one else "other weights of the same architecture"
-    cosine = agreement(expected.directions, given.directions)
+    cosine = agreement(expected.directions, actual.directions)
     if cosine is None:
         return "weight matrices of other names or sizes"
     if cosine < ONE_MODEL:
@@ -62,9 +62,9 @@ def model_difference(expected: ModelSpec, given: ModelSpec) -> str | None:
     return None
 
 
-def has_same_heads(expected: ModelSpec, given: ModelSpec) -> bool:
-    """Whether a policy for `expected` has a budget and scores for every head of `given`, right ones or not."""
-    return all(getattr(expected, name) == getattr(given, name) for name in ("layers", "kv_heads", "head_dim"))
+def has_same_heads(expected: ModelSpec, actual: ModelSpec) -> bool:
+    """Whether a policy for `expected` has a budget and scores for every head of `actual`, right ones or not."""
+    return all(getattr(expected, name) == getattr(actual, name) for name in ("layers", "kv_heads", "head_dim"))
 
 
 def _rope_settings(rope: str) -> dict[str, float | str]:

@@ -68,7 +68,7 @@ class Policy(nn.Module):
 
     @property
     def trained_tokens(self) -> int | None:
-        """Tokens of the longest texts that it was trained on, where its card tells."""
+        """Tokens of the longest texts that it was trained on, if its card records it."""
         tokens = self.card.get("trained_tokens")
         return tokens if type(tokens) is int and 0 < tokens < 2**60 else None
 
@@ -158,9 +158,9 @@ class Policy(nn.Module):
         tensors, about = policy_file.read(folder)
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))
-            # Without memory of its own: the file's tensors take the places, if they are the ones that belong there.
             if not isinstance(about.get("card"), dict | None):
                 raise TypeError("its card is no JSON object")
+            # On "meta", without memory: `load_state_dict` checks the file's tensors and assigns them.
             with torch.device("meta"):
                 policy = cls(from_dict(ModelSpec, about["model"]), about.get("card"), inputs)
             state = {key: value.float() for key, value in tensors.items()}

@@ -94,8 +94,8 @@ def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tu
     try:
         snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        wanted = "" if revision is None else f" at revision {revision!r}"
+        place = "" if revision is None else f" at revision {revision!r}"
         raise PolicyFileError(
-            f"{text!r}{wanted} is neither a folder nor a policy on the hub that can be reached."
+            f"{text!r}{place} is neither a folder nor a policy on the hub that can be reached."
         ) from error
     return snapshot, snapshot.name

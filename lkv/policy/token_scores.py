@@ -1,10 +1,10 @@
-"""LKV-T (Sec. 3.4): a score for every token, the sum of the components that a policy has.
+"""LKV-T (Sec. 3.4): the score u of a token with key k and value v, the sum of the components that a policy has.
 
-* content, the paper's: an MLP over [k; v], normalised (`content_formula`);
-* expected attention, beyond the paper: the attention that a token can expect from queries to come, times the norm of
-  its value (`expected_attention_formula`);
-* position, beyond the paper: piecewise linear in the logarithms of the position and of the distance to the end
-  (`interpolate_knots`).
+    u = output . silu(hidden^T ([k; v] - mean) / std + bias)           content, the paper's MLP: `content_formula`
+      + weight log(|v| sum_g E[exp(q_g k scale - normaliser_g)])       expected attention: `expected_attention_formula`
+      + start(log2(1 + position)) + end(log2(distance to the end))     position, piecewise linear: `interpolate_knots`
+
+The last two go beyond the paper. q_g are the queries to come of the G query heads that share the KV head.
 
 `TokenScores` has the learned weights and applies the formula to a prompt. `scores_on_arrival` and `scores_at_eviction`
 are differentiable and serve training; `scores_in_blocks` is for inference.

@@ -1,4 +1,4 @@
-"""What a training costs: operations from the model's shape, seconds from a measured rate."""
+"""The cost of a training run: operations from the model's shape, seconds from a measured rate."""
 
 import math
 from collections.abc import Sequence

@@ -137,7 +137,7 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
 
 def _config_for(positions: int, longest: int) -> TrainingConfig:
     """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
-    # KVzip reads a text twice, behind a request of a few tokens.
+    # KVzip reads a text twice, the second time after a request of a few tokens.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(
         replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
@@ -245,12 +245,12 @@ class FitRun:
         self._plan = plan = make_plan(reading, self._seconds)
         for line in self._data.lines:
             _say(line)
-        own = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
+        own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
         builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
         spec = self.policy.spec
         _say(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{str(self._model.dtype).removeprefix('torch.')}) from {own}"
+            f"{str(self._model.dtype).removeprefix('torch.')}) from {own_text}"
             + (" and Python's own manual and library" if builtin else "")
         )
         _say(f"1. statistics of {_STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")

@@ -1,4 +1,4 @@
-"""How close predictions after eviction are to those of the full cache, on texts that training never sees.
+"""Fidelity of predictions after eviction to those of the full cache, on texts that training never sees.
 
 Eviction is a mask over the whole prompt, which is what a cache without the evicted entries computes.
 """

@@ -1,4 +1,4 @@
-"""What precedes the distillation: input statistics are measured and LKV-T is fitted to KVzip's scores."""
+"""Before distillation: measure the input statistics and fit LKV-T to KVzip's scores."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -66,10 +66,10 @@ def build_library(source: Path, flags: Sequence[str] = (), rebuild: bool = False
         f"-L{root / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if "error" in line]
-            raise RuntimeError(f"{compiler[0]} fails: {(errors or done.stderr.splitlines() or ['no message'])[0]}")
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode:
+            errors = [line for line in run.stderr.splitlines() if "error" in line]
+            raise RuntimeError(f"{compiler[0]} fails: {(errors or run.stderr.splitlines() or ['no message'])[0]}")
         # Other processes may compile at the same time: each replaces a whole file. One that is cut short by a power cut
         # would end every process that loads it.
         with open(unfinished, "rb") as written:

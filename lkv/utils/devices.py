@@ -1,4 +1,4 @@
-"""What LKV asks of the devices that tensors lie on."""
+"""Devices: what they can do, their memory, graphs and dtypes."""
 
 import gc
 import os
@@ -43,8 +43,8 @@ def can_capture(device: torch.device) -> bool:
 def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Capture what `step` launches: a function that launches it again, and what `step` returned.
 
-    The tensors of that are written anew by every replay. `step` is called a few times before, and once more for the
-    capture, which computes nothing.
+    Every replay overwrites the returned tensors. `step` is called a few times before, and once more for the capture,
+    which computes nothing.
     """
     cuda = runtime(device)
     with device_guard(device):

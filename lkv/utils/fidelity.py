@@ -1,4 +1,4 @@
-"""How close what a compressed cache predicts is to what the full one does, token by token."""
+"""Fidelity of a compressed cache's predictions to those of the full cache, token by token."""
 
 from torch import Tensor
 

@@ -108,7 +108,7 @@ def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None
 
 def nearest_folder(path: Path) -> Path:
     """`path` if it is there, else the nearest folder above it that is."""
-    # os.path tells names that cannot be, such as too long ones, by False, where Path.exists raises.
+    # For invalid names, such as too long ones, os.path.exists returns False, but Path.exists raises.
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 
 

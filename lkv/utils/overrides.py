@@ -1,4 +1,4 @@
-"""Other methods for single objects, for a while."""
+"""Temporary replacements of an object's methods."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Any
 
 @contextmanager
 def override_method(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Let the object `owner` have `method` in place of its method `name` for the duration of a `with` block."""
+    """Replace the method `name` of the object `owner` by `method` for the duration of a `with` block."""
     earlier = vars(owner).get(name)
     setattr(owner, name, method)
     try:

@@ -1,4 +1,4 @@
-"""What a method costs: prefill and decode latency, peak memory, and bytes of k and v (Sec. 4.5)."""
+"""The cost of a method: prefill and decode latency, peak memory, and bytes of k and v (Sec. 4.5)."""
 
 import statistics
 import time
@@ -101,9 +101,9 @@ class Profiler:
 
         good, bad = find_largest(fits, start, most)
         reason = None if bad is None else runs[bad]
-        found = good or bad or start  # one of both is a length
-        run = runs[found]
-        row = self._row(method, found, run, [run] if isinstance(run, ProfileRun) else [])
+        longest = good or bad or start  # one of both is a length
+        run = runs[longest]
+        row = self._row(method, longest, run, [run] if isinstance(run, ProfileRun) else [])
         if good and self._device.type == "cpu":  # where counting the memory slows a run down
             row |= {"prefill_seconds": None, "decode_ms": None}
         return row | {"largest": True, "failed_at": bad, "reason": reason}

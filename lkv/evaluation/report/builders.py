@@ -80,8 +80,8 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         pairs = [*(pair for pair in pairs if pair[0] == FULL), *_ablation_grid(pairs).values()]
     elif name == "fidelity":
         pairs = [pair for pair in pairs if pair[0] != FULL]
-        own = results.frame.set_index(["method", "retention"]).loc[pairs, list(_FIDELITY)]
-        metrics = [metric for metric in _FIDELITY if own[metric].notna().any()]
+        fidelity = results.frame.set_index(["method", "retention"]).loc[pairs, list(_FIDELITY)]
+        metrics = [metric for metric in _FIDELITY if fidelity[metric].notna().any()]
         if not metrics:
             raise ReportError(
                 "these results hold no fidelity for these methods; run `lkv eval` so that it measures it."
@@ -141,8 +141,8 @@ def _build_sweep(scores: Scores) -> Table:
     columns = {r: Column(f"{scores.amount} = {r:g}", x=r) for r in retentions_of(scores.pairs)}
     rows = []
     for method in dict.fromkeys(method for method, _ in scores.pairs):
-        own = {r: (method, 1.0 if method == FULL else r) for r in columns}
-        cells = {columns[r].name: scores.value(p, scores.units) for r, p in own.items() if p in scores.pairs}
+        pairs = {r: (method, 1.0 if method == FULL else r) for r in columns}
+        cells = {columns[r].name: scores.value(p, scores.units) for r, p in pairs.items() if p in scores.pairs}
         rows.append(TableRow(method, method_label(method), cells, retention=1.0 if method == FULL else None))
     notes = ("After @: the realised retention (kept / all entries).",)
     by_memory = scores.amount == MEMORY
@@ -206,14 +206,14 @@ def _build_ablation(scores: Scores) -> Table:
     grid, base = _ablation_grid(scores.pairs), RULES[0]
     shown = _ABLATION_COLUMNS.get(scores.suite)
     units = {AVERAGE: scores.units}
-    units |= {name: own for name, own in scores.categories().items() if not shown or name in shown}
+    units |= {name: column_units for name, column_units in scores.categories().items() if not shown or name in shown}
 
     def row(pairs: Sequence[Pair], name: str, group: str, method: str, bases: Sequence[Pair] = ()) -> TableRow:
         """The mean of the methods `pairs`, and its gain over that of `bases`."""
         weights = dict.fromkeys(pairs, 1 / len(pairs))
         cells = {
-            column: scores.value(pairs[0], own) if len(pairs) == 1 else scores.combine(weights, own)
-            for column, own in units.items()
+            column: scores.value(pairs[0], column_units) if len(pairs) == 1 else scores.combine(weights, column_units)
+            for column, column_units in units.items()
         }
         if bases:
             cells[_GAIN] = scores.combine(weights | dict.fromkeys(bases, -1 / len(bases)), scores.units)
@@ -258,7 +258,7 @@ def _make_row(
     scores: Scores, pair: Pair, units: Mapping[str, Sequence[Unit]], group: str = "", metric: str = "score"
 ) -> TableRow:
     """The row of a method: its value over the units of each column, and how its average compares."""
-    cells = {name: scores.value(pair, own, metric) for name, own in units.items()}
+    cells = {name: scores.value(pair, column_units, metric) for name, column_units in units.items()}
     average = cells[AVERAGE]
     if average and average.difference is not None:
         difference = Cell(average.difference, average.difference_low, average.difference_high, average.n)

@@ -67,8 +67,8 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
             colour = entry.colour if coloured <= _MAX_COLOURS else _GREYS[0]
             line = _COMPENSATED if entry.compensation else "-"
             style = Style(colour, entry.marker, 1.4, 2 if colour in _GREYS else 3, line)
-        looks = (style if entry else free[0], *(own._replace(line=style.line) for own in free))
-        styles[method] = next((own for own in looks if own not in styles.values()), style)
+        looks = (style if entry else free[0], *(look._replace(line=style.line) for look in free))
+        styles[method] = next((look for look in looks if look not in styles.values()), style)
     return styles
 
 
@@ -163,9 +163,9 @@ def _plot_curves(table: Table) -> "Figure":
             panels.insert(0, (nearest, cells.assign(x=cells.place)[cells.group == nearest]))
     figure = new_figure(0.6 + 5.2 * len(panels), 5.4)
     all_axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
-    for axes, (title, own) in zip(all_axes, panels, strict=True):
-        is_length = own.x.max() > 1
-        _draw_curves(axes, own, styles, full_is_flat=not is_length)
+    for axes, (title, panel) in zip(all_axes, panels, strict=True):
+        is_length = panel.x.max() > 1
+        _draw_curves(axes, panel, styles, full_is_flat=not is_length)
         axes.set_title(title)
         axes.set_xlabel(table.axis if is_length else "retention (kept / all entries)")
         if is_length:
@@ -179,16 +179,16 @@ def _plot_curves(table: Table) -> "Figure":
 
 def _draw_curves(axes: "Axes", cells: pd.DataFrame, styles: dict[str, Style], full_is_flat: bool = True) -> None:
     """A line a method over the cells' `x`, its interval as a band; published ones dashed, hollow and without band."""
-    for (label, method, source), own in cells.groupby(["label", "method", "source"], sort=False):
+    for (label, method, source), curve in cells.groupby(["label", "method", "source"], sort=False):
         style, published = styles[method], source == PUBLISHED
         look = {"color": style.colour, "zorder": style.order, "label": label}
         if method == FULL and full_is_flat:
-            axes.axhline(own.value.iloc[0], linestyle=style.line, linewidth=style.width, **look)
+            axes.axhline(curve.value.iloc[0], linestyle=style.line, linewidth=style.width, **look)
             continue
-        own = own.dropna(subset="x").sort_values("x", kind="stable")
+        curve = curve.dropna(subset="x").sort_values("x", kind="stable")
         axes.plot(
-            own.x,
-            own.value,
+            curve.x,
+            curve.value,
             marker="" if method == FULL else style.marker,
             linestyle="--" if published and method != FULL else style.line,
             linewidth=1.4 if published else style.width,
@@ -197,9 +197,9 @@ def _draw_curves(axes: "Axes", cells: pd.DataFrame, styles: dict[str, Style], fu
         )
         if method == FULL:
             continue
-        if own[["low", "high"]].notna().all(axis=None) and (is_lkv(method) or len(styles) <= _MAX_BANDS + 1):
+        if curve[["low", "high"]].notna().all(axis=None) and (is_lkv(method) or len(styles) <= _MAX_BANDS + 1):
             axes.fill_between(
-                own.x, own.low, own.high, color=style.colour, alpha=0.15, linewidth=0, zorder=style.order - 1
+                curve.x, curve.low, curve.high, color=style.colour, alpha=0.15, linewidth=0, zorder=style.order - 1
             )
 
 
@@ -208,19 +208,19 @@ def _plot_points(table: Table) -> "Figure":
     titles = [column.name for column in table.columns if column.best]
     styles = method_styles(list(table.cells.method))
     groups = list(table.cells.groupby("group", sort=False))
-    most = max(own.row.nunique() for _, own in groups)
+    most = max(points.row.nunique() for _, points in groups)
     figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(titles) * (most + 2))), 2.0 + 2.8 * len(groups))
     all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
     for axes, (group, cells) in zip(all_axes, groups, strict=True):
-        for i, (_, own) in enumerate(cells.groupby("row", sort=False)):
-            first, style = own.iloc[0], styles[own.method.iloc[0]]
-            own = own[own.column.isin(titles)].dropna(subset="value")
+        for i, (_, points) in enumerate(cells.groupby("row", sort=False)):
+            first, style = points.iloc[0], styles[points.method.iloc[0]]
+            points = points[points.column.isin(titles)].dropna(subset="value")
             published = first.source == PUBLISHED
             offset = 0.8 * ((i + 0.5) / cells.row.nunique() - 0.5)
-            errors = np.abs([own.value - own.low, own.high - own.value])
+            errors = np.abs([points.value - points.low, points.high - points.value])
             axes.errorbar(
-                [titles.index(name) + offset for name in own.column],
-                own.value,
+                [titles.index(name) + offset for name in points.column],
+                points.value,
                 yerr=np.nan_to_num(errors),
                 fmt=style.marker,
                 fillstyle="full" if published else "left" if style.line == _COMPENSATED else "full",

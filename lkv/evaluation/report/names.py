@@ -1,4 +1,4 @@
-"""What methods, tasks, tables and models are called: in result files, in the ablation's grid and in print."""
+"""Names of methods, tasks, tables and models: in result files, in the ablation's grid and in print."""
 
 import json
 from collections.abc import Iterable

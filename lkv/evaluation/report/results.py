@@ -166,9 +166,9 @@ def _check_agreement(headers: Mapping[Path, Mapping[str, Any]]) -> None:
             if value is not None or field in _REQUIRED:
                 values.setdefault(field, {})[path] = value
     differences = [
-        f"{field} ({', '.join(f'{path}: {value}' for path, value in found.items())})"
-        for field, found in values.items()
-        if len({json.dumps(value) for value in found.values()}) > 1
+        f"{field} ({', '.join(f'{path}: {value}' for path, value in by_path.items())})"
+        for field, by_path in values.items()
+        if len({json.dumps(value) for value in by_path.values()}) > 1
     ]
     if differences:
         raise ReportError(
@@ -280,12 +280,12 @@ class Scores:
         self._samples: dict[Unit, pd.DataFrame] = {}  # a row a sample, columns (metric, method, retention)
         self._able: dict[Unit, list[Pair]] = {}
         missing = dict.fromkeys(pairs, 0)
-        for unit, own in _by_unit(results.frame, self.suite).items():
-            has = pd.DataFrame({pair: own[[(m, *pair) for m in metrics]].notna().all(axis=1) for pair in pairs})
+        for unit, table in _by_unit(results.frame, self.suite).items():
+            has = pd.DataFrame({pair: table[[(m, *pair) for m in metrics]].notna().all(axis=1) for pair in pairs})
             able = [pair for pair in pairs if has[pair].any()]
             for pair in able:
                 missing[pair] += int((~has[pair]).sum())
-            if able and len(shared := own[has[able].all(axis=1)]):
+            if able and len(shared := table[has[able].all(axis=1)]):
                 self._samples[unit], self._able[unit] = shared, able
         if not self._samples:
             raise ReportError(
@@ -317,7 +317,7 @@ class Scores:
         """The units of each category of the suite that has any."""
         categories = CATEGORIES.get(self.suite, {})
         units = {name: [unit for unit in self.units if unit[0] in tasks] for name, tasks in categories.items()}
-        return {name: own for name, own in units.items() if own}
+        return {name: members for name, members in units.items() if members}
 
     def value(self, pair: Pair, units: Sequence[Unit], metric: str = "score") -> Cell | None:
         """The macro mean of `pair` over `units`, with the difference to `against` at the same retention.
@@ -339,7 +339,7 @@ class Scores:
         if not self._ran(weights, units):
             return None
         values = [(weight, self._values(metric, pair, units)) for pair, weight in weights.items()]
-        groups = [np.asarray(sum(weight * own[i] for weight, own in values)) for i in range(len(units))]
+        groups = [np.asarray(sum(weight * parts[i] for weight, parts in values)) for i in range(len(units))]
         low, high = _RANGES[metric]
         least = sum(weight * (low if weight > 0 else high) for weight in weights.values())
         most = sum(weight * (high if weight > 0 else low) for weight in weights.values())
@@ -355,7 +355,7 @@ class Scores:
     def realised(self, pairs: Sequence[Pair], units: Sequence[Unit]) -> float | None:
         """Kept / all KV entries: the mean of the pairs, each over the samples of those `units` where it ran."""
         values = [self._values("realised", pair, [u for u in units if pair in self._able[u]]) for pair in pairs]
-        means = [sum(own := np.concatenate(groups).tolist()) / len(own) for groups in values if groups]
+        means = [sum(numbers := np.concatenate(groups).tolist()) / len(numbers) for groups in values if groups]
         return sum(means) / len(means) if len(means) == len(pairs) else None
 
     def _ran(self, pairs: Iterable[Pair], units: Sequence[Unit]) -> bool:
@@ -365,12 +365,12 @@ class Scores:
         return [self._samples[unit][metric, *pair].to_numpy() for unit in units]
 
     def _drop_hard_tasks(self, min_full: float) -> None:
-        full = {unit: own.get(("score", *_FULL)) for unit, own in self._samples.items()}
+        full = {unit: table.get(("score", *_FULL)) for unit, table in self._samples.items()}
         if any(scores is None or scores.isna().any() for scores in full.values()):
             raise ReportError("--min-full needs the full cache's score of every sample; run `lkv eval` with it.")
         # The same tasks at every length, or the lengths could not be compared.
         hard = {task for (task, _), scores in full.items() if scores is not None and scores.mean() < min_full}
-        self._samples = {unit: own for unit, own in self._samples.items() if unit[0] not in hard}
+        self._samples = {unit: table for unit, table in self._samples.items() if unit[0] not in hard}
         if not self._samples:
             raise ReportError(
                 f"the full cache scores at least {min_full:g} on no task at every length; lower --min-full."
@@ -387,9 +387,9 @@ def _by_unit(frame: pd.DataFrame, suite: str) -> dict[Unit, pd.DataFrame]:
     pairs = list(dict.fromkeys(zip(frame.method, frame.retention, strict=True)))
     columns = pd.MultiIndex.from_tuples([(metric, *pair) for metric in (*ROW_METRICS, "realised") for pair in pairs])
     units = {}
-    for (task, length), own in frame.groupby(["task", "length"], dropna=False, sort=False):
-        wide = own.pivot(index="key", columns=["method", "retention"], values=[*ROW_METRICS, "realised"])
-        units[task, None if pd.isna(length) else int(length)] = wide.reindex(index=own.key.unique(), columns=columns)
+    for (task, length), rows in frame.groupby(["task", "length"], dropna=False, sort=False):
+        wide = rows.pivot(index="key", columns=["method", "retention"], values=[*ROW_METRICS, "realised"])
+        units[task, None if pd.isna(length) else int(length)] = wide.reindex(index=rows.key.unique(), columns=columns)
     places = {task: place for place, task in enumerate(order)}
     return dict(sorted(units.items(), key=lambda item: (item[0][1] or 0, places.get(item[0][0], len(order)))))
 

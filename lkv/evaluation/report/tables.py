@@ -87,8 +87,11 @@ class Table:
     def rows(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each row: its first cell, which states method, label, group, source, retention, and its cells by column."""
         return [
-            (next(own.itertuples()), {cell.column: cell for cell in own.dropna(subset="value").itertuples()})
-            for _, own in self.cells.groupby("row", sort=False)
+            (
+                next(cells.itertuples()),
+                {cell.column: cell for cell in cells.dropna(subset="value").itertuples()},
+            )
+            for _, cells in self.cells.groupby("row", sort=False)
         ]
 
 
@@ -116,7 +119,7 @@ def add_rows(table: Table, rows: list[TableRow], *notes: str) -> Table:
     more = make_cells(rows, table.columns, table.shows_realised)
     cells = pd.concat([table.cells, more.assign(row=more.row + table.cells.row.max() + 1)], ignore_index=True)
     order = {group: place for place, group in enumerate(cells.group.unique())}
-    return replace(table, cells=cells.sort_values("group", key=lambda own: own.map(order), kind="stable"))
+    return replace(table, cells=cells.sort_values("group", key=lambda groups: groups.map(order), kind="stable"))
 
 
 def to_terminal(table: Table) -> str:
@@ -220,10 +223,10 @@ def _winners(table: Table, columns: Mapping[str, Column]) -> set[int]:
     """
     winners = set()
     cells = table.cells[(table.cells.source == MEASURED) & (table.cells.method != FULL)].dropna(subset="value")
-    for (group, name), own in cells.groupby(["group", "column"], sort=False):
+    for (group, name), column_cells in cells.groupby(["group", "column"], sort=False):
         best = columns[name].best and table.best_in.get(group, columns[name].best)
-        values = best * own.value.round(columns[name].digits)
-        if best and len(own) > 1 and (values == values.max()).sum() == 1:
+        values = best * column_cells.value.round(columns[name].digits)
+        if best and len(column_cells) > 1 and (values == values.max()).sum() == 1:
             winners.add(values.idxmax())
     return winners
 

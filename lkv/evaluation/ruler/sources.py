@@ -169,13 +169,13 @@ _RawQuestion = tuple[str, tuple[str, ...], Iterable[str], Iterable[str]]
 
 def _number_documents(path: Path, raw: list[_RawQuestion]) -> QuestionSet:
     """Number the distinct documents; questions without an answer are left out, but not their documents."""
-    documents = tuple(sorted({document for *_, own in raw for document in own}))
+    documents = tuple(sorted({document for *_, pool in raw for document in pool}))
     numbers = {document: i for i, document in enumerate(documents)}
     questions = []
-    for text, answers, needed, own in raw:
+    for text, answers, needed, pool in raw:
         if answers:
             required = dict.fromkeys(numbers[document] for document in needed)
-            related = [i for i in dict.fromkeys(numbers[document] for document in own) if i not in required]
+            related = [i for i in dict.fromkeys(numbers[document] for document in pool) if i not in required]
             questions.append(Question(text, answers, tuple(required), tuple(related)))
     if not questions:
         raise DataError(f"{path} has no question with an answer; give the official file of the data set.")

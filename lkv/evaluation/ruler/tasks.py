@@ -308,8 +308,8 @@ def question_templates(seed: str, questions: QuestionSet) -> Iterator[ExampleTem
 
 
 def _question_template(seed: str, question: Question, documents: Sequence[str]) -> ExampleTemplate:
-    rng, own = random.Random(seed), {*question.needed, *question.related}
-    others = [i for i in range(len(documents)) if i not in own]
+    rng, question_documents = random.Random(seed), {*question.needed, *question.related}
+    others = [i for i in range(len(documents)) if i not in question_documents]
     related = rng.sample(question.related, len(question.related))
     ranked = [*question.needed, *related, *rng.sample(others, len(others))]
 

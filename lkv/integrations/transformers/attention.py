@@ -159,12 +159,12 @@ def _register_attention(model: Any, patched: PatchedModel) -> None:
         )
     if base in _BASES and model._can_set_attn_implementation():
         for config in _configs(model):
-            own = config._attn_implementation
-            if own in _BASES:
-                AttentionInterface.register(_PREFIX + own, partial(_attention, own))
+            implementation = config._attn_implementation
+            if implementation in _BASES:
+                AttentionInterface.register(_PREFIX + implementation, partial(_attention, implementation))
                 # Without a mask function of the same name transformers would drop the padding.
-                AttentionMaskInterface.register(_PREFIX + own, partial(_mask, own))
-                config._attn_implementation_internal = _PREFIX + own
+                AttentionMaskInterface.register(_PREFIX + implementation, partial(_mask, implementation))
+                config._attn_implementation_internal = _PREFIX + implementation
                 patched._configs[id(config)] = config
     # Models with attention code of their own never call a registered function: every token would be lost.
     if not (text._attn_implementation or "").startswith(_PREFIX):
@@ -194,9 +194,9 @@ def _attention(
     """Compute the attention of one layer: the registered attention function."""
     # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
     eager = base == "eager"
-    own = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
+    function = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
     caller = _FlashModule(module, base) if base in _FLASH else module
-    stock = partial(own, caller, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    stock = partial(function, caller, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced()) is not None:
         cache, index = traced

@@ -216,11 +216,11 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
             # One text continues in several rows.
             self.keys, self.values = self.keys.expand(rows, -1, -1, -1), self.values.expand(rows, -1, -1, -1)
-        seen = super().update(key_states, value_states, *args, **kwargs)
+        visible = super().update(key_states, value_states, *args, **kwargs)
         # What is stored is a view of all keys; after a long prompt it would keep the whole prompt in memory.
         if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        return seen
+        return visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that `update` returns."""

@@ -53,17 +53,17 @@ def extend(
 ) -> Tensor:  # fmt: skip
     """Give a layer new k and v, and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
 
-    `name`: what `register_cache` returned. It stands for all that the layer stores, which is changed. `prompt`: the
-    model's own attention [B, T, Hq, dv], where a prompt is read; None if `attend_prompt` computes it.
+    `name` is what `register_cache` returned; declared as mutated, it represents everything the layer stores. `prompt`
+    is the model's own attention [B, T, Hq, dv] while a prompt is read; None if `attend_prompt` computes it.
     """
 
     def stock() -> Tensor:
         return attend_prompt(query, key, value, mask, scale) if prompt is None else prompt
 
     out: Tensor = _caches[int(name)].compute_layer(layer, query, key, value, mask, scale, stock)
-    # An operator may not return what it was given.
-    own = out.clone() if prompt is not None and out is prompt else out
-    return own.to(value.dtype).contiguous()
+    # An operator may not return one of its inputs.
+    result = out.clone() if prompt is not None and out is prompt else out
+    return result.to(value.dtype).contiguous()
 
 
 @extend.register_fake

@@ -44,11 +44,11 @@ def encode_direction(position: str, values: Sequence[float]) -> str | None:
 @torch.no_grad()
 def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
     """The factors [columns] of the sampled layers' norms, by the norm's name within the decoder."""
-    wanted = {name for _, names in _READERS for name in names}
+    norm_names = {name for _, names in _READERS for name in names}
     norms = {}
     for name, norm in decoder.named_modules():
         weight = getattr(norm, "weight", None)
-        if name.rpartition(".")[2] not in wanted or _layer(name) not in _sampled(layers):
+        if name.rpartition(".")[2] not in norm_names or _layer(name) not in _sampled(layers):
             continue
         if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
             continue
@@ -73,11 +73,11 @@ def read_directions(
     for name, weight in _matrices(weights, layers):
         height, columns = _shape(weight)
         norm = _norm_before(name, norms)
-        wanted = [height * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
-        rows = _rows(weight, wanted)
+        row_numbers = [height * (number + 1) // (_ROWS + 1) for number in range(_ROWS)]
+        rows = _rows(weight, row_numbers)
         if rows is None:
             continue
-        for number, row in enumerate(wanted):
+        for number, row in enumerate(row_numbers):
             blocks = max(1, columns // _WIDTH)
             start = _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
             part = rows[number, start : start + _WIDTH].float()
@@ -129,8 +129,8 @@ def read_adapters(model: nn.Module) -> str:
                 # A few values of each matrix, in the coarsest dtype that adapters are loaded in.
                 flat = weight.detach().flatten()
                 values.append(flat[:: max(1, len(flat) // _ADAPTER_VALUES)].to("cpu", torch.bfloat16))
-    found = torch.cat(values) if values else torch.empty(0)
-    return hashlib.sha256(found.view(torch.int16).numpy().tobytes()).hexdigest()[:32] if len(found) else ""
+    digested = torch.cat(values) if values else torch.empty(0)
+    return hashlib.sha256(digested.view(torch.int16).numpy().tobytes()).hexdigest()[:32] if len(digested) else ""
 
 
 def check_same_adapters(before: str, now: str) -> None:

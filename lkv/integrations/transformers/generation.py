@@ -1,4 +1,4 @@
-"""What `generate` is about to feed to a model: the only place where a cache can learn the ids of its tokens."""
+"""A hook into `generate` that announces the ids it is about to feed: a cache cannot learn them elsewhere."""
 
 from functools import wraps
 from types import MethodType

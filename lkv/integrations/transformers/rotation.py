@@ -98,8 +98,8 @@ class Rotation:
             size = 2 * (width or cos.shape[-1])
             probe = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
             table = probe[0, ..., : cos.shape[-1]]
-            own = self._turn_by_model(probe, table, table)
-            self._rotates_halves = torch.allclose(own, rotate_halves(probe, table, table))
+            turned = self._turn_by_model(probe, table, table)
+            self._rotates_halves = torch.allclose(turned, rotate_halves(probe, table, table))
         return self._rotates_halves
 
     def _mean_cos_sin(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:

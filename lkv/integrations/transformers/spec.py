@@ -1,4 +1,4 @@
-"""What LKV must know of a transformers model: its shape, which layers it evicts from, a fingerprint of its weights."""
+"""The description of a transformers model: its shape, the layers to evict from, a fingerprint of its weights."""
 
 import json
 from collections.abc import Iterator
@@ -169,7 +169,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
 
 
 def max_positions(model: PreTrainedModel) -> int:
-    """How many tokens `model`, to which LKV is attached, can read."""
+    """The longest text, in tokens, that `model` can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings
 
 
@@ -185,7 +185,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise UnsupportedModelError for PEFT's prompt learning: no cache is told of the virtual tokens that it adds."""
+    """Raise UnsupportedModelError for PEFT's prompt learning, which adds virtual tokens without announcing them."""
     config = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
         raise UnsupportedModelError(

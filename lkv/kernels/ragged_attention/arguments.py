@@ -1,4 +1,4 @@
-"""What attention over the ragged cache takes, and the checks of it; names of shapes as in `api`."""
+"""Arguments of attention over the ragged cache, and their checks; names of shapes as in `api`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,9 +9,12 @@ from torch import Tensor
 from lkv.errors import BackendError
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.kernels.ragged_attention.basis import Basis
-from lkv.kernels.ragged_attention.levels import QUANTIZED_BITS
 
 MAX_QUANTIZED = 2  # sets of quantised entries a layer
+# Code c stands for u (a + b u^2) with u = c - (2^bits - 1) / 2: the best such levels for a standard normal variable.
+# Their mean squared error is 5.1e-5 (8 bits), 0.00969 and 0.0346; that of any levels at least 4.1e-5, 0.00950, 0.0345.
+LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.47145524, 0.011584845)}
+QUANTIZED_BITS = tuple(LEVELS)
 _INTEGERS = (torch.int32, torch.int64)
 _BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
 _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
@@ -149,14 +152,13 @@ def _check_fields(
         return
     for name, x, shape in zip(names, tensors, shapes, strict=True):
         check_tensor(name, x, len(shape))
-    found = [(tuple(x.shape), x.dtype) for x in tensors]
-    expected = list(zip(shapes, dtypes, strict=True))
-    if found != expected:
-        wanted, actual = (
+    actual, expected = [(tuple(x.shape), x.dtype) for x in tensors], list(zip(shapes, dtypes, strict=True))
+    if actual != expected:
+        right, wrong = (
             ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in zip(names, pairs, strict=True))
-            for pairs in (expected, found)
+            for pairs in (expected, actual)
         )
-        raise ValueError(f"The {what} do not fit starts and the pools: expected {wanted}, but got {actual}.")
+        raise ValueError(f"The {what} do not fit starts and the pools: expected {right}, but got {wrong}.")
 
 
 def check_none_quantized(backend: str, quantized: Sequence[QuantizedKV]) -> None:

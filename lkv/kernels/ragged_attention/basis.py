@@ -50,5 +50,5 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _match(like: Tensor, rotation: Tensor) -> Tensor:
-    """`rotation` in the dtype in which `like` is computed with; element by element PyTorch widens by itself."""
+    """`rotation` in the dtype of computations with `like`; unlike elementwise operators, `@` promotes no dtypes."""
     return rotation.to(torch.promote_types(like.dtype, torch.float32))

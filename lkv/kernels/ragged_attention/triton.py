@@ -162,7 +162,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-    """What is constant of the arguments, which come last."""
+    """The constexpr arguments, which come last."""
     return tuple(options[name] for name in kernel.arg_names if name in options)
 
 
@@ -174,13 +174,10 @@ def _work_space(
     buffer = None if buffers is None else buffers.get(place)
     if buffer is not None and buffer[0].shape == (places, value_dim):
         return buffer
-    made = (
-        q.new_empty((places, value_dim), dtype=torch.float32),
-        q.new_empty((places, 2), dtype=torch.float32),
-    )
+    sums, extremes = (q.new_empty((places, size), dtype=torch.float32) for size in (value_dim, 2))
     if buffers is not None:
-        buffers[place] = made
-    return made
+        buffers[place] = sums, extremes
+    return sums, extremes
 
 
 def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
@@ -213,12 +210,12 @@ def _launch(
         block_m //= 2
     blocks, stages = _blocks(dim, value_dim, dtype), pipeline_stages(block_m, dim, value_dim, dtype, memory)
     tiles = -(-packed // block_m)
-    wanted = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
+    programs = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
-        # Many tiles fill a GPU by themselves, and every slice costs room for its part.
-        max(1, wanted // tiles),
+        # Many tiles fill a GPU by themselves, and every slice takes memory for its partial result.
+        max(1, programs // tiles),
         tiles,
         sizes | {
             "GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _MIN_SLICE,
@@ -233,7 +230,7 @@ def _launch(
 
 
 def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> dict[str, Any]:
-    """What the slice kernel is launched with beside for tiers of key and value `bits`, one pair after another."""
+    """Further launch options of the slice kernel for tiers of key and value `bits`, one pair after another."""
     names = ("KEY_BITS_0", "VALUE_BITS_0", "KEY_BITS_1", "VALUE_BITS_1")
     tiers = {"TIERS": len(bits) // 2} | dict(zip(names, (*bits, 0, 0, 0, 0), strict=False))
     options = launch.slice_options
@@ -259,7 +256,7 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
     """
     blocks = _blocks(dim, value_dim, dtype)
     block_n = blocks["BLOCK_N"]
-    # One block is in registers while the others are on their way; beside them lie the queries and the shares.
+    # One block is in registers while the others are loaded; queries and probabilities take shared memory as well.
     block = block_n * (blocks["BLOCK_D"] + blocks["BLOCK_V"]) * dtype.itemsize
     rest = block_m * (blocks["BLOCK_D"] + block_n) * dtype.itemsize + _OWN_SHARED_MEMORY
     for stages in (4, 3, 2):

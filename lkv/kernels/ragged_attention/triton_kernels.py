@@ -11,7 +11,7 @@ scores are in base 2. Programs draw tickets: the last one to give a span its par
 import triton
 import triton.language as tl
 
-from lkv.kernels.ragged_attention.levels import LEVELS
+from lkv.kernels.ragged_attention.arguments import LEVELS
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Code c stands for u (slope + cubic u^2), u = c - (2^bits - 1) / 2.
@@ -80,8 +80,8 @@ def _attend_pools(
             other=0.0,
         )
         key, value = (key.to(tl.float32), value.to(tl.float32)) if WIDEN else (key, value)
-        seen = inside[None, :] & (entry[None, :] <= visible[:, None])
-        highest, weight, sums = _attend_block(query, key, value, 1.0, seen, scale, highest, weight, sums)
+        is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
+        highest, weight, sums = _attend_block(query, key, value, 1.0, is_visible, scale, highest, weight, sums)
     return highest, weight, sums
 
 
@@ -134,10 +134,10 @@ def _attend_tier(
         value_norm = tl.load(v_norms + code_at, mask=inside, other=0.0).to(tl.float32)
         if query.dtype == tl.float16:
             value_norm = tl.minimum(value_norm, 65504.0)
-        seen = inside[None, :] & (entry[None, :] <= visible[:, None])
+        is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
         highest, weight, sums = _attend_block(
-            query, key.to(query.dtype), value.to(query.dtype), value_norm[None, :], seen, scale * key_norm[None, :],
-            highest, weight, sums,
+            query, key.to(query.dtype), value.to(query.dtype), value_norm[None, :], is_visible,
+            scale * key_norm[None, :], highest, weight, sums,
         )  # fmt: skip
     return after, highest, weight, sums
 

@@ -34,17 +34,17 @@ def rank_kernel(scores, counts, keep, places, width, BLOCK: tl.constexpr):
     least = tl.zeros([1], tl.uint32)
     missing = kept + tl.zeros([1], tl.int32)
     for shift in tl.static_range(24, -8, -8):
-        found = tl.zeros([256], tl.int32)
+        histogram = tl.zeros([256], tl.int32)
         for at in range(0, count, BLOCK):
             entry = at + tl.arange(0, BLOCK)
             inside = entry < count
             key = _ordered(tl.load(row + entry, mask=inside, other=0.0))
             if shift < 24:
                 inside = inside & ((key >> (shift + 8)) == (least >> (shift + 8)))
-            found += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
+            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
         # How many scores are higher than those of each bin.
-        higher = tl.sum(found, 0) - tl.cumsum(found, 0)
-        is_here = (higher < missing) & (higher + found >= missing)
+        higher = tl.sum(histogram, 0) - tl.cumsum(histogram, 0)
+        is_here = (higher < missing) & (higher + histogram >= missing)
         least = least | (tl.sum(tl.where(is_here, bins, 0), 0).to(tl.uint32) << shift)
         missing = missing - tl.sum(tl.where(is_here, higher, 0), 0)
     equals, chosen = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)

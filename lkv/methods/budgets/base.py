@@ -1,4 +1,4 @@
-"""What every budget is, and the plain ones: one share for all heads, or one for each."""
+"""The interface of budgets, and the plain ones: one share for all heads, or one for each."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -141,15 +141,15 @@ def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[
 
 def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[float]]:
     """`table` as floats if it is [L][H] numbers in [0, 1]; BudgetError, naming `source`, otherwise."""
-    wanted = f"give {layers} rows of {heads} numbers in [0, 1]"
+    advice = f"give {layers} rows of {heads} numbers in [0, 1]"
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-        raise BudgetError(f"{source} is no list of lists of numbers; {wanted}.")
+        raise BudgetError(f"{source} is no list of lists of numbers; {advice}.")
     widths = sorted({len(row) for row in table})
     if len(table) != layers or widths != [heads]:
         stated = " or ".join(map(str, widths)) or "no"
         raise BudgetError(
             f"{source} has {len(table)} rows of {stated} numbers, but the model has {layers} layers of {heads} KV "
-            f"heads; {wanted}, made for this very model."
+            f"heads; {advice}, made for this very model."
         )
     for layer, row in enumerate(table):
         for head, value in enumerate(row):

@@ -1,4 +1,4 @@
-"""What every selector is: scores for the tokens of a prompt."""
+"""The interface of selectors: scores for the tokens of a prompt."""
 
 import math
 from abc import ABC, abstractmethod
@@ -160,9 +160,9 @@ def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
     """Return `scores` if they have the shape [B, H, T] of `key`; raise CacheError, naming the selector, otherwise."""
     name, shape = type(selector).__name__, tuple(key.shape[:3])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
-        given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        actual = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise CacheError(
-            f"expected scores of shape {shape} from the selector {name} but got {given}; make its scores() return one "
+            f"expected scores of shape {shape} from the selector {name} but got {actual}; make its scores() return one "
             "number for every token, [B, H, T]."
         )
     return scores

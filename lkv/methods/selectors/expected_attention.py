@@ -64,9 +64,9 @@ class ExpectedAttention(Selector):
         check_sinks(self, tokens, self.sinks)
         rotation = self._rotations[layer]
         future = rotation.mean_rotation(query, tokens, tokens + self._future)
-        seen = rotation.unrotate(query)[:, :, self.sinks :] @ future
-        mean = seen.mean(2, keepdim=True)
-        spread = ((seen - mean).transpose(-1, -2) @ (seen - mean) / seen.shape[2]).unflatten(1, (heads, -1))
+        queries = rotation.unrotate(query)[:, :, self.sinks :] @ future
+        mean = queries.mean(2, keepdim=True)
+        spread = ((queries - mean).transpose(-1, -2) @ (queries - mean) / queries.shape[2]).unflatten(1, (heads, -1))
         keys = to_fp32(key[:, :, None, self.sinks :])
         # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale

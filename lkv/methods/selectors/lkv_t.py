@@ -52,8 +52,8 @@ class LearnedScores(Selector):
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
         """The scores, with the components that depend on where the text ends."""
         first = (self._heads.start or 0) + head
-        own = slice(first, first + 1)
-        rest = self._tokens.score_at_eviction(entries.prompt, layer, own, entries.positions)
+        heads = slice(first, first + 1)
+        rest = self._tokens.score_at_eviction(entries.prompt, layer, heads, entries.positions)
         return entries.scores if rest is None else entries.scores + rest.flatten()
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
     """Invent a fact, as (sentence, question, answer)."""
     person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
     item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
-    # Numbers of three to five digits, at times of up to ten; serials are groups of hexadecimal digits.
+    # Numbers of three to five digits, sometimes up to ten; serials are groups of hexadecimal digits.
     digits = 0 if rng.random() < 0.6 else rng.randint(6, 10)
     number = str(rng.randint(10 ** (digits - 1), 10**digits - 1) if digits else rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))

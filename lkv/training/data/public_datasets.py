@@ -146,9 +146,9 @@ class DatasetIndex(NamedTuple):
 
 
 def index_folder(
-    folder: Path, wanted: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
+    folder: Path, datasets: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
 ) -> DatasetIndex:
-    """Classify every file below `folder` for the sets `wanted`, by official names or `names`. Raises DataError."""
+    """Classify every file below `folder` for the sets `datasets`, by official names or `names`. Raises DataError."""
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -168,7 +168,7 @@ def index_folder(
         if any(part.startswith(".") for part in relative.parts):
             continue
         name, reason = _classify(path, relative)
-        if name and name in wanted:
+        if name and name in datasets:
             used.setdefault(name, []).append(path)
         elif name or reason:
             skipped[path] = reason or "not used by this recipe"
@@ -208,7 +208,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
 
 def match_dataset(path: Path) -> str:
     """The public set whose official names `path` matches; "" for none."""
-    return next((name for name, own in PUBLIC_DATASETS.items() if any(map(path.match, own.files))), "")
+    return next((name for name, dataset in PUBLIC_DATASETS.items() if any(map(path.match, dataset.files))), "")
 
 
 def read_name_map(path: Path) -> NameMap:

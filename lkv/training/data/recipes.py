@@ -71,10 +71,10 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
 class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
-    Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees,
-    `filter_items` gives the items of a set that may be used, `names` maps sets to files in place of their official
-    names. Without a `folder`, or beside it, there are `texts`; `builtin` names the sources among `BUILTIN_SOURCES` that
-    are used as well. Raises DataError if there is nothing to train on.
+    Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees.
+    `filter_items` returns the items of a set that may be used; `names` maps sets to files that lack their official
+    names. `texts` are used in addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES`
+    to add. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Mixture:
         items["prose"] += [piece for text in texts for piece in split_text("", text)]
         builtin_items = {"python": read_standard_library, "manual": read_python_manual}
         items |= {name: builtin_items[name]() for name in builtin}
-        own = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
-        self.own_chars = sum(len(text) for item in own for text in item_texts(item))
+        own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
+        self.own_chars = sum(len(text) for item in own_items for text in item_texts(item))
         items = {source: split_held_out(group, validation) for source, group in items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
         items["facts"] = prose or items.get("manual", [])
@@ -415,7 +415,7 @@ def _loom_story(draw: _Draw) -> ContextAndAnswer:
     question, answer = draw.rng.choice(story.questions)
     if draw.chars is None:
         return story.text, Continuation(question, answer)
-    # The longest word of question and answer that the story has: answers are seldom words of the story.
+    # The longest word of question and answer that the story has: answers rarely are.
     words = {word.strip(".,?!\"'") for word in f"{question} {answer}".split()}
     places = (story.text.find(word) for word in sorted(words, key=lambda word: (-len(word), word)))
     anchor = next((place for place in places if place >= 0), -1)
