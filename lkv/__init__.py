@@ -6,27 +6,37 @@ What is named here is imported when it is first used: `import lkv` alone loads n
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lkv.errors import LkvError
-from lkv.version import __version__
+from lkv.errors import LkvError as LkvError
+from lkv.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lkv.cache.ragged_cache import RaggedCache
-    from lkv.context.chat import Chat
-    from lkv.context.compression import compress
-    from lkv.context.context import Context
-    from lkv.context.documents import read_document
-    from lkv.context.pipeline import pipeline
-    from lkv.context.prefill import compress_prefill
-    from lkv.integrations.transformers.attention import attention_patched, patch_attention, unpatch_attention
-    from lkv.methods.budgets import Budget
-    from lkv.methods.method import Method
-    from lkv.methods.registry import register_method
-    from lkv.methods.selectors import Selector
-    from lkv.models.loading import load_default, load_model
-    from lkv.policy.hub import push_to_hub
-    from lkv.policy.lookup import default_policy, policy_for
-    from lkv.policy.policy import Policy
-    from lkv.training.fit import fit
+    from lkv.cache.ragged_cache import RaggedCache as RaggedCache
+    from lkv.context.chat import Chat as Chat
+    from lkv.context.compression import compress as compress
+    from lkv.context.context import Context as Context
+    from lkv.context.documents import read_document as read_document
+    from lkv.context.pipeline import pipeline as pipeline
+    from lkv.context.prefill import compress_prefill as compress_prefill
+    from lkv.integrations.transformers.attention import (
+        attention_patched as attention_patched,
+    )
+    from lkv.integrations.transformers.attention import (
+        patch_attention as patch_attention,
+    )
+    from lkv.integrations.transformers.attention import (
+        unpatch_attention as unpatch_attention,
+    )
+    from lkv.methods.budgets import Budget as Budget
+    from lkv.methods.method import Method as Method
+    from lkv.methods.registry import register_method as register_method
+    from lkv.methods.selectors import Selector as Selector
+    from lkv.models.loading import load_default as load_default
+    from lkv.models.loading import load_model as load_model
+    from lkv.policy.hub import push_to_hub as push_to_hub
+    from lkv.policy.lookup import default_policy as default_policy
+    from lkv.policy.lookup import policy_for as policy_for
+    from lkv.policy.policy import Policy as Policy
+    from lkv.training.fit import fit as fit
 
 _HOMES = {
     "Budget": "lkv.methods.budgets",
@@ -51,31 +61,7 @@ _HOMES = {
     "register_method": "lkv.methods.registry",
     "unpatch_attention": "lkv.integrations.transformers.attention",
 }
-__all__ = [
-    "Budget",
-    "Chat",
-    "Context",
-    "LkvError",
-    "Method",
-    "Policy",
-    "RaggedCache",
-    "Selector",
-    "__version__",
-    "attention_patched",
-    "compress",
-    "compress_prefill",
-    "default_policy",
-    "fit",
-    "load_default",
-    "load_model",
-    "patch_attention",
-    "pipeline",
-    "policy_for",
-    "push_to_hub",
-    "read_document",
-    "register_method",
-    "unpatch_attention",
-]
+__all__ = ["LkvError", "__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

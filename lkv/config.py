@@ -102,7 +102,7 @@ class MemoryTarget:
         return cls(nbytes=int(number))
 
     def share_of(self, full: float) -> float:
-        """The share of a full cache of so many bytes."""
+        """The share of a full cache of `full` bytes."""
         return self.share if self.share is not None else (self.nbytes or 0) / full
 
     def __str__(self) -> str:

@@ -115,7 +115,7 @@ class RaggedLayer(AttentionCacheLayer):
     ) -> Tensor:
         """Read a part of the prompt, or append tokens that follow it, and compute their attention."""
         # What is stored belongs to no autograd graph: it would keep every activation alive. Under autocast the rotation
-        # leaves k in float32 beside v in half precision, which is what attention computes in.
+        # leaves k in float32 and v in half precision, in which attention computes.
         key, value = (x.detach() if x.requires_grad else x for x in (key, value))
         key = key if key.dtype == value.dtype else key.to(value.dtype)
         padding = self._context.shared.padding

@@ -27,7 +27,7 @@ class SharedCache(BaseCache):
 
 
 class SharedLayer(AttentionCacheLayer):
-    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows, beside the entries of the prompt."""
+    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows the prompt, whose entries it shares."""
 
     takes_sinks = True
 

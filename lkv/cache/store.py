@@ -81,14 +81,9 @@ class RaggedStore:
         return self.k.dtype
 
     def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: dict[Any, Any] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Append new k and v to the free slots, then attend over everything stored.
 
         `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `buffers` and `sinks`:

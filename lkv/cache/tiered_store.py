@@ -1,4 +1,4 @@
-"""A layer's compressed entries in tiers of falling precision, beside those in the model's own dtype."""
+"""A layer's compressed entries in tiers of falling precision, and those in the model's own dtype."""
 
 from dataclasses import replace
 from typing import Any
@@ -123,14 +123,9 @@ class TieredStore:
         self.tiers = tuple(replace(tier, scores=None, positions=None) for tier in self.tiers)
 
     def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: dict[Any, Any] | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """As `RaggedStore.extend`."""
         view, quantized = self._pools(), self._quantized
         if can_attend_quantized(query, *view, key, value, quantized=quantized):
@@ -322,7 +317,7 @@ class TieredStore:
         return self._rest.entry_nbytes()
 
     def _pools(self) -> StoreView:
-        """The pools in the coordinates of `_basis`, for attention that takes `_quantized` beside them."""
+        """The pools in the coordinates of `_basis`, for attention that takes `_quantized` as well."""
         return self._rest.k, self._rest.v, self._device_starts, self._device_lens
 
 

@@ -11,7 +11,7 @@ from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
 from lkv.utils.overrides import override_method
 
-_OWN = ("slack", "streaming", "decode_eviction", "bits")  # what a cache needs beside its method
+_OWN = ("slack", "streaming", "decode_eviction", "bits")  # options of a cache that are not part of its method
 
 
 class PrefillCompression:

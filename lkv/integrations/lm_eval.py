@@ -95,11 +95,11 @@ class LKVLM(HFLM):
         """Load the model.
 
         Args:
-            pretrained: As of the harness's `hf`.
-            method: As of `lkv.compress`; "full" for the uncompressed cache.
-            retention: As of `lkv.compress`.
-            policy: As of `lkv.compress`.
-            bits: As of `lkv.compress`.
+            pretrained: As in the harness's `hf`.
+            method: As in `lkv.compress`; "full" for the uncompressed cache.
+            retention: As in `lkv.compress`.
+            policy: As in `lkv.compress`.
+            bits: As in `lkv.compress`.
             context_field: Where the context ends, see `ContextSplit`.
             question_marker: Where the question begins, see `ContextSplit`.
             window: The tokens of the question if neither is known, see `ContextSplit`.
@@ -107,7 +107,7 @@ class LKVLM(HFLM):
             tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
                 context, or more bytes than its entries need.
             batch_size: Accepted, and always 1.
-            options: As of the harness's `hf`.
+            options: As in the harness's `hf`.
 
         Raises:
             IntegrationError: For options that exclude each other. Also what `RaggedCache` raises.

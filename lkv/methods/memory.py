@@ -155,7 +155,7 @@ class KVShape:
         width: Channels of k.
         value_width: Channels of v.
         itemsize: Bytes of a value in the model's dtype.
-        extra_bits: What each entry takes beside k and v.
+        extra_bits: What each entry takes in addition to k and v.
     """
 
     heads: int
@@ -213,7 +213,7 @@ class TierTarget(RetentionTarget):
         return shares
 
     def _bits(self, tokens: int) -> float | None:
-        """Bits of one head's entries, beside the basis of its k; None where all fit as the model computes them."""
+        """Bits of one head's entries, without the basis of its k; None where all fit as the model computes them."""
         shape, values = self.shape, self.shape.width + self.shape.value_width
         full = 8 * shape.itemsize * values * max(1, tokens + self.protected)
         share, nbytes = self.memory.share, self.memory.nbytes

@@ -72,7 +72,7 @@ class Method:
         return self.selector.has_second_pass or needs_scores
 
     def check_length(self, tokens: int) -> None:
-        """Raise PromptError for a prompt of so many tokens of which nothing would be kept beside protected ones."""
+        """Raise PromptError if nothing but protected tokens would be kept of a prompt of `tokens` tokens."""
         target, rest = self.target, tokens - len(self.protected)
         if self.protected and self.protected[-1] >= tokens:
             raise PromptError(f"token {self.protected[-1]} is protected, but the prompt has {tokens}; give less.")

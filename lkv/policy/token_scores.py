@@ -188,8 +188,8 @@ def scores_in_blocks(
 ) -> Tensor:
     """`scores_on_arrival` and `scores_at_eviction` together, [B, H, T], for inference.
 
-    A block of tokens goes through all components: it stays in the processor's caches, and memory beside the scores does
-    not grow. `content_key` gives k of a block as the content reads it; the rest is as there.
+    A block of tokens goes through all components: it stays in the processor's caches, and no memory grows but that of
+    the scores. `content_key` gives k of a block as the content reads it; the rest is as there.
     """
     scores = torch.empty(*value.shape[:3], device=value.device)
     with full_precision(value.device):
@@ -213,12 +213,8 @@ def scores_in_blocks(
 
 @torch.no_grad()
 def fold_weights(weights: TokenScoreWeights, like: torch.dtype) -> ScoreWeights:
-    """`weights` of one layer as the kernel takes them, for k and v in the dtype `like`; see `_content_of_blocks`."""
-    dtype = torch.bfloat16 if like == torch.bfloat16 else torch.float32
-    mean, std, hidden, bias, output = (x.float() for x in weights.content)
-    weight = (hidden / std[..., None]).to(dtype)
-    bias = bias - (mean[..., None, :] @ weight.float()).squeeze(-2)
-    folded = ScoreWeights(weight.contiguous(), bias.contiguous(), output.contiguous())
+    """`weights` of one layer as the kernel takes them, for k and v in the dtype `like`."""
+    folded = ScoreWeights(*(x.contiguous() for x in _fold_normalisation(weights.content, like)))
     if (attention := weights.attention) is not None:
         queries = torch.cat([attention.mean, attention.spread.transpose(-1, -2)], -2).float().contiguous()
         normaliser, factor = attention.normaliser.float().contiguous(), attention.weight.float().contiguous()
@@ -234,20 +230,26 @@ def split_blocks(tokens: int, device: torch.device) -> Iterator[slice]:
     return (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 
 
+def _fold_normalisation(content: ContentWeights, like: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """First matrix [H, 2d, m], bias and output [H, m] of the MLP over k and v as they are, in the dtype `like`.
+
+    The matrix is in bfloat16 where k and v are, in float32 otherwise: divided by a small deviation a weight may be too
+    large for float16. The rest is in float32.
+    """
+    mean, std, hidden, bias, output = (x.float() for x in content)
+    weight = (hidden / std[..., None]).to(torch.bfloat16 if like == torch.bfloat16 else torch.float32)
+    # The mean goes through the weight as it was rounded: however large it is, only what differs from it is rounded.
+    return weight, bias - (mean[..., None, :] @ weight.float()).squeeze(-2), output
+
+
 def _content_of_blocks(content: ContentWeights, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """`content_formula` as a function of one block's k and v [B, H, n, d], which are as `like` [B, H, T, d] is.
 
-    Products are in bfloat16 where k and v are, in float32 otherwise; the rest is in float32.
+    Products are in the dtype of the folded weight; the rest is in float32.
     """
-    batch = like.shape[0]
-    # Not float16: divided by a small deviation a weight may be too large for it.
-    dtype = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
-    mean, std, hidden = content.mean.float(), content.std.float(), content.hidden.float()
-    bias, output = content.bias.float(), content.output.float()
-    weight = (hidden / std[..., None]).to(dtype)
-    # The mean is taken off through the weight as it was rounded, and within the product, which adds up in float32:
-    # however large the mean, only what differs from it is rounded. What rounding takes from the bias comes after.
-    bias = (bias - (mean[..., None, :] @ weight.float()).squeeze(-2))[:, None]
+    weight, bias, output = _fold_normalisation(content, like.dtype)
+    batch, dtype, bias = like.shape[0], weight.dtype, bias[:, None]
+    # The bias is added within the product, which adds up in float32; what rounding takes from it comes after.
     inside = bias.to(dtype)
     after = bias - inside.float()
     weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)

@@ -64,7 +64,7 @@ class _MaskedLayer(FrozenPromptLayer):
     ) -> Tensor:
         # A model may be spread over devices: the masks of all layers are made on one.
         owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
-        # Under autocast the rotation leaves q and k in float32 beside v in half precision.
+        # Under autocast the rotation leaves q and k in float32 and v in half precision.
         query, key = query.to(value.dtype), key.to(value.dtype)
         prompt = self._prompt
         out = continuation_attention(query, key, value, prompt.key, prompt.value, log_mask, owners, scale)

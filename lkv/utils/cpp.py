@@ -32,7 +32,7 @@ def build_library(source: Path, flags: Sequence[str] = (), rebuild: bool = False
 
     Args:
         source: The C++ file.
-        flags: What the compiler gets beside the paths of PyTorch.
+        flags: Compiler flags in addition to the paths of PyTorch.
         rebuild: Compile in any case.
 
     Returns:

@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o666) -> Iterator[Path]:
-    """Yield an empty temporary file beside `path`; when the block succeeds, that file replaces `path`.
+    """Yield an empty temporary file in the folder of `path`; when the block succeeds, that file replaces `path`.
 
     The temporary file is created exclusively under a random name, so that writers in other processes, containers or
     machines never share it and no planted link is followed. It has the permissions of the file that it replaces, else

@@ -41,7 +41,7 @@ class ProfileSettings:
     chunk: int | None = None  # tokens read at a time; None reads all at once
     streaming: bool = False  # evict after every chunk
     seed: int = 0  # of the random tokens and of DuoAttention's random pattern
-    limit: int | None = None  # bytes allowed beside the weights; None allows what the device has
+    limit: int | None = None  # bytes allowed in addition to the weights; None: all that the device has
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def chain_template(seed: str, demo_lines: int) -> ExampleTemplate:
 
 
 def chain_demo(lines: int) -> str:
-    """A solved example of so many noise lines up to its answer; all have about the same number of tokens."""
+    """A solved example with `lines` noise lines up to its answer; all have about the same number of tokens."""
     rng = random.Random("example")
     names, value = _chain(rng, _DEMO_LETTERS, {"VAR"})
     return _chain_text(rng, lines, names, value) + "".join(_chain_question(value))

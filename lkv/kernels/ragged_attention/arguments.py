@@ -23,8 +23,8 @@ _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, t
 class QuantizedKV(NamedTuple):
     """Entries of each span in few bits a value, all spans packed: value = level(code) * norm of its entry.
 
-    N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them, and the pools beside them
-    are in the same rotated coordinates.
+    N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them; the pools are in the
+    same rotated coordinates.
 
     Attributes:
         key_codes: uint8 [N, d * key_bits / 8].

@@ -29,7 +29,7 @@ _MIN_SLICE = 128
 _JOINED_ROWS = 16  # packed rows whose parts are joined at once
 _JOINED_AT_ONCE = 4096  # numbers of these parts
 _PROGRAMS_WITHOUT_GPU = 7
-# What Triton takes beside blocks, queries and shares, to exchange numbers between warps.
+# Shared memory that Triton takes for exchanges between warps, in addition to blocks, queries and probabilities.
 _OWN_SHARED_MEMORY = 4096
 _LOG2_E = 1.4426950408889634
 # What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.

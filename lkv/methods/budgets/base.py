@@ -50,7 +50,7 @@ class RetentionTarget:
         return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
 
     def protected_entries(self, tokens: int) -> int:
-        """How many protected entries a head has here, beside its share of `tokens` others."""
+        """How many protected entries a head has here, in addition to its share of `tokens` others."""
         return self.protected
 
     def __str__(self) -> str:

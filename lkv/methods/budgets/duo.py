@@ -35,7 +35,7 @@ _ROWS = 256  # attention rows held at a time
 class Duo(FixedBudget):
     """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads only sinks and recent tokens.
 
-    The heads with the largest alphas are retrieval heads: as many as R L H T entries allow beside the windows of all
+    The heads with the largest alphas are retrieval heads: as many as R L H T entries allow after the windows of all
     others. Of equal alphas, lower layers and heads come first. The selector must rank sinks and recent tokens first.
     """
 

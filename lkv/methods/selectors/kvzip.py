@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _REQUEST = "Repeat the previous context exactly."
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
 _CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
-_SINKS = 4  # first tokens of the prompt, whose attention counts beside that of the part repeated
+_SINKS = 4  # first tokens of the prompt, whose attention counts as well as that of the part repeated
 _BLOCK = 128  # attention rows held at a time; measured best on a CPU
 
 

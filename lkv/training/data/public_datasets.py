@@ -33,8 +33,8 @@ class HubSource(NamedTuple):
     """A data set on the hub: `parts` are arguments of `load_dataset` for each config or data folder that is read.
 
     `revision` is a commit; "refs/convert/parquet" is the hub's own conversion of a set that has no commit to pin: the
-    first build looks up its commit, which later ones can be given. `files`: of a set too large to read whole, rows come
-    from the beginnings of so many of its files.
+    first build looks up its commit, which later ones can be given. `files`: rows of a set too large to read whole come
+    from the beginnings of that many files.
     """
 
     repository: str

@@ -319,7 +319,7 @@ class _Draw(NamedTuple):
     chars: float | None
 
     def others(self, count: int, length: Callable[[Any], int], used_chars: int) -> list[Any]:
-        """Draw other items: `count` where the recipe is literal, else as many as fit beside `used_chars` characters."""
+        """Draw other items: `count` where the recipe is literal, else as many as fit after `used_chars` characters."""
         if self.chars is None:
             return self.rng.sample(self.items, min(count, len(self.items)))
         items: list[Any] = []
