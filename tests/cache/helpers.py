@@ -1,7 +1,12 @@
 """Texts, scores and a method that the tests of the cache and its oracles share."""
 
-import torch
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from benchmarks.masked import attention_over, causal
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -35,3 +40,32 @@ def padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = [torch.nn.functional.pad(text, (longest - text.shape[1], 0)) for text in texts]
     masks = [torch.nn.functional.pad(torch.ones_like(text), (longest - text.shape[1], 0)) for text in texts]
     return {"input_ids": torch.cat(rows), "attention_mask": torch.cat(masks)}
+
+
+def evicting_at(
+    model, places: Sequence[int], score: Callable[[Tensor, Tensor], Tensor], ratios: list[list[float]]
+) -> Any:
+    """In the block each head, before it reads the token at each of `places`, keeps its best floor(r t) tokens.
+
+    `score(k, v)` gives [B, H, T]. One pass over the whole text: what was evicted is hidden from later rows only.
+    """
+
+    def seen(layer: int, key: Tensor, value: Tensor) -> Tensor:
+        scores = score(key, value).detach()
+        visible = causal(key)
+        batch, heads, tokens = scores.shape
+        for b in range(batch):
+            for h in range(heads):
+                alive: list[int] = []
+                before = 0
+                for place in (p for p in places if p < tokens):
+                    alive += range(before, place)
+                    count = int(ratios[layer][h] * place + 1e-6)
+                    alive = sorted(sorted(alive, key=lambda i: -float(scores[b, h, i]))[:count])
+                    gone = torch.ones(place, dtype=torch.bool)
+                    gone[alive] = False
+                    visible[b, h, place:, :place] = ~gone
+                    before = place
+        return visible
+
+    return attention_over(model, seen)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig
 
+from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.integrations.transformers.attention import patch_attention
@@ -17,9 +18,8 @@ from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import SnapKV
-from tests.cache.helpers import METHOD, RATIOS, OwnScores, ids, padded, score
+from tests.cache.helpers import METHOD, RATIOS, OwnScores, evicting_at, ids, padded, score
 from tests.conftest import tiny_llama
-from tests.oracle import evicting_at, hidden_from_continuation
 
 
 @settings(max_examples=10)

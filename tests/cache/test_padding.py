@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import DynamicCache
 
+from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
@@ -14,7 +15,6 @@ from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy
 from tests.cache.helpers import METHOD, ids, padded
 from tests.conftest import tiny_llama
-from tests.oracle import hidden_from_continuation
 
 
 class Batch:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.masked import hidden_from_continuation
 from lkv.cache import store as stores
 from lkv.cache import tiered_store
 from lkv.cache.ragged_cache import RaggedCache
@@ -25,7 +26,6 @@ from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Selector
 from tests.conftest import tiny_llama
-from tests.oracle import hidden_from_continuation
 
 PROMPT, LATER = 40, 9
 HALF = Method("half", Uniform(0.5), Knorm())

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.masked import hidden_from_continuation
 from lkv.context.chat import Chat
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
@@ -20,7 +21,6 @@ from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_compression import Words
-from tests.oracle import hidden_from_continuation
 
 RULE = "Answer in capital letters. "
 TEXT = "The lamp was lit at dusk. " * 4 + RULE + "Nobody came that night, and the sea was calm. " * 4

@@ -21,7 +21,7 @@ from lkv.methods.selectors import kvzip as second_pass
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
-from tests.second_pass import kvzip
+from tests.methods.test_kvzip import kvzip
 
 METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
 RETENTIONS = (0.4, 0.2)

@@ -6,13 +6,19 @@ import torch
 from lkv.errors import PromptError
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
+from lkv.methods.method import resolve_method
 from lkv.methods.selectors import PrecomputedScores
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.second_pass import kvzip
 
 TOKENS = 48
+
+
+def kvzip(model, tokenizer, ids, prompt, retention, name="kvzip", policy=None, pattern=None):
+    """KVzip for one prompt, in one call."""
+    options = {"retention": retention, "policy": policy, "pattern": pattern, "tokenizer": tokenizer}
+    return resolve_method(name, model, **options).for_prompt(ids, prompt)
 
 
 def test_kvzip_repeats_a_long_text_in_chunks(model, monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from benchmarks.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import LkvError
@@ -16,8 +17,7 @@ from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.oracle import hidden_from_continuation
-from tests.second_pass import kvzip
+from tests.methods.test_kvzip import kvzip
 
 
 def by_the_formula(policy, k, v, layer: int) -> torch.Tensor:
