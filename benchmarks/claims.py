@@ -106,7 +106,8 @@ def claims_page() -> str:
             "([scripts](../runs/README.md)), so nothing here contradicts its tables: a claim that did not hold did not "
             "hold at this size. KL is that of the compressed cache's predictions to the full cache's, in nats a token, "
             "lower is better; scores are of 100; brackets are 95% intervals. LKV is the shipped policy, whose scorer "
-            "has more inputs than the paper's, unless it says otherwise.",
+            "has more inputs than the paper's, unless it says otherwise; where no model is named it is SmolLM2, the "
+            "only one on which LongBench and the grid of Table 2 were run.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
             "`benchmarks/claims.json`; \"not beyond the intervals\": the means are so, but the intervals overlap, or a "
             "figure has none.",

@@ -63,11 +63,8 @@ def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folde
     for row in rows:
         asked = row["continuations"][0]
         ids = len(f"<user> {row['context']}".split())
-        after = (
-            len(f"{asked['question']} </user> <assistant> {asked['target']}".split()) + 1
-            if asked["question"]
-            else len(asked["target"].split())
-        )
+        # Every answer stands in the assistant's turn, code as well.
+        after = len(f"{asked['question']} </user> <assistant> {asked['target']}".split()) + 1
         assert row["tokens"] == ids + after and 200 <= row["tokens"] <= 900
         if row["source"] in ("hotpotqa", "squad"):
             assert asked["target"] in row["context"]
