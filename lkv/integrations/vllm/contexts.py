@@ -142,13 +142,16 @@ class VllmContexts:
             protected=protected,
         )  # fmt: skip
         self._check_text(new_context, len(ids))
+        return new_context
+
+    def announce(self, new_context: "NewContext") -> None:
+        """Expect a request that compresses `new_context`."""
         while len(self._announced_texts) >= _MAX_ANNOUNCED_TEXTS:
             self._announced_texts.pop(next(iter(self._announced_texts)), None)
         self._announced_texts[new_context.id] = new_context
-        return new_context
 
     def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
-        """Check that a request compresses what `encode` was called for: else a client could replace any context.
+        """Check that a request compresses what was announced: else a client could replace any context.
 
         Raises PromptError otherwise, and as `encode` does.
         """

@@ -8,6 +8,7 @@ it: a chat's messages become the tokens that follow the context.
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 import uuid
@@ -28,7 +29,7 @@ from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmConte
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving.middleware import LOOPBACK, refuse
 from lkv.serving.page import page_response
-from lkv.serving.schemas import ContextRequest, error_response, parse_context
+from lkv.serving.schemas import ContextRequest, error_object, error_response, parse_context
 from lkv.serving.schemas import Message as ChatMessage
 from lkv.serving.service import Job
 from lkv.serving.store import StoredContext, unknown_context
@@ -66,7 +67,8 @@ class ContextRoutes:
         arguments: Any = getattr(app.state, "args", None)
         # Else pages in a browser on this machine could reach contexts, by a name of their own for its address.
         local = getattr(arguments, "host", None) in LOOPBACK and arguments.allowed_origins in ([], ["*"])
-        app.add_middleware(ContextMiddleware, routes=self, local=local)
+        has_key = bool(getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+        app.add_middleware(ContextMiddleware, routes=self, local=local, has_key=has_key)
 
         @app.exception_handler(LkvError)
         async def lkv_error(_: Request, error: Exception) -> JSONResponse:
@@ -163,6 +165,7 @@ class ContextRoutes:
             del self._jobs[failed]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
         job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
+        contexts.announce(new_context)
         task = asyncio.create_task(self._compress(contexts, new_context, job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -273,9 +276,9 @@ class ContextRoutes:
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them."""
 
-    def __init__(self, app: ASGIApp, routes: ContextRoutes, local: bool):
-        """`local`: contexts are for clients and pages of this machine alone."""
-        self._app, self._routes, self._local = app, routes, local
+    def __init__(self, app: ASGIApp, routes: ContextRoutes, local: bool, has_key: bool):
+        """`local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
+        self._app, self._routes, self._local, self._has_key = app, routes, local, has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -330,7 +333,11 @@ class ContextMiddleware:
         await self._app(scope, replay, send)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """The answer to clients and pages from elsewhere; None for others."""
+        """The answer to clients and pages from elsewhere, and to those without the key; None for others."""
+        # vLLM asks for the key below /v1 and on few other paths, but answers chats on /invocations as well.
+        if self._has_key and not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/"):
+            message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
+            return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
         return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
 
 

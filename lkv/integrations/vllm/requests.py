@@ -137,6 +137,7 @@ def compress(
     except LkvError:  # none yet, or a damaged one, which is made anew
         pass
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
+    contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
     while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):
         time.sleep(0.001)
