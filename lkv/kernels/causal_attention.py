@@ -22,7 +22,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, padding: lis
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `v`; 0 for queries that are padding themselves.
+
+    Raises:
+        ValueError: Shapes do not fit.
     """
+    _check_shapes(q, k, v, padding)
     q, k = q.to(v.dtype), k.to(v.dtype)
     if padding is None:
         return _attend(q, k, v, scale)
@@ -36,6 +40,17 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, padding: lis
             visible_k, visible_v = k[rows, :, hidden_keys:], v[rows, :, hidden_keys:]
             out[rows, :, hidden_queries:] = _attend(q[rows, :, hidden_queries:], visible_k, visible_v, scale)
     return out
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None) -> None:
+    """Raise ValueError where the flash kernel, which checks nothing, would read beyond the tensors or divide by 0."""
+    fits = q.ndim == k.ndim == v.ndim == 4 and len(q) == len(k) and k.shape[:3] == v.shape[:3]
+    if not (fits and q.shape[1] == q.shape[1] // max(k.shape[1], 1) * k.shape[1] and q.shape[3] == k.shape[3]):
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other.")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(f"There are {q.shape[2]} queries, but {k.shape[2]} keys: each query has a key of its own.")
+    if padding is not None and not (len(padding) == len(q) and all(0 <= hidden <= k.shape[2] for hidden in padding)):
+        raise ValueError(f"padding is {padding}; give a number from 0 to {k.shape[2]} for each of {len(q)} rows.")
 
 
 def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:

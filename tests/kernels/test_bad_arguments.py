@@ -6,16 +6,18 @@ import sys
 import pytest
 import torch
 
+from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.ragged_attention import (
     Basis,
     QuantizedKV,
     append,
     append_and_attend,
+    join_sinks,
     masked_attention,
     merge_attention,
     ragged_attention,
 )
-from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 
 SENTENCE = r"\w+ .*\.$"  # one sentence that names something
@@ -249,6 +251,55 @@ def test_soft_mask_attention_of_tensors_that_do_not_fit(index, change):
         soft_mask_attention(*tensors)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        *((index, change) for index in range(7)
+          for change in (freed, shrunk, lambda x: x[None], lambda x: x.to("meta"), lambda x: x.to_sparse())),
+        *((index, lambda x: x[:1]) for index in (0, 1, 2, 5, 6)), *((index, lambda x: x[:, :1]) for index in range(6)),
+        *((index, lambda x: x[:, :, 1:]) for index in range(6)), (0, lambda x: x[..., 1:]), (3, lambda x: x[..., 1:]),
+        (6, lambda x: x + 1), (6, lambda x: x - 2), (6, lambda x: x.int()), (6, lambda x: None),
+    ],
+)  # fmt: skip
+def test_continuations_of_tensors_that_do_not_fit(backend, index, change):
+    tensors = [torch.randn(2, 2, 3, 8) for _ in range(3)] + [torch.randn(2, 2, 5, 8) for _ in range(2)]
+    tensors += [-torch.rand(2, 2, 5), torch.tensor([0, 1])]
+    continuation_attention(*tensors, backend=backend)
+    tensors[index] = change(tensors[index])
+    with pytest.raises(ValueError, match=r"\w+ "):
+        continuation_attention(*tensors, backend=backend)
+
+
+@pytest.mark.parametrize("change", [freed, shrunk, lambda x: x[None], lambda x: x.to("meta"), lambda x: x.to_sparse()])
+@pytest.mark.parametrize("index", range(3))
+def test_sinks_that_do_not_fit(index, change):
+    tensors = [torch.randn(1, 4, 3, 8), torch.randn(1, 4, 3), torch.randn(4)]
+    join_sinks(*tensors)
+    tensors[index] = change(tensors[index])
+    with pytest.raises(ValueError, match=r"\w+ "):
+        join_sinks(*tensors)
+
+
+@pytest.mark.parametrize(
+    ("index", "change"),
+    [
+        *((index, change) for index in range(3)
+          for change in (lambda x: x[0], lambda x: x[:, :1].repeat(1, 3, 1, 1), lambda x: torch.cat([x, x]))),
+        *((index, change) for index in (1, 2) for change in (lambda x: x[:, :0], lambda x: x[:, :, 1:])),
+        (0, lambda x: x[..., :0]), (1, lambda x: x[..., :0]), (0, lambda x: torch.cat([x, x, x], 2)),
+        (3, lambda x: [0, 0]), (3, lambda x: [-1]), (3, lambda x: [6]), (3, lambda x: []),
+    ],
+)  # fmt: skip
+def test_causal_attention_of_shapes_that_do_not_fit(index, change):
+    """The kernel below reads where it is told to, and divides by 0."""
+    arguments = [torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), [1]]
+    assert causal_attention(*arguments[:3], 0.3, arguments[3]).shape == (1, 4, 3, 8)
+    arguments[index] = change(arguments[index])
+    with pytest.raises(ValueError, match=r"\w+ "):
+        causal_attention(*arguments[:3], 0.3, arguments[3])
+
+
 @pytest.mark.parametrize("x", [torch.ones(3, 5), torch.ones(2, 5).to_sparse(), freed(torch.ones(2, 5))])
 def test_soft_topk_of_tensors_that_do_not_fit(x):
     with pytest.raises(ValueError, match=SENTENCE):
@@ -258,8 +309,11 @@ def test_soft_topk_of_tensors_that_do_not_fit(x):
 HOSTILE = """
 import random, sys, torch
 from tests.kernels.test_bad_arguments import basis_of, freed, good, shrunk, tiers_of
-from lkv.kernels.ragged_attention import append, append_and_attend, masked_attention, merge_attention, ragged_attention
-from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.kernels.causal_attention import causal_attention
+from lkv.kernels.ragged_attention import (
+    append, append_and_attend, join_sinks, masked_attention, merge_attention, ragged_attention
+)
+from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 
 torch.manual_seed(0)
@@ -277,7 +331,7 @@ CHANGES = (
     lambda x: torch.full_like(x, random.choice([0, 1, -1, 77, 127])), lambda x: x.as_strided(x.shape, [0] * x.ndim),
 )
 
-def distorted(tensors):
+def distorted(tensors, storages=True):
     tensors = list(tensors)
     for _ in range(random.choice([1, 1, 2, 3])):
         index = random.randrange(len(tensors))
@@ -286,7 +340,7 @@ def distorted(tensors):
         except Exception:
             pass
     # Last, because no operator of PyTorch may read such a tensor.
-    if random.randrange(4) == 0:
+    if storages and random.randrange(4) == 0:
         index = random.randrange(len(tensors))
         if tensors[index].layout is torch.strided and tensors[index].device.type == "cpu":
             tensors[index] = random.choice([freed, shrunk])(tensors[index])
@@ -296,7 +350,7 @@ refused = 0
 for call in range(int(sys.argv[1])):
     torch.set_num_threads(1 + call % 2)
     arguments = list(good(random.choice([1, 7, 16, 64]), random.choice([1, 3])).values())
-    dim, kind = arguments[0].shape[-1], random.randrange(7)
+    dim, kind = arguments[0].shape[-1], random.randrange(10)
     try:
         if kind == 0:
             append_and_attend(*distorted(arguments), 0.3)
@@ -324,6 +378,17 @@ for call in range(int(sys.argv[1])):
             masked_attention(*distorted([q, key, value, torch.ones(1, 2, q.shape[2], q.shape[2]) > 0]), 0.3)
         elif kind == 5:
             soft_mask_attention(*distorted([*arguments[:3], -torch.rand(arguments[1].shape[:3])]))
+        elif kind == 6:
+            prompt = [torch.randn(random.choice([1, 2]), *x.shape[1:]) for x in arguments[1:3]]
+            more = [-torch.rand(arguments[1].shape[:3]), torch.tensor([random.choice([0, 1, -1, 2**40])])]
+            tensors = distorted([*arguments[:3], *prompt, *more])
+            continuation_attention(*tensors, backend=random.choice(["auto", "reference"]))
+        elif kind == 7:
+            join_sinks(*distorted([arguments[0], arguments[0][..., 0], torch.randn(4)]))
+        elif kind == 8:  # not an entry point: it looks at shapes alone
+            q, key, value = arguments[:3]
+            tensors = distorted([q, torch.cat([key] * 9, 2), torch.cat([value] * 9, 2)], storages=False)
+            causal_attention(*tensors, 0.3, random.choice([None, [0], [1], [q.shape[2] * 9], [-1], [0, 0]]))
         else:
             soft_topk(*distorted([torch.randn(2, 9), torch.ones(2)]))
             merge_attention(*distorted([torch.randn(2, 9), torch.ones(2), torch.randn(2, 9), torch.ones(2)]))

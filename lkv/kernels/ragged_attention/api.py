@@ -282,6 +282,10 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
             f"Expected outputs [B, Hq, Tq, dv], their log-sum-exps [B, Hq, Tq] and sinks [Hq], but got "
             f"{list(out.shape)}, {list(lse.shape)} and {list(sinks.shape)}."
         )
+    for name, x in (("out", out), ("lse", lse), ("sinks", sinks)):
+        check_storage(name, x)
+        if x.device != out.device:
+            raise ValueError(f"{name} is on {x.device}, but out is on {out.device}.")
     share = torch.sigmoid(lse - sinks.to(lse)[:, None])
     return (out * share[..., None]).to(out.dtype)
 

@@ -105,19 +105,12 @@ def continuation_attention(
         ValueError: As `soft_mask_attention`.
         BackendError: As `soft_mask_attention`.
     """
-    for name, x in (("prompt_key", prompt_key), ("prompt_value", prompt_value)):
-        check_tensor(name, x, 4)
-        check_storage(name, x)
+    _check_continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
     rows = len(q)
     prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
-        if log_mask.shape != (rows, *prompt_key.shape[1:3]) or not key.shape == value.shape or len(key) != rows:
-            raise ValueError(
-                f"q {list(q.shape)}, key {list(key.shape)}, value {list(value.shape)}, prompt_key "
-                f"{list(prompt_key.shape)} and log_mask {list(log_mask.shape)} do not fit each other."
-            )
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -128,6 +121,33 @@ def continuation_attention(
     )
     whole_mask = torch.cat([log_mask, log_mask.new_zeros((rows, *key.shape[1:3]))], -1)
     return soft_mask_attention(q, k, v, whole_mask, scale, backend)
+
+
+def _check_continuations(
+    q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, log_mask: Tensor | None,
+    owners: Tensor | None,
+) -> None:  # fmt: skip
+    tensors = {"q": q, "key": key, "value": value, "prompt_key": prompt_key, "prompt_value": prompt_value}
+    given = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
+    for name, x in given.items():
+        check_tensor(name, x, {"log_mask": 3, "owners": 1}.get(name, 4))
+        check_storage(name, x)
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}.")
+    (rows, kv_heads, tokens, dim), (prompts, _, length, _) = key.shape, prompt_key.shape
+    if not (
+        q.shape[0] == rows and q.shape[2:] == (tokens, dim) and kv_heads and q.shape[1] % kv_heads == 0
+        and prompt_key.shape[1::2] == (kv_heads, dim) and value.shape[:3] == key.shape[:3]
+        and prompt_value.shape == (prompts, kv_heads, length, value.shape[3])
+        and (log_mask is None or log_mask.shape == (rows, kv_heads, length))
+        and (prompts == 1 if owners is None else owners.shape == (rows,))
+    ):  # fmt: skip
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        raise ValueError(f"The shapes do not fit each other: {shapes}.")
+    if owners is not None and owners.dtype != torch.int64:
+        raise ValueError(f"owners is {owners.dtype}, but it must be torch.int64.")
+    if owners is not None and owners.device.type == "cpu" and not bool(((owners >= 0) & (owners < prompts)).all()):
+        raise ValueError(f"owners names prompts that are not there; give numbers from 0 to {prompts - 1}.")
 
 
 @functools.cache
