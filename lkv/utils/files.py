@@ -1,5 +1,6 @@
 """Output files, written atomically: a reader finds the old file or the new one, never a part of it."""
 
+import errno
 import os
 import secrets
 import stat
@@ -49,7 +50,7 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
         raise error(f"{path} is a device or a pipe, which a file would replace; give a file for {subject}.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         old_mode = _mode(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         os.close(os.open(temporary, flags, mode if old_mode is None else 0o600))
@@ -67,6 +68,14 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Create `folder` and those above it that are missing. Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except RecursionError:  # a folder a frame
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)) from None
 
 
 def _mode(path: Path) -> int | None:
@@ -87,7 +96,7 @@ def write_text(path: Path, text: str, error: type[LkvError], subject: str, mode:
 def check_writable_folder(folder: Path, error: type[LkvError], subject: str) -> None:
     """Create `folder` if it is missing and try to write there, before long work; raises `error` if that fails."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp"):
             pass
     except OSError as problem:

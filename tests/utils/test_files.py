@@ -88,6 +88,10 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path):
         check_writable_folder(tmp_path / "file" / "below", DataError, "the text")
     with pytest.raises(DataError, match="is a folder; give a file for the text"):
         check_writable_file(tmp_path, DataError, "the text")
+    endless = tmp_path / ("a/" * 2000) / "a.txt"
+    for attempt in (lambda: check_writable_file(endless, DataError, "the text"), lambda: write(endless, "text")):
+        with pytest.raises(DataError, match=r"the text cannot be written to .*File name too long"):
+            attempt()
     check_writable_file(tmp_path / "deep" / "a.txt", DataError, "the text")
     assert os.listdir(tmp_path / "deep") == []
 
