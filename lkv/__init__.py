@@ -12,11 +12,11 @@ from lkv.version import __version__ as __version__
 if TYPE_CHECKING:
     from lkv.cache.ragged_cache import RaggedCache as RaggedCache
     from lkv.context.chat import Chat as Chat
+    from lkv.context.compress_prefill import compress_prefill as compress_prefill
     from lkv.context.compression import compress as compress
     from lkv.context.context import Context as Context
     from lkv.context.documents import read_document as read_document
     from lkv.context.pipeline import pipeline as pipeline
-    from lkv.context.prefill import compress_prefill as compress_prefill
     from lkv.integrations.transformers.attention import (
         attention_patched as attention_patched,
     )
@@ -48,7 +48,7 @@ _HOMES = {
     "Selector": "lkv.methods.selectors",
     "attention_patched": "lkv.integrations.transformers.attention",
     "compress": "lkv.context.compression",
-    "compress_prefill": "lkv.context.prefill",
+    "compress_prefill": "lkv.context.compress_prefill",
     "default_policy": "lkv.policy.lookup",
     "fit": "lkv.training.fit",
     "load_default": "lkv.models.loading",

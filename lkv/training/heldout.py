@@ -32,7 +32,7 @@ _BASELINES = {
 }
 
 
-class Fidelity(NamedTuple):
+class HeldOutFidelity(NamedTuple):
     """Means over target tokens, continuations and texts."""
 
     kl: float
@@ -46,9 +46,11 @@ class HeldOutTexts:
         self._runs = [_read(model, sample) for sample in samples]
 
     @torch.no_grad()
-    def measure(self, policy: Policy, retentions: Sequence[float] = PROGRESS_RETENTIONS) -> dict[float, Fidelity]:
+    def measure(
+        self, policy: Policy, retentions: Sequence[float] = PROGRESS_RETENTIONS
+    ) -> dict[float, HeldOutFidelity]:
         """KL and agreement of `policy` by retention."""
-        results: dict[float, list[Fidelity]] = {retention: [] for retention in retentions}
+        results: dict[float, list[HeldOutFidelity]] = {retention: [] for retention in retentions}
         for run, teacher in self._runs:
             scores = run.scores(policy)
             for retention in retentions:
@@ -70,7 +72,7 @@ def compare(
     A baseline that cannot serve the texts is left out.
     """
     patched = patch_attention(model)
-    results: dict[tuple[str, float], list[Fidelity]] = {}
+    results: dict[tuple[str, float], list[HeldOutFidelity]] = {}
     with torch.no_grad():
         for sample in samples:
             run, teacher = _read(model, sample, queries=True)
@@ -124,10 +126,10 @@ def _read(
     return run, run.run(None)._replace(hidden=())
 
 
-def _fidelity(run: SampleDistillation, teacher: Outputs, mask: Tensor) -> Fidelity:
+def _fidelity(run: SampleDistillation, teacher: Outputs, mask: Tensor) -> HeldOutFidelity:
     student = run.run(mask)
-    return Fidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
+    return HeldOutFidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
 
 
-def _mean(values: Sequence[Fidelity]) -> Fidelity:
-    return Fidelity(*(sum(column) / len(values) for column in zip(*values, strict=True)))
+def _mean(values: Sequence[HeldOutFidelity]) -> HeldOutFidelity:
+    return HeldOutFidelity(*(sum(column) / len(values) for column in zip(*values, strict=True)))

@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 
 import lkv
 from lkv.context.chat import Chat
+from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.context.prefill import compress_prefill
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.method import resolve_method

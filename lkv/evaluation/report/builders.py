@@ -313,7 +313,7 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileResults:
     """What one `lkv profile` run measured, a row a method and length; a number is missing where it was not measured."""
 
     machine: str
@@ -323,7 +323,7 @@ class Profile:
     frame: pd.DataFrame
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> ProfileResults:
     """Read the JSON that `lkv profile` wrote. Raises ReportError for a missing or malformed file, or several models."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -348,10 +348,10 @@ def read_profile(path: Path) -> Profile:
             raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")
     frame = pd.DataFrame(rows).astype(dict.fromkeys(numbers[1:], float))
     machine, first = str(document.get("machine", "")), rows[0]
-    return Profile(machine, str(first["model"]), str(first["device"]), first["batch"], frame)
+    return ProfileResults(machine, str(first["model"]), str(first["device"]), first["batch"], frame)
 
 
-def build_prefill(profile: Profile, published: str = "") -> Table:
+def build_prefill(profile: ProfileResults, published: str = "") -> Table:
     """Prefill and decode times and bytes of k and v of each method, by context length (Table 3).
 
     Args:

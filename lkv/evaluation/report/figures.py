@@ -11,7 +11,7 @@ import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import Profile
+from lkv.evaluation.report.builders import ProfileResults
 from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, is_lkv, method_label
 from lkv.evaluation.report.results import DEFAULT_RETENTION
 from lkv.evaluation.report.tables import MEASURED, PUBLISHED, Table
@@ -276,7 +276,7 @@ def _plot_grid(table: Table) -> "Figure":
     return figure
 
 
-def plot_memory(profile: Profile, published: str = "", weights: bool = False) -> "Figure":
+def plot_memory(profile: ProfileResults, published: str = "", weights: bool = False) -> "Figure":
     """Peak memory where it was measured, and bytes of k and v, over context length; all scales linear, from 0.
 
     A dashed line stands where a method ran out of memory.

@@ -106,14 +106,16 @@ def _templates(task: str, length: int, tokenizer: Any, sources: Sources, seed: s
     yield from (make(f"{seed}-{number}") for number in count())
 
 
-class Fit(NamedTuple):
+class LengthFit(NamedTuple):
     """A number of units and how many tokens they take."""
 
     units: int
     tokens: int
 
 
-def largest_fit(count_tokens: Callable[[int], int], limit: int, min_units: int, max_units: int | None = None) -> Fit:
+def largest_fit(
+    count_tokens: Callable[[int], int], limit: int, min_units: int, max_units: int | None = None
+) -> LengthFit:
     """Find the most units whose tokens, which grow with the units, stay within `limit`.
 
     The search ends early once less than 1/256 of `limit` is left. If `min_units` exceed the limit, they are returned.
@@ -122,8 +124,8 @@ def largest_fit(count_tokens: Callable[[int], int], limit: int, min_units: int, 
     that another search would make other ones.
     """
     target, enough = limit - limit // 512, limit - limit // 256
-    low = first = Fit(min_units, count_tokens(min_units))
-    high: Fit | None = None
+    low = first = LengthFit(min_units, count_tokens(min_units))
+    high: LengthFit | None = None
     step = 0
     while low.tokens < enough and low.units != max_units and (high is None or high.units - low.units > 1):
         is_third = step % 3 == 2
@@ -142,7 +144,7 @@ def largest_fit(count_tokens: Callable[[int], int], limit: int, min_units: int, 
             guess = low.units + int((target - low.tokens) / slope)
             guess = min(max(guess, low.units + 1), 64 * low.units)
         guess = guess if max_units is None else min(guess, max_units)
-        fit = Fit(guess, count_tokens(guess))
+        fit = LengthFit(guess, count_tokens(guess))
         if fit.tokens <= limit:
             low = fit
         else:

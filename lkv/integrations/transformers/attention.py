@@ -27,7 +27,7 @@ from lkv.integrations.transformers.cache_layers import (
     take_pending_layer,
 )
 from lkv.integrations.transformers.compiled import extend, take_traced
-from lkv.integrations.transformers.generation import unwrap_generation, wrap_generation
+from lkv.integrations.transformers.generate_hook import unwrap_generation, wrap_generation
 from lkv.integrations.transformers.masks import KeyOffset, attend_prompt, key_mask
 from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import (
