@@ -78,7 +78,7 @@ def ragged_attention(
         for float64). A span without entries has outputs of 0 and a log-sum-exp of -inf.
 
     Raises:
-        ValueError: Shapes, dtypes or devices do not fit, `lse` is asked for with `sinks`, or on a CPU a span reaches
+        ValueError: Shapes, dtypes or devices do not fit, `lse` is requested with `sinks`, or on a CPU a span reaches
             beyond the pools.
         BackendError: The backend given by name cannot run, or `can_attend_quantized` returns False.
     """
