@@ -132,19 +132,37 @@ class SharedState:
         buffers: As in `ragged_attention.append_and_attend`.
         padding: Reads the padding of each forward pass once.
         pending_nan_checks: Whether some scores are NaN, on devices that were not waited for yet.
+        nan_flags: The same by device, uint8 [1]: the kernels that rank scores set them.
     """
 
     last_layer: int
     buffers: dict[Any, Any] = field(default_factory=dict)
     padding: PaddingReader = field(default_factory=PaddingReader)
     pending_nan_checks: list[Tensor] = field(default_factory=list)
+    nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def nan_flag(self, device: torch.device) -> Tensor:
+        """That of `nan_flags` on `device`."""
+        if device not in self.nan_flags:
+            self.nan_flags[device] = torch.zeros(1, dtype=torch.uint8, device=device)
+        return self.nan_flags[device]
+
+    def forget_checks(self) -> None:
+        """Drop what is known of scores that were not checked yet."""
+        self.pending_nan_checks.clear()
+        self.nan_flags.clear()
 
     def check_scores(self, layer: int, selector: Selector, device: torch.device) -> None:
         """Raise CacheError where scores are NaN. On a GPU this waits once, in the last layer."""
         if device.type == "cpu" or layer == self.last_layer:
-            checks = self.pending_nan_checks.copy()
+            flags = [flag.view(torch.bool)[0] for flag in self.nan_flags.values()]
+            checks = self.pending_nan_checks + flags
             self.pending_nan_checks.clear()
-            check_numbers(selector, checks)
+            try:
+                check_numbers(selector, checks)
+            except CacheError:
+                self.nan_flags.clear()
+                raise
 
 
 @dataclass(frozen=True)

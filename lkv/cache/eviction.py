@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,9 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     """
     config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
     selector, protected, skipped = config.method.selector, config.method.protected, padding or [0] * batch
+    shared, device = context.shared, prompt.key.device
+    # The kernel that ranks scores also looks for NaN among them.
+    is_checked_late = len(config.tiers) == 1 and kernels_for(prompt.key, prompt.value) is not None
     # Rows without padding are scored together, others one by one, as if each had been read alone.
     groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
@@ -39,7 +43,8 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         config.method.check_length(tokens - first)
         part = prompt.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(index, part), part.key)
-        context.shared.pending_nan_checks.append(not_numbers(scores))
+        if not is_checked_late:
+            shared.pending_nan_checks.append(not_numbers(scores))
         contested = drop_tokens(scores, protected)
 
         def count(budget: Budget, scores: Tensor = contested) -> list[list[int]]:
@@ -51,15 +56,19 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         counts.append(part_counts)
         if config.decode_eviction:
             arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
-    context.shared.check_scores(index, selector, prompt.key.device)
+    if not is_checked_late:
+        shared.check_scores(index, selector, device)
     lens = torch.cat([torch.tensor(part, device="cpu") for part in counts], 1)
-    free_slots = config.initial_slots(index, lens[-1], prompt.key.device)
+    free_slots = config.initial_slots(index, lens[-1], device)
     arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
     table = _concatenate(tables)
     # A prompt of which nothing is quantised needs no tiers.
     is_tiered = config.tiers[0].precision.is_quantized or not torch.equal(lens[0], lens[-1])
     lens, slots = (lens, 0) if is_tiered else (lens[-1:], free_slots)
-    store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores)
+    has_nan = shared.nan_flag(device) if is_checked_late else None
+    store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores, has_nan)
+    if is_checked_late:
+        shared.check_scores(index, selector, device)
     for row, is_compensated in enumerate(config.method.compensates(batch)):
         if is_compensated:
             _compensate(store, row, prompt.select(slice(row, row + 1), slice(skipped[row], None)))
@@ -73,7 +82,7 @@ def evict_entries(
     free_slots: int,
     score: Callable[[RaggedStore], Tensor],
 ) -> KVStore:
-    """A new store of the best entries of `store`, appended ones included.
+    """A new store of the best entries of `store`, appended ones included; raises CacheError for scores that are NaN.
 
     Args:
         context: That of the layer.
@@ -87,12 +96,17 @@ def evict_entries(
     counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
     table = score(entries)
-    is_tiered = context.config.is_tiered
+    shared, is_tiered = context.shared, context.config.is_tiered
+    check_scores = partial(shared.check_scores, context.index, context.config.method.selector, device)
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
         kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
         every = kernels.Entries.of_pools(*entries.attention_view(), table.shape[1])
-        _move_best(kernels, every, table, kept_entries, entries.scores, entries.positions)
+        _move_best(kernels, every, table, kept_entries, entries.scores, entries.positions, shared.nan_flag(device))
+        check_scores()
         return kept_entries
+    if table.numel():
+        shared.pending_nan_checks.append(not_numbers(table))
+    check_scores()
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
@@ -108,8 +122,9 @@ def evict_entries(
 
 
 def gather_best(
-    key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None
-) -> tuple[RaggedStore, Tensor | None]:
+    key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None,
+    has_nan: Tensor | None = None,
+) -> tuple[RaggedStore, Tensor | None]:  # fmt: skip
     """A store of the best tokens of each head, in order of their positions, and the number of the tier of each.
 
     Args:
@@ -119,6 +134,7 @@ def gather_best(
         lens: How many to keep in each tier and all better ones, int64 [tiers, B, H] on the CPU.
         free_slots: Free slots for each row and head; 0 for more than one tier.
         arrival_scores: Scores [B, H, T] to store with the entries, where some are to be evicted later.
+        has_nan: A `SharedState.nan_flag` for one tier on a GPU, set where one of the scores is NaN.
 
     Returns:
         The store, and int8 [sum of lens]; None for one tier.
@@ -126,7 +142,7 @@ def gather_best(
     if len(lens) == 1 and (kernels := kernels_for(key, value)) is not None:
         store = RaggedStore(lens[0], free_slots, key, value, arrival_scores is not None)
         arrivals = None if arrival_scores is None else arrival_scores.float().contiguous()
-        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrivals)
+        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrivals, has_nan=has_nan)
         return store, None
     # Ranked first: what that takes is freed before the pools are allocated.
     chosen, numbers = _rank(scores.flatten(0, 1), lens)
@@ -147,11 +163,11 @@ def gather_best(
 
 def _move_best(
     kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
-    positions: Tensor | None = None,
+    positions: Tensor | None = None, has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `store` with the best of `entries` by `scores`, arrival scores and positions included, in two launches."""
     *pools, keep = store.compressed_view()
-    places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts)
+    places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts, has_nan)
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
     kernels.move(entries, places, pools, arrival_scores, positions, extra)
 

@@ -21,7 +21,7 @@ from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Budget, FixedBudget
 from lkv.methods.memory import tier_counts
-from lkv.methods.selectors import StoredEntries, not_numbers
+from lkv.methods.selectors import StoredEntries
 from lkv.utils.devices import is_out_of_memory
 
 
@@ -48,7 +48,7 @@ class RaggedLayer(AttentionCacheLayer):
 
     def reset(self) -> None:
         """Forget everything, and free it."""
-        self._context.shared.pending_nan_checks.clear()
+        self._context.shared.forget_checks()
         self.pending_key = None
         self._buffer: LayerKV | None = None  # the chunks of a prompt that has not ended
         self.store: KVStore | None = None
@@ -289,17 +289,14 @@ class RaggedLayer(AttentionCacheLayer):
     def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
         """The scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
         assert self.store is not None and entries.scores is not None and entries.positions is not None
-        context, selector = self._context, self._context.config.method.selector
+        context = self._context
         key, value, starts, counts = entries.attention_view()
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
             self.base_length, self._padding, scale, context.rotation,
         )  # fmt: skip
-        scores = selector.score_stored(context.index, stored)
-        context.shared.pending_nan_checks.append(not_numbers(scores))
-        context.shared.check_scores(context.index, selector, key.device)
-        return scores
+        return context.config.method.selector.score_stored(context.index, stored)
 
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that was read before."""

@@ -10,14 +10,14 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.compression import compress
-from lkv.errors import UnsupportedModelError
+from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
-from lkv.methods.selectors import Knorm
+from lkv.methods.selectors import Knorm, LearnedScores
 from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.cpp import find_compiler
@@ -235,10 +235,8 @@ def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, opti
 
 @torch.no_grad()
 @pytest.mark.parametrize(("learned", "waits"), [(False, 1), (True, 3)])
-def test_reading_a_prompt_waits_once_for_all_layers(on_fake, monkeypatch, learned, waits):
+def test_reading_a_prompt_waits_once_for_all_layers(on_fake, learned, waits):
     """For whether scores are numbers, and for a learned policy's budgets (twice); reallocating waits for nothing."""
-    numbers = torch.zeros((), dtype=torch.bool, device="fake")
-    monkeypatch.setattr("lkv.cache.eviction.not_numbers", lambda scores: numbers)  # stubs compute no scores
     options = {"policy": policy_of(on_fake).to("fake:0"), "retention": 0.4} if learned else {"method": KNORM}
     with fake_gpus(stubbed=True):
         cache, text = RaggedCache(on_fake, slack=0, **options), ids(61, 2).to("fake")
@@ -258,54 +256,93 @@ WAYS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "options", [WAYS["decode eviction"], pytest.param(WAYS["streaming"], marks=pytest.mark.slow)], ids=WAYS
+    ("options", "padding"),
+    [
+        (WAYS["decode eviction"], 0),
+        pytest.param(WAYS["decode eviction"], 5, marks=pytest.mark.slow),
+        pytest.param(WAYS["streaming"], 0, marks=pytest.mark.slow),
+    ],
+    ids=["decode eviction", "with padding", "streaming"],
 )
-def test_eviction_by_kernels_keeps_what_a_cpu_keeps(base, on_fake, options):
-    """In two parts where the prompt streams in; then tokens one by one."""
-    policy, text, found = policy_of(base), ids(29), []
+def test_eviction_by_kernels_keeps_what_a_cpu_keeps(base, on_fake, monkeypatch, options, padding):
+    """In two parts where the prompt streams in; then tokens one by one. One of two rows may begin with padding."""
+    policy, text, found = policy_of(base), ids(29, 2 if padding else 1), []
+    mask = torch.ones_like(text)
+    mask[:1, :padding] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    sizes = [15, 11] if "streaming" in options else [26]
     for model, device, gpus in ((base, "cpu", nullcontext), (on_fake, "fake", fake_gpus)):
+        if device == "fake":
+            monkeypatch.setattr(LearnedScores, "score_at_eviction", None)  # of single heads, by operators
         with gpus():
-            cache = RaggedCache(model, policy=policy, retention=0.4, **options)
-            sizes = [15, 11] if "streaming" in options else [26]
-            parts = [model(x.to(device), past_key_values=cache).logits.cpu() for x in text.split(sizes + [1] * 3, 1)]
+            cache, parts, end = RaggedCache(model, policy=policy, retention=0.4, **options), [], 0
+            for tokens in text.to(device).split(sizes + [1] * 3, 1):
+                here = slice(end, end := end + tokens.shape[1])
+                given = {"attention_mask": mask[:, :end].to(device), "position_ids": positions[:, here].to(device)}
+                parts.append(model(tokens, past_key_values=cache, **given).logits.cpu())
         found.append((torch.cat(parts[len(sizes) :], 1), cache.kept_counts()))
     assert found[0][1] == found[1][1]
     torch.testing.assert_close(found[1][0], found[0][0], atol=2e-3, rtol=2e-3)
 
 
 @torch.no_grad()
-def test_launches_of_eviction_a_layer(on_fake, monkeypatch):
-    """Tables of the rotation are made once for all layers, and the weights of a policy folded once."""
-    monkeypatch.setattr("lkv.cache.config.check_numbers", lambda *given: None)  # stubs compute no scores
+def test_launches_of_eviction_a_layer(on_fake):
+    """Made once for all layers: tables of the rotation, and where NaN is noted; once a policy: its folded weights."""
     policy, text = policy_of(on_fake).to("fake"), ids(400).to("fake")
 
     def launches(cache, tokens):
-        """A layer, and all layers' tables; without the budgets and the model's own attention."""
+        """A layer, and what all layers share; without the budgets and the model's own attention."""
         with watched() as log:
             on_fake(tokens, past_key_values=cache)
         own = [event.place for event in log.ours("launch")]
-        tables = sum(place.startswith("integrations/transformers/rotation") for place in own)
-        others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets")
-        return sum(not place.startswith(others) for place in own) / LAYERS, tables
+        shared = ("integrations/transformers/rotation", "cache/config")
+        others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets", *shared)
+        counts = (sum(place.startswith(places) for place in own) for places in (others, shared))
+        return (len(own) - next(counts)) / LAYERS, next(counts)
 
     def cache(**options):
         return RaggedCache(on_fake, policy=policy, retention=0.4, **options)
 
     with fake_gpus(stubbed=True):
         launches(cache(), text[:, :100])
-        prompt, tables = launches(cache(), text[:, :100])
-        # Scores, whether they are numbers (2), ranks, the move, and the table of the new pools.
-        assert prompt == 6 and tables <= 20
+        prompt, shared = launches(cache(), text[:, :100])
+        # Scores, ranks (and whether scores are numbers), the move, and the table of the new pools.
+        assert prompt == 4 and shared <= 21
         streamed = cache(streaming=True, prompt_tokens=300)
         launches(streamed, text[:, :100])
-        chunk, tables = launches(streamed, text[:, 100:200])
+        chunk, shared = launches(streamed, text[:, 100:200])
         # Space, which is a move and a table; attention (2); scores on arrival; then as above.
-        assert chunk == 11 and tables <= 20
+        assert chunk == 9 and shared <= 20
         decoding = cache(decode_eviction=True, slack=16)
         launches(decoding, text[:, :101])
         launches(decoding, text[:, 101:102])  # which makes the buffers
         steps = [launches(decoding, token)[0] for token in text[:, 102:170].split(1, 1)]
-    assert set(steps) == {1, 8} and sum(steps) / len(steps) < 1.5
+    assert set(steps) == {1, 6} and sum(steps) / len(steps) < 1.4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "prompt_tokens": 26}], ids=["prompt", "streaming"])
+def test_scores_that_are_no_numbers_are_found_by_the_kernel_that_ranks_them(on_fake, options):
+    """In any layer, head and place; the cache serves again once it is reset."""
+
+    class Poisoned(Knorm):
+        spoiled = True
+
+        def scores(self, layer, prompt):
+            scores = super().scores(layer, prompt)
+            if self.spoiled and layer == 0:
+                scores[0, 1, 11] = torch.nan
+            return scores
+
+    selector, text = Poisoned(), ids(26).to("fake")
+    with fake_gpus():
+        cache = RaggedCache(on_fake, method=Method("poisoned", KNORM.budget, selector), **options)
+        with pytest.raises(CacheError, match="scores of the selector Poisoned contain NaN"):
+            on_fake(text, past_key_values=cache)
+        cache.reset()
+        selector.spoiled = False
+        on_fake(text, past_key_values=cache)
+    assert cache.get_seq_length() == 26
 
 
 @torch.no_grad()

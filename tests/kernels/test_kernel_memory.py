@@ -214,8 +214,8 @@ def test_no_offset_of_eviction_overflows(layout):
             out = None if arrival and layout == "pools" else tables[0]
             kernels.score_kernel[(-(-tokens // 64), spans)](
                 key, value, where, counts, *strides, *strides, scores, positions, out, *tables[1:3], weight,
-                *tables[3:], heads, tokens, 0, tokens, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9, KNOTS=13,
-                WIDEN=True, **sizes,
+                *tables[3:], heads, tokens, 0, tokens, 0, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9,
+                KNOTS=13, WIDEN=True, **sizes,
             )  # fmt: skip
         kernels.move_kernel[(-(-tokens // 64), spans)](
             key, value, scores, positions, where, *strides, *strides, counts, places, tokens, key, value, scores,

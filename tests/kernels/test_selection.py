@@ -56,6 +56,19 @@ def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind):
     assert [int((row >= 0).sum()) for row in full.flatten(0, 1)] == [9, 0, 1, 0, 9, 9]
 
 
+@pytest.mark.parametrize("place", [0, 2047, 2048, 2499, 2500])
+def test_ranking_notes_scores_that_are_no_numbers(place):
+    """Of the entries that a span has, and no others."""
+    scores, keep = torch.zeros(1, 2, 2600), torch.tensor([[700, 0]], dtype=torch.int32)
+    scores[0, 0, 3:9] = torch.tensor([-math.inf, math.inf] * 3)
+    scores[0, 1, place] = math.nan
+    has_nan = torch.zeros(1, dtype=torch.uint8)
+    selection.rank(scores[:, :1], keep[:, :1], has_nan=has_nan)
+    assert not has_nan.any()
+    selection.rank(scores, keep, torch.full((1, 2), 2500, dtype=torch.int32), has_nan)
+    assert int(has_nan) == (place < 2500)
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (80, 96)])
 @pytest.mark.parametrize("layout", ["heads first", "tokens first", "pools"])
 def test_entries_move_to_their_places_and_nowhere_else(dim, value_dim, layout):
@@ -158,7 +171,9 @@ def test_scores_of_a_prompt_equal_those_in_float64(dim, group, dtype):
         torch.testing.assert_close(found[row].double(), exact, atol=allowed, rtol=1e-3)
 
 
-def test_scores_in_pools_are_written_on_arrival_and_completed_at_eviction():
+@pytest.mark.parametrize("padding", [0, 37])
+def test_scores_in_pools_are_written_on_arrival_and_completed_at_eviction(padding):
+    """Of a text that begins after `padding` positions."""
     torch.manual_seed(6)
     dim, counts = 16, torch.tensor([[70, 9], [33, 150]], dtype=torch.int32)
     starts = torch.tensor([[5, 80], [95, 130]], dtype=torch.int32)
@@ -170,10 +185,10 @@ def test_scores_in_pools_are_written_on_arrival_and_completed_at_eviction():
         key[spans], value[spans] = torch.randn(count, dim), torch.randn(count, dim)
         old = slice(start, start + count - new)
         scores[old] = torch.randn(count - new)
-        positions[old] = torch.randperm(400)[: count - new].int().sort().values
+        positions[old] = padding + torch.randperm(400 - padding)[: count - new].int().sort().values
     before, weights = scores.clone(), random_weights(2, dim, 2, 7, torch.float32)
     tables, mean_tables = tables_for(new, dim), tuple(x[0] for x in tables_for(1, dim))
-    options = {"scores": scores, "positions": positions}
+    options = {"scores": scores, "positions": positions, "padding": padding}
     late = Entries.of_pools(key, value, starts, counts, new)
     assert selection.score(late, weights, tables, None, begin, end, 0.3, eviction=False, **options) is None
     everything = Entries.of_pools(key, value, starts, counts, 150)
@@ -186,7 +201,7 @@ def test_scores_in_pools_are_written_on_arrival_and_completed_at_eviction():
             assert positions[late].tolist() == list(range(begin, end)) and torch.equal(scores[old], before[old])
             one = weights._replace(**{name: x[head : head + 1] for name, x in weights._asdict().items()})
             arrival, _ = reference(
-                key[None, late], value[None, late], one, tables, mean_tables, positions[late], end, 0.3
+                key[None, late], value[None, late], one, tables, mean_tables, positions[late] - padding, end, 0.3
             )
             torch.testing.assert_close(scores[late].double(), arrival[0], atol=1e-4, rtol=1e-4)
             _, rest = reference(key[None, own], value[None, own], one, None, mean_tables, positions[own], end, 0.3)

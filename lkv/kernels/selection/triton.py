@@ -69,17 +69,18 @@ def interpreted() -> bool:
     return not isinstance(kernels.rank_kernel, triton.JITFunction)
 
 
-def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None) -> Tensor:
+def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
     """Which kept entry of its span each entry is, in order, int32 [B, H, T]; -1 for those that are evicted.
 
     Of the `counts` [B, H] first of `scores` [B, H, T] (float32; all by default) the `keep` [B, H] highest are kept, of
-    equal ones the earlier; both int32 on the device of the scores.
+    equal ones the earlier; both int32 on the device of the scores. `has_nan`, uint8 [1], becomes 1 where one of the
+    scores is NaN.
     """
     scores = scores.contiguous()
     places = torch.empty_like(scores, dtype=torch.int32)
     with devices.device_guard(scores.device):
         kernels.rank_kernel[(keep.numel(), 1)](
-            scores, counts, keep, places, scores.shape[-1], BLOCK=_RANKED_AT_ONCE, num_warps=8
+            scores, counts, keep, places, has_nan, scores.shape[-1], BLOCK=_RANKED_AT_ONCE, num_warps=8
         )
     return places
 
@@ -109,7 +110,7 @@ def move(
 def score(
     entries: Entries, weights: ScoreWeights, tables: tuple[Tensor, Tensor] | None,
     mean_tables: tuple[Tensor, Tensor] | None, start: int, end: int, scale: float, arrival: bool = True,
-    eviction: bool = True, scores: Tensor | None = None, positions: Tensor | None = None,
+    eviction: bool = True, scores: Tensor | None = None, positions: Tensor | None = None, padding: int = 0,
 ) -> Tensor | None:  # fmt: skip
     """LKV-T in one launch, see `score_kernel`; nothing waits for the device.
 
@@ -126,6 +127,7 @@ def score(
         eviction: Whether to compute the part that depends on the end of the text.
         scores: Pools of scores, float32 [P], for entries in pools: written with `arrival`, else added to.
         positions: Pools of positions, int32 [P]: written with `arrival`, else read.
+        padding: How many of the positions before `start` are padding, which is not part of the text.
 
     Returns:
         float32 [B, H, T]; None where `scores` were written.
@@ -146,7 +148,7 @@ def score(
         kernels.score_kernel[(-(-entries.width // block), entries.spans)](
             key, entries.value, entries.starts, entries.counts, *entries.arguments, scores, positions, out, cos, sin,
             weights.weight, weights.bias, weights.output, queries, mean_cos, mean_sin, weights.normaliser,
-            weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, scale,
+            weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, padding, scale,
             ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
             # The interpreter knows bfloat16 as bits, and would multiply those.
             WIDEN=interpreted(), BLOCK=block, BLOCK_H=_padded(dim // 2), BLOCK_U=_padded(dim), BLOCK_R=_padded(rows),

@@ -17,10 +17,11 @@ def _ordered(scores):
 
 
 @triton.jit
-def rank_kernel(scores, counts, keep, places, width, BLOCK: tl.constexpr):
+def rank_kernel(scores, counts, keep, places, has_nan, width, BLOCK: tl.constexpr):
     """One span: which kept entry each of its entries is, -1 for those that are evicted; ties go to the earlier one.
 
-    It has `counts` entries, or `width` where that is None, and keeps `keep` of them.
+    It has `counts` entries, or `width` where that is None, and keeps `keep` of them. `has_nan` [1] (None to leave that
+    out) becomes 1 where one of its scores is NaN.
 
     The least score kept is found eight bits at a time: how many of the scores that agree with it so far have which next
     bits is one histogram, whatever the number of scores.
@@ -48,10 +49,13 @@ def rank_kernel(scores, counts, keep, places, width, BLOCK: tl.constexpr):
         least = least | (tl.sum(tl.where(is_here, bins, 0), 0).to(tl.uint32) << shift)
         missing = missing - tl.sum(tl.where(is_here, higher, 0), 0)
     equals, chosen = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    unordered = tl.zeros([BLOCK], tl.int32)
     for at in range(0, count, BLOCK):
         entry = at + tl.arange(0, BLOCK)
         inside = entry < count
-        key = _ordered(tl.load(row + entry, mask=inside, other=0.0))
+        score = tl.load(row + entry, mask=inside, other=0.0)
+        unordered = unordered | (score != score).to(tl.int32)
+        key = _ordered(score)
         is_equal = (inside & (key == least)).to(tl.int32)
         is_early = (is_equal > 0) & (equals + tl.cumsum(is_equal, 0) <= missing)
         is_kept = ((inside & (key > least)) | is_early) & (kept > 0)
@@ -59,6 +63,8 @@ def rank_kernel(scores, counts, keep, places, width, BLOCK: tl.constexpr):
         tl.store(places + span.to(tl.int64) * width + entry, tl.where(is_kept, place, -1), mask=inside)
         equals += tl.sum(is_equal, 0)
         chosen += tl.sum(is_kept.to(tl.int32), 0)
+    if has_nan is not None:
+        tl.store(has_nan, 1, mask=tl.max(unordered, 0) > 0)
 
 
 @triton.jit
@@ -176,9 +182,9 @@ def _expected_attention(
 def score_kernel(
     key, value, starts, counts, k_batch, k_head, k_token, v_batch, v_head, v_token, scores, positions, out, cos, sin,
     weight, bias, output, queries, mean_cos, mean_sin, normaliser, attention_weight, start_knots, end_knots, heads,
-    width, start, end, scale, ARRIVAL: tl.constexpr, EVICTION: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    KNOTS: tl.constexpr, DIM: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    width, start, end, padding, scale, ARRIVAL: tl.constexpr, EVICTION: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KNOTS: tl.constexpr, DIM: tl.constexpr, WIDEN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """LKV-T of a block of entries: k and v are read once, one score is written.
 
@@ -189,7 +195,7 @@ def score_kernel(
     Entries lie in [B, H, width, DIM] of the strides given, at the positions from `start` on; their scores go to `out`
     [B, H, width]. Or they lie in pools from `starts` on, `counts` of each span. There ARRIVAL is for the last `width`
     of them, whose `scores` and `positions` [P] are written, and `out` is None; EVICTION is for all of them, and `out`
-    gets the sum with `scores`, -inf beyond `counts`.
+    gets the sum with `scores`, -inf beyond `counts`. Positions count `padding` tokens before the text.
     """
     HALF: tl.constexpr = DIM // 2
     span = tl.program_id(1)
@@ -226,7 +232,7 @@ def score_kernel(
             half, unit, DIM, WIDEN,
         )  # fmt: skip
         if KNOTS > 0:
-            score += _knots(start_knots + head * KNOTS, place + 1, KNOTS, BLOCK_K)
+            score += _knots(start_knots + head * KNOTS, place + 1 - padding, KNOTS, BLOCK_K)
     else:
         score += tl.load(scores + at, mask=inside, other=0.0)
     if EVICTION:

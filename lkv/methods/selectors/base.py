@@ -176,7 +176,10 @@ def not_numbers(scores: Tensor) -> Tensor:
 
 def check_numbers(selector: Selector, checks: Sequence[Tensor]) -> None:
     """Raise CacheError, which names the selector, where one of `checks` (`not_numbers` of its scores) is true."""
-    if checks and bool(torch.stack([check.to(checks[-1].device) for check in checks]).any()):
+    if not checks:
+        return
+    # A single check needs no launch.
+    if bool(checks[0] if len(checks) == 1 else torch.stack([check.to(checks[-1].device) for check in checks]).any()):
         raise CacheError(
             f"the scores of the selector {type(selector).__name__} contain NaN, so tokens cannot be ranked by them; "
             "make its scores() return numbers."

@@ -1,6 +1,7 @@
 """LKV-T (Sec. 3.4)."""
 
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,20 +59,29 @@ class LearnedScores(Selector):
 
     @torch.no_grad()
     def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
-        """As in `Selector`; on a GPU in two launches for all heads."""
-        key, value = entries.key, entries.value
-        kernels, tables = kernels_for(key, value), None
-        if kernels is not None and key.shape == value.shape and not any(entries.padding):
-            tables = self._tokens.kernel_tables(entries.rotation, key, entries.start, entries.new, entries.end)
-        if tables is None:
+        """As in `Selector`; on a GPU in two launches for all heads, of each row where some have padding."""
+        key, value, batch = entries.key, entries.value, len(entries.starts)
+        kernels = kernels_for(key, value)
+        if kernels is None or key.shape != value.shape:
             return super().score_stored(layer, entries)
-        pools = key, value, entries.starts, entries.counts
-        stored = {"scores": entries.scores, "positions": entries.positions}
-        weights, (key_tables, mean_tables) = self._tokens.folded_weights(layer, self._heads, key), tables
-        end, scale = entries.end, entries.scale
-        if entries.new:
-            late = kernels.Entries.of_pools(*pools, entries.new)
-            kernels.score(late, weights, key_tables, None, entries.start, end, scale, eviction=False, **stored)
-        every = kernels.Entries.of_pools(*pools, max(count for _, count in entries.places))
-        scores: Tensor = kernels.score(every, weights, None, mean_tables, 0, end, scale, arrival=False, **stored)
-        return scores.flatten(0, 1)
+        width = max(count for _, count in entries.places)
+        scores: list[Tensor] = []
+        for rows in [slice(row, row + 1) for row in range(batch)] if any(entries.padding) else [slice(0, batch)]:
+            # As if the row had been read alone: keys were rotated without its padding.
+            padding = entries.padding[rows.start]
+            start, end = entries.start - padding, entries.end - padding
+            tables = self._tokens.kernel_tables(entries.rotation, key, start, entries.new, end)
+            if tables is None:
+                return super().score_stored(layer, entries)
+            weights, (key_tables, mean_tables) = self._tokens.folded_weights(layer, self._heads, key), tables
+            pools = key, value, entries.starts[rows], entries.counts[rows]
+            score = partial(
+                kernels.score, end=entries.end, scale=entries.scale, padding=padding, scores=entries.scores,
+                positions=entries.positions,
+            )  # fmt: skip
+            if entries.new:
+                late = kernels.Entries.of_pools(*pools, entries.new)
+                score(late, weights, key_tables, None, entries.start, eviction=False)
+            every = kernels.Entries.of_pools(*pools, width)
+            scores.append(score(every, weights, None, mean_tables, 0, arrival=False))
+        return (scores[0] if len(scores) == 1 else torch.cat(scores)).flatten(0, 1)
