@@ -16,7 +16,7 @@ from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_att
 class SharedCache(BaseCache):
     """A cache for a batch whose rows all begin with one compressed prompt, which is stored once.
 
-    The prompt's cache may be used on its own meanwhile: its compressed entries are only read.
+    The prompt's cache remains usable: its compressed entries are only read.
 
     Args:
         cache: A cache of one row that has read its prompt, without sliding-window layers.

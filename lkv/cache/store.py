@@ -226,7 +226,7 @@ class RaggedStore:
 
 
 def packed_starts(counts: Tensor) -> Tensor:
-    """The first entry of each row and head [B, H], where `counts` [B, H] entries lie one after another."""
+    """The first entry of each row and head [B, H], where `counts` [B, H] entries are contiguous."""
     flat = counts.flatten()
     return (flat.cumsum(0) - flat).view_as(counts)
 

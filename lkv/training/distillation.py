@@ -233,7 +233,7 @@ class SampleDistillation:
         if self._whole and torch.is_grad_enabled():  # in float32 it would save twice what the hidden states take
             distance = partial(checkpoint, distance, use_reentrant=False, preserve_rng_state=False)
         for target, hidden in zip(teacher.hidden, student.hidden, strict=True):
-            # Layers may lie on other devices than the losses.
+            # Layers may be on other devices than the losses.
             squared = distance(target.to(total.device), hidden.to(total.device))
             total = total + (squared * self.row_weights).sum()
         return total / len(teacher.hidden)

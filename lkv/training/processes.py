@@ -1,4 +1,4 @@
-"""Several processes and devices in one training: who does what, and where the frozen model lies."""
+"""Training with several processes and devices: the share of each, and where the frozen model is."""
 
 import os
 from collections.abc import Iterable, Sequence

@@ -87,7 +87,7 @@ def read_member(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
 
 
 def split_lines(content: str) -> list[str]:
-    """The lines of a file, which newlines alone end: other separators may stand inside what is written in JSON."""
+    """The lines of a file, split at newlines only: JSON strings may contain other separators."""
     return [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")] if content else []
 
 

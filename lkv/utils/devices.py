@@ -31,7 +31,7 @@ def runtime(device: torch.device) -> Any:
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU `device` the current one for the block: kernels are launched there, wherever their tensors lie."""
+    """Make a GPU `device` the current one for the block: Triton launches on that one, not on that of the tensors."""
     return runtime(device).device(device) if is_gpu(device) else nullcontext()
 
 

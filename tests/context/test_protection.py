@@ -116,8 +116,8 @@ def test_a_memory_budget_holds_them_in_its_best_precision(tokens, memory, method
         store = layer.store.restore() if hasattr(layer.store, "restore") else layer.store
         for head, values in enumerate(whole.value[0].float()):
             own = store.head_entries(0, head)[1].float()
-            wanted = values[protected]
-            error = (own[None] - wanted[:, None]).norm(dim=-1).amin(1) / wanted.norm(dim=-1)
+            expected = values[protected]
+            error = (own[None] - expected[:, None]).norm(dim=-1).amin(1) / expected.norm(dim=-1)
             bits = layer.store.tiers[0].precision.value_bits if memory < 0.5 and hasattr(layer.store, "tiers") else 8
             assert (error < {8: 0.02, 4: 0.15}[bits]).all()
 

@@ -78,6 +78,6 @@ def test_rows_that_end_early_do_not_change_the_others(model, policy):
 
 def test_a_grid_requires_queries_only_for_methods_that_read_them(policy):
     model = tiny_llama()
-    wanted = {"lkv knorm kvzip full": False, "lkv tova": 1, "lkv tova snapkv criticalkv": 64, "lkv snapkv h2o": True}
-    for names, queries in wanted.items():
+    expected = {"lkv knorm kvzip full": False, "lkv tova": 1, "lkv tova snapkv criticalkv": 64, "lkv snapkv h2o": True}
+    for names, queries in expected.items():
         assert MethodGrid(model, Letters(), names.split(), [0.3], policy).required_queries == queries

@@ -54,9 +54,9 @@ def masked(model, press) -> list[set[tuple[int, ...]]]:
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.85])
 def test_it_masks_what_the_packages_presses_mask(saved, ratio):
     policy = Policy.from_pretrained(saved)
-    wanted = masked(tiny_llama(), LKVHeadBudgetPress(policy, LKVScorerPress(policy, ratio)))
-    assert masked(tiny_llama(), LKVPress(saved, compression_ratio=ratio)) == wanted
-    share = sum(map(len, wanted)) / (2 * 3 * 2 * TOKENS)
+    expected = masked(tiny_llama(), LKVHeadBudgetPress(policy, LKVScorerPress(policy, ratio)))
+    assert masked(tiny_llama(), LKVPress(saved, compression_ratio=ratio)) == expected
+    share = sum(map(len, expected)) / (2 * 3 * 2 * TOKENS)
     assert share == pytest.approx(ratio, abs=0.01)
 
 

@@ -107,13 +107,13 @@ def test_position_terms_are_piecewise_linear_and_flat_beyond_the_last_knot(token
     )
     for t, place in enumerate(places.tolist()):
         for head in range(2):
-            wanted = 0.0
+            expected = 0.0
             for table, x in ((tables.start, place + 1), (tables.end, start + tokens - place)):
                 log = min(math.log2(x), knots - 1)
                 left, right = math.floor(log), math.ceil(log)
                 a, b = float(table[head, left]), float(table[head, right])
-                wanted += a + (b - a) * (log - left)
-            assert float(found[0, head, t]) == pytest.approx(wanted, abs=1e-5)
+                expected += a + (b - a) * (log - left)
+            assert float(found[0, head, t]) == pytest.approx(expected, abs=1e-5)
 
 
 def zero_content(dim: int = 4) -> ContentWeights:

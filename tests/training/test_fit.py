@@ -182,9 +182,9 @@ def test_a_killed_run_continues(folder, cache, stage, capfd):
     state = fitted_folder(str(folder), patch_attention(model).spec) / ".fit" / "state"
     # A process of its own: threads of earlier backward passes would not survive a fork.
     child = subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(folder), stage])
-    end, wanted = time.monotonic() + 50, "statistics: held-out" if stage == "statistics" else " contexts: held-out"
+    end, line = time.monotonic() + 50, "statistics: held-out" if stage == "statistics" else " contexts: held-out"
     seen = ""
-    while wanted not in seen and time.monotonic() < end:
+    while line not in seen and time.monotonic() < end:
         time.sleep(0.1)
         seen += capfd.readouterr().err
     time.sleep(0.5)  # the state is written after the line

@@ -243,7 +243,7 @@ def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
     """Block sizes; a dot product takes at least 16 of everything."""
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    # About 16 KiB of k at once: enough loads in flight, and room for several stages.
+    # About 16 KiB of k at once: enough loads in flight, and memory for several stages.
     wide = max(block_d, block_v) * dtype.itemsize
     return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_N": max(16, min(128, 16384 // wide))}
 

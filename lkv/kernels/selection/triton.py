@@ -17,7 +17,7 @@ _MOVED_AT_ONCE = 64
 
 
 class Entries(NamedTuple):
-    """Where entries lie: k and v [B, H, T, d] in any layout; or pools [P, d], their `starts` and `counts` [B, H].
+    """The location of entries: k and v [B, H, T, d] in any layout; or pools [P, d], their `starts` and `counts` [B, H].
 
     `counts` (int32, as `starts`) are at most `width`.
     """

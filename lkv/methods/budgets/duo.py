@@ -30,7 +30,7 @@ _ROWS = 256  # attention rows held at a time
     "duo",
     label="DuoAttention",
     description="retrieval heads keep all, others sinks and recent tokens (DuoAttention)",
-    variant="DuoAttention with the exact budget: as many retrieval heads as R leaves room for beside the windows",
+    variant="DuoAttention with the exact budget: as many retrieval heads as R allows after the windows",
 )
 class Duo(FixedBudget):
     """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads only sinks and recent tokens.

@@ -152,7 +152,7 @@ class PrecomputedScores(Selector):
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         """The layer's part of the table."""
-        # The layers of a model may lie on several devices, the table lies on one.
+        # A model's layers may be on several devices; the table is on one.
         return self._table[layer].to(prompt.key.device)
 
 

@@ -76,7 +76,7 @@ class DataBuildConfig:
 def build_dataset(
     config: DataBuildConfig, tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
 ) -> dict[str, Any]:
-    """Build training data into a folder and return its manifest; `load` stands in for `datasets.load_dataset`."""
+    """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
     if not getattr(tokenizer, "chat_template", None):
@@ -178,7 +178,7 @@ def _open_loom(
 
 
 def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str, Any]:
-    """A source in the manifest and on a policy's card; a set that stands in for it by the map is named as itself."""
+    """A source in the manifest and on a policy's card; a set that replaces it by the map keeps its own name."""
     other = next((match for path in paths if (match := match_dataset(path)) not in ("", name)), name)
     expected, actual = PUBLIC_DATASETS[name], PUBLIC_DATASETS[other]
     title = actual.title if other == name else f"{actual.title}, in place of {expected.title}"

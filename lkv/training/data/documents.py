@@ -56,7 +56,7 @@ Item = Passage | MultiHopQuestion | Meeting | ShortQuestion
 
 
 def item_texts(item: Item) -> list[str]:
-    """The texts of an item, which decontamination compares; the first identifies it, whatever file it comes from."""
+    """The texts of an item, which decontamination compares; the first one identifies it across files."""
     if isinstance(item, MultiHopQuestion):
         return [item.question, *(passage.text for passage in item.passages)]
     if isinstance(item, Meeting):

@@ -54,7 +54,7 @@ BUILTIN_SOURCES = ("python", "manual")  # what every Python installation has
 
 
 def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
-    """The items that training never sees, or the others; what an item says decides, whatever file it comes from."""
+    """The items that training never sees, or the others; an item's text decides, not its file."""
     if len(items) == 1:
         return [] if validation else list(items)
     chosen = []

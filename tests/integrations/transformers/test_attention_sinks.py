@@ -37,9 +37,9 @@ def test_a_sink_is_one_more_logit_without_a_value():
     sinks, visible = torch.randn(4, dtype=torch.float64), torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     logits = query @ key.repeat_interleave(2, 1).mT
     logits = torch.cat([logits.masked_fill(~visible, -torch.inf), sinks[:, None, None].expand(2, 4, 7, 1)], -1)
-    wanted = torch.softmax(logits, -1)[..., :-1] @ value.repeat_interleave(2, 1)
+    expected = torch.softmax(logits, -1)[..., :-1] @ value.repeat_interleave(2, 1)
     out, lse = masked_attention(query, key, value, visible, 1.0)
-    torch.testing.assert_close(join_sinks(out, lse, sinks), wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(join_sinks(out, lse, sinks), expected, atol=1e-12, rtol=1e-12)
     assert join_sinks(out.bfloat16(), lse, sinks).dtype == torch.bfloat16
     assert bool((join_sinks(out, torch.full_like(lse, -torch.inf), sinks) == 0).all())
     with pytest.raises(ValueError, match=r"sinks \[Hq\], but got \[2, 4, 7, 8\], \[2, 4, 7\] and \[3\]"):

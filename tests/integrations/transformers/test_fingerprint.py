@@ -113,11 +113,11 @@ class Sampled(NamedTuple):
 @pytest.fixture(scope="module")
 def sampled():
     decoder = load_default()[0].get_decoder()
-    wanted = ("layers.0.", "layers.15.", "layers.29.")
+    sampled = ("layers.0.", "layers.15.", "layers.29.")
     matrices = {
         name: weight.detach()
         for name, weight in decoder.named_parameters()
-        if weight.ndim == 2 and name.startswith(wanted)
+        if weight.ndim == 2 and name.startswith(sampled)
     }
     return Sampled(matrices, read_norms(decoder, 30))
 
