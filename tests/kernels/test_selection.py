@@ -57,7 +57,7 @@ def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind):
 
 
 @pytest.mark.parametrize("place", [0, 2047, 2048, 2499, 2500])
-def test_ranking_notes_scores_that_are_no_numbers(place):
+def test_ranking_notes_what_is_no_number(place):
     """Of the entries that a span has, and no others."""
     scores, keep = torch.zeros(1, 2, 2600), torch.tensor([[700, 0]], dtype=torch.int32)
     scores[0, 0, 3:9] = torch.tensor([-math.inf, math.inf] * 3)
