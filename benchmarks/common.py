@@ -97,10 +97,10 @@ def subject_of(options: argparse.Namespace) -> Subject:
     """The model and policy that the options name; `options.model` becomes what the hub calls it."""
     model, tokenizer = load_model(options.model or DEFAULT, getattr(torch, options.dtype))
     policy = load_policy(options.policy) if options.policy else default_policy(model)
-    known = policy.card.get("hub") or [Path(options.model or DEFAULT).name]
+    hub_names = policy.card.get("hub") or [Path(options.model or DEFAULT).name]
     if options.model:
-        options.model = known[0]
-    return Subject(model, tokenizer, policy, known[0])
+        options.model = hub_names[0]
+    return Subject(model, tokenizer, policy, hub_names[0])
 
 
 def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:

@@ -38,8 +38,8 @@ def main() -> None:
             parts = ("prefill", "methods", "full")
             seconds = np.array([[sample["seconds"][part] for part in parts] for sample in read_samples(lines)[1]])
             total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
-            drawn = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
-            low, high = np.quantile(drawn[0] / drawn[1], [0.025, 0.975])
+            resamples = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
+            low, high = np.quantile(resamples[0] / resamples[1], [0.025, 0.975])
             row = {"methods": name, "tokens": tokens, "threads": options.threads, "n": len(seconds)}
             row |= {"value": total[0].sum() / total[1].sum(), "low": low, "high": high, "baseline": "full"}
             row |= {"unit": "time of the whole comparison by that of the full cache alone, reading and answering"}

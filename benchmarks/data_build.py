@@ -46,7 +46,7 @@ def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, A
     processor, wall = (min(own[clock] for own in seconds) for clock in ("processor", "wall"))
     distances = (abs(100 * counts[name] / total - ratio) for name, ratio in LOOM_RATIOS.items())
     outside = sum(not BOUNDS[0] <= row["tokens"] <= BOUNDS[1] for row in _lines(first))
-    made: dict[str, tuple[float, str]] = {
+    measures: dict[str, tuple[float, str]] = {
         "samples": (total, f"built of {samples:,} asked for"),
         "processor seconds": (processor, "of one process, one thread"),
         "seconds": (wall, "of the clock" + " at most: the machine was busy" * options.busy),
@@ -57,15 +57,17 @@ def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, A
         "different contexts": (len(contexts), f"of {total:,}"),
     }
     if len(outs) == 2:
-        made["files that differ"] = (_differing(*outs), f"of {len(list(first.iterdir()))}, two builds of one seed")
-    rows = [{"asked": samples, "measure": name, "value": value, "unit": unit} for name, (value, unit) in made.items()]
+        measures["files that differ"] = (_differing(*outs), f"of {len(list(first.iterdir()))}, two builds of one seed")
+    rows = [
+        {"asked": samples, "measure": name, "value": value, "unit": unit} for name, (value, unit) in measures.items()
+    ]
     return rows + [_lengths(first, samples, name) for name in LOOM_RATIOS]
 
 
 def built(out: Path, options: Namespace, samples: int) -> dict[str, float]:
     """Build into `out`, going on where an earlier run was stopped; the seconds of all runs together."""
-    told, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
-    spent = json.loads(told.read_text()) if told.is_file() else {"wall": 0.0, "processor": 0.0}
+    seconds_path, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
+    spent = json.loads(seconds_path.read_text()) if seconds_path.is_file() else {"wall": 0.0, "processor": 0.0}
     names.write_text(json.dumps(STAND_INS))
     settings = DataBuildConfig("loom", out, options.data, names, samples, _HELD_OUT, options.seed, *BOUNDS)
     if (out / MANIFEST).is_file():
@@ -76,14 +78,14 @@ def built(out: Path, options: Namespace, samples: int) -> dict[str, float]:
     finally:
         spent["wall"] += time.perf_counter() - clocks[0]
         spent["processor"] += time.process_time() - clocks[1]
-        told.write_text(json.dumps(spent))
+        seconds_path.write_text(json.dumps(spent))
     return spent
 
 
 def _lengths(folder: Path, samples: int, name: str) -> dict[str, Any]:
     own = sorted(row["tokens"] for row in _lines(folder) if row["source"] == name)
-    shown = {"least": own[0], "median": own[len(own) // 2], "most": own[-1]}
-    return {"asked": samples, "measure": f"samples of {name}", "value": len(own), "unit": "samples", "tokens": shown}
+    sizes = {"least": own[0], "median": own[len(own) // 2], "most": own[-1]}
+    return {"asked": samples, "measure": f"samples of {name}", "value": len(own), "unit": "samples", "tokens": sizes}
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -93,8 +95,8 @@ def _lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _counted(row: dict[str, Any], tokenizer: Any) -> int:
     """Tokens of a sample as a model reads them, counted anew from the file."""
-    asked = tuple(Continuation(own["question"], own["target"]) for own in row["continuations"])
-    ids = tokenize_sample(Sample(row["source"], row["context"], asked), tokenizer, 2**40, 2**40)
+    continuations = tuple(Continuation(own["question"], own["target"]) for own in row["continuations"])
+    ids = tokenize_sample(Sample(row["source"], row["context"], continuations), tokenizer, 2**40, 2**40)
     return len(ids.context) + max(len(own) for own, _ in ids.continuations)
 
 

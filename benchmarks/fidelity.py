@@ -86,8 +86,8 @@ def summarise(samples: Iterable[tuple[str, int | None, Sample]]) -> list[dict]:
         row |= {"retention": retention, "realised": sum(s["kept"][i] for s, i in members) / len(members)}
         rows.append(row | fidelity_row(members))
         if task == "all" or tokens is None:
-            told = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.3f} agreement {rows[-1]['agreement']:.3f}"
-            print(f"{task:14} {method:16} {row['tokens']:6} R {retention:4} {told}")
+            line = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.3f} agreement {rows[-1]['agreement']:.3f}"
+            print(f"{task:14} {method:16} {row['tokens']:6} R {retention:4} {line}")
     return rows
 
 

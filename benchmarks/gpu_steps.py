@@ -246,8 +246,8 @@ _COLUMNS = ("what", "tokens", "batch", "method", "attention", "launch")
 def markdown(row: Row) -> str:
     """A row of the table that is printed."""
     ratio = row["value"] if row.get("baseline") else None
-    found = row.get("reason") or f"{1e3 * row['seconds']:.3f}"
-    cells = [*(row.get(name, "") for name in _COLUMNS), found, "" if ratio is None else f"{ratio:.3f}"]
+    result = row.get("reason") or f"{1e3 * row['seconds']:.3f}"
+    cells = [*(row.get(name, "") for name in _COLUMNS), result, "" if ratio is None else f"{ratio:.3f}"]
     return f"| {' | '.join(map(str, cells))} |"
 
 

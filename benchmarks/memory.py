@@ -109,8 +109,8 @@ def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:
         row: dict[str, Any] = {"method": method, "tokens": tokens, "memory": memory}
         row |= {name: sum(s[name][i] for s, i in members) / len(members) for name in ("held", "kept")}
         rows.append(row | fidelity_row(members))
-        told = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.4f} agreement {rows[-1]['agreement']:.3f}"
-        print(f"{tokens:6} {method:28} memory {memory:5} held {row['held']:.4f} {told}")
+        line = f"n {rows[-1]['n']:4} kl {rows[-1]['kl']:.4f} agreement {rows[-1]['agreement']:.3f}"
+        print(f"{tokens:6} {method:28} memory {memory:5} held {row['held']:.4f} {line}")
     return rows
 
 

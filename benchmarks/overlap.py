@@ -41,8 +41,8 @@ def trained_on(folder: Path) -> dict[str, list[Any]]:
 
 def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str, NgramOverlap]) -> dict[str, Any]:
     """A row: how many items of a set overlap, and with which files."""
-    kept, found = overlap.clean(items)
-    left = {id(item) for item in kept}
+    clean_items, counts = overlap.clean(items)
+    left = {id(item) for item in clean_items}
     files = Counter(
         file
         for item in items
@@ -51,7 +51,7 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
         if max(map(own.share, item_texts(item))) >= OVERLAP_SHARE
     )
     title = PUBLIC_DATASETS[name].title if name in PUBLIC_DATASETS else "Python standard library"
-    row = {"set": name, "title": title, "n": found.compared, "shared": found.shared, "value": found.dropped}
+    row = {"set": name, "title": title, "n": counts.compared, "shared": counts.shared, "value": counts.dropped}
     unit = f"items of which a piece shares {OVERLAP_SHARE:.0%} of its {NGRAM_WORDS}-grams"
     return {**row, "unit": unit, "files": dict(sorted(files.items()))}
 
@@ -62,8 +62,8 @@ def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
     for entry in shipped_policies():
         policy = Policy.from_pretrained(entry.folder)
         before = policy.digest()
-        found = {"n": NGRAM_WORDS, "share": OVERLAP_SHARE, "files": files, "removed": False, "sets": sets}
-        policy.card["decontamination"] = found
+        document = {"n": NGRAM_WORDS, "share": OVERLAP_SHARE, "files": files, "removed": False, "sets": sets}
+        policy.card["decontamination"] = document
         policy.save_pretrained(entry.folder, half=True)
         assert Policy.from_pretrained(entry.folder).digest() == before
         print(f"{entry.name}: {describe_overlap(policy.card)}")

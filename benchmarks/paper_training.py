@@ -103,14 +103,16 @@ def _about(policy: Policy) -> dict[str, Any]:
 
 def _command(options: Any, details: dict[str, Any], built: BuiltDataset) -> str:
     """The commands that make it again: the data, each training, the comparison."""
-    asked, (least, most) = built.manifest["asked"], built.manifest["bounds"]
-    words = f"lkv data build --recipe loom --data TRAIN_FOLDER --map MAP --samples {asked['train']} --held-out "
-    commands = [f"{words}{asked['heldout']} --min-tokens {least} --max-tokens {most} --against EVAL_FILES --out BUILT"]
+    requested, (least, most) = built.manifest["asked"], built.manifest["bounds"]
+    words = f"lkv data build --recipe loom --data TRAIN_FOLDER --map MAP --samples {requested['train']} --held-out "
+    commands = [
+        f"{words}{requested['heldout']} --min-tokens {least} --max-tokens {most} --against EVAL_FILES --out BUILT"
+    ]
     base = vars(PRESETS["paper"])
     for name, about in details.items():
         changed = {key: value for key, value in about["training"].items() if base.get(key) != value}
-        given = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in changed.items())
-        commands.append(f"lkv train --preset paper --data BUILT --out {name} {given}")
+        arguments = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in changed.items())
+        commands.append(f"lkv train --preset paper --data BUILT --out {name} {arguments}")
     runs = shlex.join(["--runs", *details, "--tokens", *map(str, options.tokens), "--contexts", str(options.contexts)])
     commands.append(f"python -m benchmarks.paper_training --data TRAIN_FOLDER --built BUILT {runs}")
     return "; ".join(commands)

@@ -70,12 +70,12 @@ def _draw_table(
         cell = Cell(row["value"], low, high, row["n"], row["realised"])
         lines.setdefault((group, row["method"]), {})[columns[row[key]].name] = cell
     order = sort_methods(method for _, method in lines)
-    made = [
+    figures = [
         TableRow(method, method_label(method), cells, group)
         for (group, method), cells in sorted(lines.items(), key=lambda item: order.index(item[0][1]))
     ]
     every, axis = tuple(columns.values()), "retention (kept / all entries)" if name == "sweep" else ""
-    save_figure(plot_table(Table(name, title, every, make_cells(made, every), axis=axis, caption=caption)), path)
+    save_figure(plot_table(Table(name, title, every, make_cells(figures, every), axis=axis, caption=caption)), path)
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {

@@ -131,8 +131,8 @@ class _Evicting(DynamicLayer):
         self._share = share
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        kept = int(self._share * key_states.shape[2])
-        self.held = [x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in (key_states, value_states)]
+        kept_tokens = int(self._share * key_states.shape[2])
+        self.held = [x.new_empty((*x.shape[:2], kept_tokens, x.shape[3])) for x in (key_states, value_states)]
         return key_states, value_states
 
 
@@ -167,12 +167,12 @@ class Trace:
 def peak(events: list[Event]) -> int:
     """The most bytes that tensors hold at any time."""
     sizes: dict[int, int] = {}
-    held = most = 0
+    live = most = 0
     for storage, nbytes in events:
-        held += nbytes - sizes.pop(storage, 0)
+        live += nbytes - sizes.pop(storage, 0)
         if nbytes:
             sizes[storage] = nbytes
-        most = max(most, held)
+        most = max(most, live)
     return most
 
 
@@ -204,14 +204,14 @@ def main() -> None:
     options = parse_options(__doc__, "prompt_memory", config="llama-3.1-8b", memory=[80.0, 79.0], retention=0.15)
     rows = []
     for memory in options.memory:
-        for method, kept in (("full", None), ("lkv", options.retention)):
+        for method, retention in (("full", None), ("lkv", options.retention)):
             for logits in ("last", "all"):
-                trace, nbytes = Trace(read_config(options.config), kept, logits == "all"), memory * 2**30
+                trace, nbytes = Trace(read_config(options.config), retention, logits == "all"), memory * 2**30
                 found = {
                     f"counted by {how}": most(trace, nbytes, how == "allocator") for how in ("allocator", "tensors")
                 }
                 if logits == "last":
-                    predicted = longest_prompt(Shape.of(read_config(options.config)), nbytes, kept is not None)
+                    predicted = longest_prompt(Shape.of(read_config(options.config)), nbytes, retention is not None)
                     found["predicted by lkv profile --dry-run"] = predicted
                 for how, value in found.items():
                     row = {"method": method, "logits": logits, "gib": memory, "how": how}

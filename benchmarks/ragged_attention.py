@@ -73,10 +73,10 @@ def error_of(layer: Layer, scale: float) -> float:
     for rows in (1, 3):
         new = [torch.randn_like(x[:, :, :rows]) for x in (layer.key, layer.value)]
         query = layer.query.expand(-1, -1, rows, -1)
-        held = [[x.clone() for x in (layer.k_pool, layer.v_pool, layer.lens)] for _ in range(2)]
-        for (k_pool, v_pool, lens), backend in zip(held, ("triton", "loop"), strict=True):
+        copies = [[x.clone() for x in (layer.k_pool, layer.v_pool, layer.lens)] for _ in range(2)]
+        for (k_pool, v_pool, lens), backend in zip(copies, ("triton", "loop"), strict=True):
             append_and_attend(query, new[0], new[1], k_pool, v_pool, layer.starts, lens, scale, backend)
-        if not all(torch.equal(*pair) for pair in zip(*held, strict=True)):
+        if not all(torch.equal(*pair) for pair in zip(*copies, strict=True)):
             sys.exit("the kernels appended something else than index assignment does: nothing was timed.")
     return error
 

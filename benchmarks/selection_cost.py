@@ -24,7 +24,7 @@ def main() -> None:
         dtype="bfloat16",
     )  # fmt: skip
     model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy, drawn = default_policy(), torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
+    policy, pattern = default_policy(), torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
     rows = []
     for tokens in options.tokens:
         # Beyond the model's positions its text would mean nothing; what it costs stays the same.
@@ -39,7 +39,7 @@ def main() -> None:
                 return
             method = resolve_method(
                 name, model, retention=options.retention, policy=policy, tokenizer=tokenizer,
-                pattern=drawn if parse_method(name).needs_pattern else None,
+                pattern=pattern if parse_method(name).needs_pattern else None,
             )  # fmt: skip
             if parse_method(name).needs_second_pass:
                 method = method.for_prompt(ids[0].tolist(), prompt)

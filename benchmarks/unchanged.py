@@ -67,9 +67,9 @@ def measured(options: argparse.Namespace, tree: Path, folder: Path) -> dict[str,
     command = [sys.executable, "-P", __file__, str(tree), "--probe", str(out)]
     command += ["--samples", str(options.samples), "--model", options.model]
     env = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"the measurement with the package in {tree} failed:\n{done.stderr[-3000:]}")
+    run = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+    if run.returncode:
+        sys.exit(f"the measurement with the package in {tree} failed:\n{run.stderr[-3000:]}")
     return load_file(out)
 
 
@@ -174,8 +174,8 @@ def indices_of(state: dict[str, torch.Tensor], layer: int, whole: torch.Tensor) 
     """For each head how many entries a saved layer holds, then which of `whole` [H, T, d] they are: equal rows of k."""
     counts = state[f"kept.{layer}"][0]
     parts = [counts]
-    for held, keys in zip(state[f"k.{layer}"].split(counts.tolist()), whole, strict=True):
-        equal = (held[:, None] == keys[None]).all(-1)
+    for kept_keys, keys in zip(state[f"k.{layer}"].split(counts.tolist()), whole, strict=True):
+        equal = (kept_keys[:, None] == keys[None]).all(-1)
         if not bool(equal.any(-1).all()):
             raise ValueError(f"layer {layer} holds entries that the text has not")
         parts.append(equal.int().argmax(-1))

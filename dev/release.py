@@ -52,12 +52,12 @@ def copied(source: Path) -> Path:
 def build(source: Path, out: Path) -> list[str]:
     """Build both from `source` into `out`; returns their names."""
     out.mkdir(parents=True, exist_ok=True)
-    done = [
+    steps = [
         subprocess.run([sys.executable, "-c", _BUILD, kind, str(out.resolve())], cwd=source, check=True, text=True,
                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         for kind in ("build_sdist", "build_wheel")
     ]  # fmt: skip
-    return [run.stdout.split()[-1] for run in done]
+    return [run.stdout.split()[-1] for run in steps]
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"full": {}, "lkv": {"memory": MEMORY}, "sn
 
 def measure(context: Context, seconds: float, reference: list[str], method: str) -> tuple[list[dict], list[str]]:
     """Rows for the summary: each answer, then bytes, times and agreement with the full cache's answers."""
-    rows, answers, held = [], [], context.nbytes()
+    rows, answers, nbytes = [], [], context.nbytes()
     started = time.perf_counter()
     written = 0
     for _, _, question, answer in NOTES:
@@ -39,7 +39,7 @@ def measure(context: Context, seconds: float, reference: list[str], method: str)
     shared = {"method": method, "tokens": context.tokens, **OPTIONS[method]}
     shared["realised"] = context.realised_retention()
     for name, value, unit in (
-        ("cache", held, "bytes of k and v held"),
+        ("cache", nbytes, "bytes of k and v held"),
         ("prefill", seconds, "seconds"),
         ("answering", per_token, "milliseconds a token"),
         ("agreement", sum(agreement) / len(agreement), "share of the full cache's tokens predicted"),

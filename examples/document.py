@@ -21,12 +21,12 @@ def document(tokenizer: Any, tokens: int = TOKENS) -> str:
     texts = [file.read_text(encoding="utf-8") for file in files(PACKAGE) or [] if file.name == "LICENSE.txt"]
     text = next(text for text in texts if OPENING in text)
     paragraphs = [" ".join(part.split()) for part in text[text.index(OPENING) :].split("\n\n") if part.strip()]
-    kept, count = [], 0
+    parts, count = [], 0
     for paragraph in paragraphs:
-        kept.append(paragraph)
+        parts.append(paragraph)
         count += len(tokenizer(paragraph, add_special_tokens=False)["input_ids"])
         if count >= tokens:
             break
     for depth, sentence, _, _ in reversed(NOTES):
-        kept.insert(int(depth * len(kept)), sentence)
-    return "\n\n".join(kept)
+        parts.insert(int(depth * len(parts)), sentence)
+    return "\n\n".join(parts)

@@ -155,10 +155,10 @@ def describe_invalid_value(error: "ValidationError", names: Iterable[str], prefi
     """
     problem = error.errors()[0]
     name = str(problem["loc"][0])
-    shown = prefix + (name.replace("_", "-") if prefix else name)
+    option = prefix + (name.replace("_", "-") if prefix else name)
     if name not in names:
         near = get_close_matches(name, names, n=1)
-        return f"there is no setting {shown!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
+        return f"there is no setting {option!r}" + (f"; did you mean {near[0]!r}?" if near else ".")
     if isinstance(cause := problem.get("ctx", {}).get("error"), LkvError):
         return str(cause)
     value = str(problem["input"])
@@ -166,4 +166,4 @@ def describe_invalid_value(error: "ValidationError", names: Iterable[str], prefi
         value = repr(problem["input"])
     value = value if len(value) < 80 else f"{value[:80]}..."
     allowed = re.split(", (?:unable|got) ", problem["msg"].removeprefix("Input should be "))[0]
-    return f"{shown} is {value}, but must be {allowed}."
+    return f"{option} is {value}, but must be {allowed}."

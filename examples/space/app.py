@@ -41,8 +41,8 @@ def compare(text: str, question: str, percent: float) -> list[list[str]]:
 def example_text() -> str:
     """The log of a lighthouse, beside this file or in the folder above; empty where it is in neither."""
     here = Path(__file__).parent
-    found = [folder / "lighthouse.txt" for folder in (here, here.parent) if (folder / "lighthouse.txt").is_file()]
-    return found[0].read_text(encoding="utf-8") if found else ""
+    files = [folder / "lighthouse.txt" for folder in (here, here.parent) if (folder / "lighthouse.txt").is_file()]
+    return files[0].read_text(encoding="utf-8") if files else ""
 
 
 def build() -> Any:

@@ -76,16 +76,17 @@ class TieredStore:
         extras = (
             () if store.scores is None or store.positions is None else (store.scores[slots], store.positions[slots])
         )
-        made, rest = [], RaggedStore(torch.zeros_like(store.lens), free_slots, store.k, store.v, bool(extras))
+        quantized_tiers = []
+        rest = RaggedStore(torch.zeros_like(store.lens), free_slots, store.k, store.v, bool(extras))
         for precision, lens, entries in zip(tiers.precisions, tiers.lens, tiers.entries(), strict=True):
             parts = key[entries], value[entries], *(x[entries] for x in extras)
             if precision.is_quantized and int(lens.sum()):
                 codes = *quantize(parts[0], precision.key_bits), *quantize(parts[1], precision.value_bits)
-                made.append(Tier(precision, lens, codes, *parts[2:]))
+                quantized_tiers.append(Tier(precision, lens, codes, *parts[2:]))
             elif not precision.is_quantized:
                 rest = RaggedStore(lens, free_slots, store.k, store.v, bool(extras))
                 rest.fill(*parts)
-        return cls(basis, tuple(made), rest)
+        return cls(basis, tuple(quantized_tiers), rest)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -281,8 +282,8 @@ class TieredStore:
             bits = stored.tolist() if stored.dtype == torch.long and stored.shape == (2,) else []
             if not bits or not set(bits) <= set(QUANTIZED_BITS):
                 raise ValueError(f"the bits of its tier {number} are none of {QUANTIZED_BITS}, for k and for v")
-            kept = _check_counts(state[f"tier{number}_kept"], lens, f"tier {number}")
-            entries, counts = int(kept.sum()), counts + kept
+            tier_lens = _check_counts(state[f"tier{number}_kept"], lens, f"tier {number}")
+            entries, counts = int(tier_lens.sum()), counts + tier_lens
             for name, bit in zip(("key", "value"), bits, strict=True):
                 codes, norms = (state[f"tier{number}_{name}_{part}"].dtype for part in ("codes", "norms"))
                 shapes[f"tier{number}_{name}_codes"] = (entries, code_width(bit, width)), codes == torch.uint8

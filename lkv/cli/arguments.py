@@ -127,5 +127,5 @@ def _help_text(field: FieldInfo) -> str:
         default = " ".join(map(str, default))
     if field.is_required() or default in (None, "") or isinstance(default, bool):
         return text.replace("%", "%%")
-    shown = f"{default:,}" if isinstance(default, int) else f"{default:g}" if isinstance(default, float) else default
-    return f"{text} (default: {shown})".strip().replace("%", "%%")
+    value = f"{default:,}" if isinstance(default, int) else f"{default:g}" if isinstance(default, float) else default
+    return f"{text} (default: {value})".strip().replace("%", "%%")

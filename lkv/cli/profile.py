@@ -73,16 +73,16 @@ def _measure(options: Profile, out: Path) -> None:
     profiler = _make_profiler(options)
     rows: list[dict[str, Any]] = []
     settings = {name: str(value) for name, value in options.model_dump(exclude={"out", "strict"}).items()}
-    with open_journal(out.with_suffix(".jsonl"), settings) as done:
+    with open_journal(out.with_suffix(".jsonl"), settings) as journal:
         for tokens in dict.fromkeys(options.tokens):
-            if str(tokens) not in done:
-                done.add(str(tokens), {"rows": profiler.measure(tokens, options.methods)})
-            rows += _print_rows(done[str(tokens)]["rows"])
+            if str(tokens) not in journal:
+                journal.add(str(tokens), {"rows": profiler.measure(tokens, options.methods)})
+            rows += _print_rows(journal[str(tokens)]["rows"])
         for method in dict.fromkeys(options.methods if options.until_out_of_memory else ()):
             key = f"largest-{method}"
-            if key not in done:
-                done.add(key, {"rows": [profiler.measure_largest(method, min(options.tokens), _MAX_TOKENS)]})
-            rows += _print_rows(done[key]["rows"])
+            if key not in journal:
+                journal.add(key, {"rows": [profiler.measure_largest(method, min(options.tokens), _MAX_TOKENS)]})
+            rows += _print_rows(journal[key]["rows"])
         _compare_contexts([row for row in rows if row.get("largest")])
         write_results(out, "profile", rows, options.seed, _command_line(options))
     print(f"written to {out}")

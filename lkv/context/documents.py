@@ -34,20 +34,20 @@ def read_document(name: str | os.PathLike[str]) -> str:
         raise DocumentError(
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
         ) from error
-    shown, start = "standard input" if name == STDIN else name, data[:256].lstrip().lower()
+    label, start = "standard input" if name == STDIN else name, data[:256].lstrip().lower()
     try:
         if data[:1024].lstrip().startswith(b"%PDF-"):
-            text = _pdf(data, shown)
+            text = _pdf(data, label)
         elif name.lower().endswith((".html", ".htm", ".xhtml")) or start.startswith((b"<!doctype html", b"<html")):
-            text = _html(data, shown)
+            text = _html(data, label)
         else:
             text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DocumentError(
-            f"{shown} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
+            f"{label} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
         ) from error
     if not text.strip():
-        raise DocumentError(f"{shown} has no text; a scanned document must go through text recognition first.")
+        raise DocumentError(f"{label} has no text; a scanned document must go through text recognition first.")
     return text
 
 

@@ -198,12 +198,12 @@ def _run_methods(
             del predictions
         answers = comparison.generate(prompt.question[-1:], example.max_new_tokens, stop_ids, last=True)
         del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
-        for row, kept, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
+        for row, kept_count, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)
-            nbytes = nbytes_of_batch if grid.is_memory and row.name != FULL else kept * entry_nbytes
+            nbytes = nbytes_of_batch if grid.is_memory and row.name != FULL else kept_count * entry_nbytes
             memory = {"nbytes": nbytes, "full_nbytes": full_entries * entry_nbytes}
-            line = {"method": row.name, "retention": row.retention, "realised": round(kept / full_entries, 6), **memory}
-            line |= {"answer": text, "score": float(config.score(example, text))}
+            line = {"method": row.name, "retention": row.retention, "realised": round(kept_count / full_entries, 6)}
+            line |= memory | {"answer": text, "score": float(config.score(example, text))}
             rows.append(line | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS})
     seconds = {"prefill": prefilled - started, "methods": _synchronised_clock(device) - prefilled}
     return {

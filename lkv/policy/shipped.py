@@ -119,8 +119,8 @@ def _retentions(card: dict[str, Any]) -> str:
     """The smallest and largest retention of all stages of the training."""
     used, stage = [], card
     while training := stage.get("training"):
-        drawn = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
-        used += drawn or [training["retention_start"], training["retention_end"]]
+        retentions = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
+        used += retentions or [training["retention_start"], training["retention_end"]]
         stage = stage.get("started_from", {})
     if not used:
         return "unknown"

@@ -26,10 +26,10 @@ def positional_keywords(*names: str) -> Callable[[Callable[_P, _R]], Callable[_P
             # Python's own error for too many arguments, or for one that is given twice.
             if not old or len(args) > count + len(names) or old.keys() & kwargs.keys():
                 return function(*args, **kwargs)
-            shown = ", ".join(f"{name}=..." for name in old)
+            keywords = ", ".join(f"{name}=..." for name in old)
             warnings.warn(
                 f"{function.__qualname__.removesuffix('.__init__')} takes {' and '.join(old)} by keyword from now on; "
-                f"write {shown}.",
+                f"write {keywords}.",
                 DeprecationWarning,
                 stacklevel=2,
             )

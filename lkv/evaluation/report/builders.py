@@ -204,9 +204,8 @@ def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
 def _build_ablation(scores: Scores) -> Table:
     """Budget rules by selectors, what the rules gain, and marginal means that average the methods by sample."""
     grid, base = _ablation_grid(scores.pairs), RULES[0]
-    shown = _ABLATION_COLUMNS.get(scores.suite)
-    units = {AVERAGE: scores.units}
-    units |= {name: column_units for name, column_units in scores.categories().items() if not shown or name in shown}
+    titles, units = _ABLATION_COLUMNS.get(scores.suite), {AVERAGE: scores.units}
+    units |= {name: group for name, group in scores.categories().items() if not titles or name in titles}
 
     def row(pairs: Sequence[Pair], name: str, group: str, method: str, bases: Sequence[Pair] = ()) -> TableRow:
         """The mean of the methods `pairs`, and its gain over that of `bases`."""

@@ -211,8 +211,8 @@ def _format(
     text = text.join(cells.pivot(index="row", columns="column", values="text")[list(columns)])
     counts = cells[cells.source == MEASURED].groupby("column").n.agg(lambda n: set(n.dropna())).reindex(columns)
     if counts.map(len).any():
-        shown = {name: str(*n) if len(n) == 1 else "" for name, n in counts.items()}
-        text.loc[-1] = dict.fromkeys(text.columns, "") | {table.row_title: "n"} | shown
+        sizes = {name: str(*n) if len(n) == 1 else "" for name, n in counts.items()}
+        text.loc[-1] = dict.fromkeys(text.columns, "") | {table.row_title: "n"} | sizes
     return text.set_axis([*rows.group, *rows.group[-1:]][: len(text)])
 
 

@@ -128,8 +128,8 @@ def _check_continuations(
     owners: Tensor | None,
 ) -> None:  # fmt: skip
     tensors = {"q": q, "key": key, "value": value, "prompt_key": prompt_key, "prompt_value": prompt_value}
-    given = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
-    for name, x in given.items():
+    arguments = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
+    for name, x in arguments.items():
         check_tensor(name, x, {"log_mask": 3, "owners": 1}.get(name, 4))
         check_storage(name, x)
         if x.device != q.device:
@@ -142,7 +142,7 @@ def _check_continuations(
         and (log_mask is None or log_mask.shape == (rows, kv_heads, length))
         and (prompts == 1 if owners is None else owners.shape == (rows,))
     ):  # fmt: skip
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in given.items())
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in arguments.items())
         raise ValueError(f"The shapes do not fit each other: {shapes}.")
     if owners is not None and owners.dtype != torch.int64:
         raise ValueError(f"owners is {owners.dtype}, but it must be torch.int64.")
