@@ -60,10 +60,13 @@ def test_kernels_of_training_fit_the_gpu_that_they_are_compiled_for(arch, dim, d
     assert names[3:] == ["forward", "query_gradient", "key_gradient", "mask_gradient"]
 
 
-@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 89))])
-def test_attention_over_pools_keeps_everything_in_registers(arch):
+@pytest.mark.parametrize(
+    ("arch", "dim"),
+    [(90, 128), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 128), (89, 128), (90, 64)))],
+)
+def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
     """Of 1, 16 and 64 new tokens of an 8B model's heads, after compilation: what the machine code says."""
-    steps = [row for row in compiled(arch, 128, "bfloat16", "decode") if row["kernel"] == "slice_kernel"]
+    steps = [row for row in compiled(arch, dim, "bfloat16", "decode") if row["kernel"] == "slice_kernel"]
     assert [row["grid"][1] for row in steps] == [1, 1, 4]
     for new, row in zip((1, 16, 64), steps, strict=True):
         assert row["local"] == row["stack"] == 0
@@ -71,7 +74,9 @@ def test_attention_over_pools_keeps_everything_in_registers(arch):
         assert row["copies"] == row["wide_copies"] >= 32
         # With 100 KiB of shared memory a multiprocessor holds one program of many tokens.
         assert row["programs"] == (1 if arch == 89 and new > 1 else 2)
-        assert row["barriers"] <= 32
+        # Blocks of 128 entries in three stages would take 136 KiB, of one program.
+        assert arch != 90 or row["programs"] * row["shared"] > 200 * 1024
+        assert row["barriers"] <= (32 if dim == 128 else 40)
 
 
 @pytest.mark.slow
