@@ -190,7 +190,7 @@ whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
 assert local * 2 == whole > 0, (local, whole)
 torch.manual_seed(1)
 policy = Policy(patch_attention(model).spec)
-config, folder = replace(CONFIG, batch=6, steps=2), Path({folder!r})
+config, folder = replace(CONFIG, batch=6, steps=2, student={student!r}), Path({folder!r})
 Trainer(model, policy, config, uneven, [sample(1000)], folder, is_sharded=True).run()
 if rank == 0:
     torch.save(policy.state_dict(), folder / "policy.pt")
@@ -198,15 +198,17 @@ if rank == 0:
 
 
 @pytest.mark.slow
-def test_weights_shared_out_over_two_processes_train_the_same(tmp_path):
+@pytest.mark.parametrize("student", ["continuation", "full"])
+def test_weights_shared_out_over_two_processes_train_the_same(tmp_path, student):
     """FSDP over two processes, of which the first alone loads the model, against one process with the whole model."""
     pytest.importorskip("accelerate")
     folder = save_model(tmp_path / "model")
     model, _ = load_model(str(folder), torch.float32)
     torch.manual_seed(1)
     policy = Policy(patch_attention(model).spec)
-    Trainer(model, policy, replace(CONFIG, batch=6, steps=2), uneven, [sample(1000)], tmp_path / "one").run()
-    shared = run_in_two_processes(tmp_path / "two", SHARED.format(folder=str(tmp_path / "two"), model=str(folder)))
+    config, out = replace(CONFIG, batch=6, steps=2, student=student), tmp_path / "two"
+    Trainer(model, policy, config, uneven, [sample(1000)], tmp_path / "one").run()
+    shared = run_in_two_processes(out, SHARED.format(folder=str(out), model=str(folder), student=student))
     for name, value in policy.state_dict().items():
         torch.testing.assert_close(shared[name], value, atol=1e-6, rtol=1e-5)
     assert (tmp_path / "two" / "curve.jsonl").is_file()
