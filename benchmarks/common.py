@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lkv.methods.registry import FULL
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
+from lkv.utils import devices
 from lkv.utils.files import check_writable_file
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -27,6 +27,7 @@ from lkv.utils.statistics import bootstrap
 
 _FOLDERS = ("data", "train", "work", "out")
 RESULTS = Path(__file__).parent / "results"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,11 @@ def run_cases(
     return rows
 
 
-def wall_clock(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+def wall_clock(run: Callable[[], Any], device: torch.device = _CPU) -> float:
+    """Seconds of a run, to its end on `device`."""
+    started = devices.synchronised_clock(device)
     run()
-    return time.perf_counter() - started
+    return devices.synchronised_clock(device) - started
 
 
 def interleaved(

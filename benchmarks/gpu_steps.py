@@ -82,15 +82,7 @@ class Bench:
     def time(self, runs: dict[str, Step], tokens: int = 1) -> dict[str, list[float]]:
         """Seconds of each run in turn, to its end on the device; runs over many `tokens` at once take fewer turns."""
         turns = max(1, min(self.repeats, _TIMED_TOKENS // tokens))
-        return interleaved(runs, turns, self._seconds_of, _WARMUPS if tokens == 1 else 1)
-
-    def _seconds_of(self, run: Step) -> float:
-        def until_done() -> None:
-            run()
-            if devices.is_gpu(self.device):
-                devices.runtime(self.device).synchronize(self.device)
-
-        return wall_clock(until_done)
+        return interleaved(runs, turns, partial(wall_clock, device=self.device), _WARMUPS if tokens == 1 else 1)
 
 
 class Ways:

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks.common import interleaved, parse_options, save_rows
+from benchmarks.common import interleaved, parse_options, save_rows, wall_clock
 from benchmarks.decode import random_prompt, row_of
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
@@ -24,13 +23,6 @@ from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-
-
-def one_token(model: Any, cache: RaggedCache, token: Tensor) -> None:
-    """A whole step, to its end: a GPU is waited for."""
-    model(token, past_key_values=cache, use_cache=True)
-    if devices.is_gpu(token.device):
-        devices.runtime(token.device).synchronize(token.device)
 
 
 @torch.no_grad()
@@ -44,8 +36,8 @@ def rows_at(
     steps: dict[str, Callable[[], Any]] = {}
     for width, cache in caches.items():
         cache.fill(prompt)
-        steps[str(width)] = partial(one_token, model, cache, token)
-    seconds = interleaved(steps, repeats)
+        steps[str(width)] = partial(model, token, past_key_values=cache, use_cache=True)
+    seconds = interleaved(steps, repeats, partial(wall_clock, device=token.device))
     return [
         row_of("token", "lkv", tokens, retention, seconds[str(width)], seconds["None"], **about)
         | {"bits": width, "realised": cache.realised_retention(), "nbytes": cache.nbytes(), "baseline": "lkv"}

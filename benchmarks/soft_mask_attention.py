@@ -11,7 +11,6 @@ python -m benchmarks.soft_mask_attention    (writes soft_mask_attention.json; --
 import ctypes
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import RESULTS, interleaved, paired_ratio, parse_options
+from benchmarks.common import RESULTS, interleaved, paired_ratio, parse_options, wall_clock
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.results import write_results
 
@@ -118,7 +117,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """One row a method: its time as mean paired ratio to the baseline's, its median time and its peak memory."""
     runs = {name: functools.partial(forward_and_backward, attend, arguments) for name, attend in methods.items()}
-    seconds = interleaved(runs, repeats, functools.partial(timed, on_cuda=arguments[0].is_cuda), warmups=1)
+    seconds = interleaved(runs, repeats, functools.partial(wall_clock, device=arguments[0].device), warmups=1)
     q = arguments[0]
     # Two matrix products forward and five backward, half of each under the diagonal.
     operations = 7 * q.shape[1] * q.shape[2] ** 2 * q.shape[3]
@@ -140,21 +139,10 @@ def forward_and_backward(attend: Attention, arguments: list[Tensor]) -> None:
     torch.autograd.grad(attend(*arguments), arguments, torch.ones_like(arguments[0]), allow_unused=True)
 
 
-def timed(run: Callable[[], Any], on_cuda: bool) -> float:
-    """Seconds of a run to its end: a GPU is waited for."""
-    if on_cuda:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if on_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def matmul_tflops(like: Tensor, size: int = 8192) -> float:
     """What a large matrix product reaches on the device in the dtype of `like`."""
     x = torch.randn(size, size, device=like.device, dtype=like.dtype)
-    return 2 * size**3 / statistics.median(timed(lambda: x @ x, True) for _ in range(10)) / 1e12
+    return 2 * size**3 / statistics.median(wall_clock(lambda: x @ x, x.device) for _ in range(10)) / 1e12
 
 
 def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
@@ -197,7 +185,7 @@ def tune(shape: Shape, tokens: int, repeats: int) -> None:
                     attend = functools.partial(backend.attend, scale=shape.dim**-0.5, tiles=used._replace(**tile))
                     run = functools.partial(forward_and_backward, attend, arguments)
                     try:
-                        times = [timed(run, True) for _ in range(repeats + 1)][1:]
+                        times = [wall_clock(run, arguments[0].device) for _ in range(repeats + 1)][1:]
                     except OutOfResources:
                         continue
                     print(f"{field:16} {tuple(tile[field])} {statistics.median(times) * 1e3:.2f} ms")

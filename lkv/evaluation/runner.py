@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -174,9 +173,9 @@ def _run_methods(
 ) -> Record:
     """All rows of an example, in batches of `max_rows`."""
     device, stop_ids = input_device(model), _stop_ids(tokenizer, example)
-    started = _synchronised_clock(device)
+    started = devices.synchronised_clock(device)
     layers = read_prompt(model, torch.tensor([prompt.context], device=device), queries=grid.required_queries)
-    prefilled = _synchronised_clock(device)
+    prefilled = devices.synchronised_clock(device)
     bound, skipped = grid.bind(prompt.context, layers)
     full_entries = sum(layer.key.shape[:3].numel() for layer in layers)
     entry_nbytes = (layers[0].key.shape[-1] + layers[0].value.shape[-1]) * layers[0].key.element_size()
@@ -205,7 +204,7 @@ def _run_methods(
             line = {"method": row.name, "retention": row.retention, "realised": round(kept_count / full_entries, 6)}
             line |= memory | {"answer": text, "score": float(config.score(example, text))}
             rows.append(line | {name: _rounded(getattr(fidelity, name, None)) for name in FIDELITY_METRICS})
-    seconds = {"prefill": prefilled - started, "methods": _synchronised_clock(device) - prefilled}
+    seconds = {"prefill": prefilled - started, "methods": devices.synchronised_clock(device) - prefilled}
     return {
         "prompt_tokens": len(prompt.context),
         "truncated": prompt.truncated,
@@ -234,7 +233,7 @@ def _stop_ids(tokenizer: Any, example: Example) -> list[int]:
 def _time_full_cache(model: Any, tokenizer: Any, example: Example, prompt: Prompt) -> float | None:
     """Seconds to read the prompt and answer with transformers' own cache; None if memory runs out."""
     device = input_device(model)
-    started = _synchronised_clock(device)
+    started = devices.synchronised_clock(device)
     try:
         ids = prompt.context + prompt.question
         generate_greedily(model, [ids], example.max_new_tokens, _stop_ids(tokenizer, example))
@@ -242,13 +241,7 @@ def _time_full_cache(model: Any, tokenizer: Any, example: Example, prompt: Promp
         if not devices.is_out_of_memory(error):
             raise
         return None
-    return round(_synchronised_clock(device) - started, 4)
-
-
-def _synchronised_clock(device: torch.device) -> float:
-    if devices.is_gpu(device):
-        devices.runtime(device).synchronize(device)
-    return time.perf_counter()
+    return round(devices.synchronised_clock(device) - started, 4)
 
 
 def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:

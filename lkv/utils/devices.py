@@ -61,6 +61,13 @@ def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     return graph.replay, output
 
 
+def synchronised_clock(device: torch.device) -> float:
+    """The time in seconds, once a GPU `device` has finished its work."""
+    if is_gpu(device):
+        runtime(device).synchronize(device)
+    return time.perf_counter()
+
+
 def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor:
     """Stack CPU tables of one shape as int32 on `device`, by one asynchronous copy."""
     return copy_to_device(torch.stack(counts).int(), device)

@@ -1,7 +1,6 @@
 """The cost of a method: prefill and decode latency, peak memory, and bytes of k and v (Sec. 4.5)."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -132,16 +131,16 @@ class Profiler:
         is_full = method == FULL
         cache: Any = DynamicCache() if is_full else self._make_cache(method, tokens)
         with measure_peak(self._device, settings.limit) if with_peak else nullcontext(Peak()) as peak:
-            started = self._now()
+            started = devices.synchronised_clock(self._device)
             # The base model: logits of a whole prompt would be larger than its cache.
             for part in ids[:, :tokens].split(settings.chunk or tokens, 1):
                 model.base_model(input_ids=part, **cache_argument(cache), use_cache=True)
-            prefill_seconds = self._now() - started
+            prefill_seconds = devices.synchronised_clock(self._device) - started
             kv_bytes, realised = (kv_nbytes(cache), 1.0) if is_full else (cache.nbytes(), cache.realised_retention())
-            started = self._now()
+            started = devices.synchronised_clock(self._device)
             for step in ids[:, tokens:].split(1, 1):
                 model(input_ids=step, **cache_argument(cache), use_cache=True)
-            decode_seconds = (self._now() - started) / settings.new_tokens
+            decode_seconds = (devices.synchronised_clock(self._device) - started) / settings.new_tokens
         return ProfileRun(prefill_seconds, decode_seconds, kv_bytes, realised, peak.nbytes)
 
     def _make_cache(self, method: str, tokens: int) -> RaggedCache:
@@ -158,11 +157,6 @@ class Profiler:
             streaming=settings.streaming,
             pattern=pattern,
         )
-
-    def _now(self) -> float:
-        if devices.is_gpu(self._device):
-            devices.runtime(self._device).synchronize(self._device)
-        return time.perf_counter()
 
     def _row(
         self,
