@@ -92,7 +92,7 @@ class _SequenceLayer(AttentionCacheLayer):
     ) -> Tensor:
         if self._log_mask is None:
             return stock()
-        log_mask = pad(self._log_mask, (0, key.shape[2] - self._log_mask.shape[-1]))
+        log_mask = pad(self._log_mask.to(key.device), (0, key.shape[2] - self._log_mask.shape[-1]))
         out = soft_mask_attention(query.to(value.dtype), key.to(value.dtype), value, log_mask, scale)
         return out.transpose(1, 2)
 

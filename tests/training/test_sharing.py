@@ -132,9 +132,9 @@ def test_what_cannot_share_a_pass_is_refused(tmp_path):
         Trainer(model, policy_of(model, ScorerInputs()), config, sample, [], tmp_path)
 
 
-def test_a_model_over_two_devices_gives_the_same_training():
+@pytest.mark.parametrize("student", ["continuation", "full"])
+def test_a_model_over_two_devices_gives_the_same_training(student):
     """`device_map` puts layers on two devices; the policy lies on the first."""
-
     accelerate = pytest.importorskip("accelerate")
     from lkv.utils.cpp import find_compiler
 
@@ -149,14 +149,14 @@ def test_a_model_over_two_devices_gives_the_same_training():
     split = accelerate.dispatch_model(copy.deepcopy(base), places, main_device="fake:0", force_hooks=True)
     patch_attention(split)
     texts = [sample(number, 50).context for number in range(4)]
-    found = []
+    found, config, most = [], replace(CONFIG, student=student), 1 if student == "full" else 2
     # Autograd has a thread for each device that was there at its first use, which may have been before.
     with torch.autograd.set_multithreading_enabled(False):
         for model, device in ((base, "cpu"), (split, "fake:0")):
             policy = policy_of(base).to(device)
             calibrate(model, policy, texts)
             measured = policy.state_dict()
-            found.append((*gradients(model, policy, 2), measured))
+            found.append((*gradients(model, policy, most, config), measured))
     layers = SampleDistillation(split, sample(0)).prompt
     assert [str(layer.key.device) for layer in layers] == ["fake:0", "fake:1", "fake:1"]
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-4, atol=0)
