@@ -258,42 +258,16 @@ class TrainingConfig:
 SETTINGS: dict[str, FieldInfo] = TrainingConfig.__pydantic_fields__  # type: ignore[attr-defined]
 
 _PAPER_CPU = TrainingConfig(
-    steps=1000,
-    batch=2,
-    continuations=2,
-    lr=2e-3,
-    lr_end=2e-4,
-    tau_end=0.01,
-    hold=0.25,
-    min_tokens=500,
-    max_tokens=2000,
-    max_continuation=144,
-)
+    steps=1000, batch=2, continuations=2, lr=2e-3, lr_end=2e-4, tau_end=0.01, hold=0.25, min_tokens=500,
+    max_tokens=2000, max_continuation=144,
+)  # fmt: skip
 # All lengths and all R at once. A temperature below 0.08 only adds variance on a CPU's small batches.
 _CPU = TrainingConfig(
-    steps=200,
-    batch=4,
-    continuations=6,
-    tokens_a_continuation=1200,
-    lr=5e-4,
-    lr_end=5e-5,
-    warmup=5,
-    tau_start=0.4,
-    tau_end=0.1,
-    retention_low=0.03,
-    retention_high=0.5,
-    min_tokens=600,
-    max_tokens=8000,
-    max_continuation=120,
-    dtype="float32",
-    checkpoint_every=5,
-    evaluate_every=40,
-    validation_samples=12,
-    key="unrotated",
-    attention="learned",
-    position=True,
-    warmup_contexts=16,
-)
+    steps=200, batch=4, continuations=6, tokens_a_continuation=1200, lr=5e-4, lr_end=5e-5, warmup=5, tau_start=0.4,
+    tau_end=0.1, retention_low=0.03, retention_high=0.5, min_tokens=600, max_tokens=8000, max_continuation=120,
+    dtype="float32", checkpoint_every=5, evaluate_every=40, validation_samples=12, key="unrotated",
+    attention="learned", position=True, warmup_contexts=16,
+)  # fmt: skip
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
     "cpu": _CPU,
@@ -303,23 +277,10 @@ PRESETS: dict[str, TrainingConfig] = {
     # The paper's scorer on a CPU, at one R, in two stages.
     "paper-cpu": _PAPER_CPU,
     "paper-cpu-finish": replace(
-        _PAPER_CPU,
-        steps=220,
-        batch=8,
-        seed=2,
-        warmup=10,
-        lr=1e-3,
-        lr_end=2e-5,
-        tau_start=0.3,
-        tau_end=0.1,
-        retention_start=0.15,
-        hold=0.0,
-        checkpoint_every=5,
-        evaluate_every=55,
-        validation_samples=32,
-        max_tokens=3072,
+        _PAPER_CPU, steps=220, batch=8, seed=2, warmup=10, lr=1e-3, lr_end=2e-5, tau_start=0.3, tau_end=0.1,
+        retention_start=0.15, hold=0.0, checkpoint_every=5, evaluate_every=55, validation_samples=32, max_tokens=3072,
     ),
-}
+}  # fmt: skip
 
 
 def from_dict(cls: type, values: dict[str, Any]) -> Any:
