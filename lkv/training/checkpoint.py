@@ -115,12 +115,19 @@ class Checkpoint(NamedTuple):
     def load_optimizer(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         """Load the state of AdamW for the parameters of `policy`. Raises TrainingError for that of others."""
         for name, parameter in policy.named_parameters():
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if (value := self.tensors.get(f"optimizer.{key}.{name}")) is None:
-                    continue
-                if value.shape != (() if key == "step" else parameter.shape) or not value.is_floating_point():
-                    raise TrainingError(f"{self.path} holds no state of these parameters; give another folder.")
-                optimizer.state[parameter][key] = value.float() if key == "step" else value.to(parameter)
+            shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+            state = {key: x for key in shapes if (x := self.tensors.get(f"optimizer.{key}.{name}")) is not None}
+            if not state:  # of a parameter that has had no gradient
+                continue
+            fits = state.keys() == shapes.keys() and all(
+                x.is_floating_point() and x.shape == shapes[key] and (key == "exp_avg" or bool((x >= 0).all()))
+                for key, x in state.items()
+            )
+            if not fits:
+                raise TrainingError(f"{self.path} holds no state of these parameters; give another folder.")
+            optimizer.state[parameter] = {
+                key: x.float() if key == "step" else x.to(parameter) for key, x in state.items()
+            }
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -134,8 +141,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         is_run = isinstance(checkpoint.config, dict) and isinstance(checkpoint.card, dict)
         if not is_run or checkpoint.step < 0 or not isinstance(checkpoint.spec, ModelSpec | None):
             raise ValueError("its metadata is not that of a run")
+        if not all(bool(x.isfinite().all()) for x in checkpoint.tensors.values()):
+            raise ValueError("it contains NaN or infinite values")
         return checkpoint
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
 
 

@@ -170,6 +170,8 @@ class Trainer:
             (f"{row[0]} at step {self._step} ({group})" for group, row in zip(groups, rows, strict=True)
              if not math.isfinite(row[0])), "",
         )  # fmt: skip
+        if not problem and not math.isfinite(gradient_norm):
+            problem = f"finite, but not its gradient at step {self._step}"
         if self._is_any(bool(problem)):
             raise TrainingError(
                 f"the loss is {problem or 'not finite in another process'}; training stopped and "

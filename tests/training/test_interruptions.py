@@ -110,15 +110,44 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
         trainer(tmp_path)[0].run()
 
 
-@pytest.mark.parametrize("change", [lambda x: x.flatten()[:0], lambda x: x.long(), lambda x: x[None]])
-@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        *((key, change) for key in ("step", "exp_avg", "exp_avg_sq")
+          for change in (lambda x: x.flatten()[:0], lambda x: x.long(), lambda x: x[None], lambda x: None)),
+        ("step", lambda x: x * 0 - 1), ("exp_avg_sq", lambda x: x * 0 - 1),
+    ],
+)  # fmt: skip
 def test_an_optimizer_of_other_parameters_is_named(tmp_path, key, change):
     train_for(trainer(tmp_path)[0], 2)
     path, tensors, metadata = read_checkpoint(tmp_path)
     name = next(name for name in tensors if name.startswith(f"optimizer.{key}."))
-    path.write_bytes(save(tensors | {name: change(tensors[name])}, metadata))
+    changed = {other: x for other, x in (tensors | {name: change(tensors[name])}).items() if x is not None}
+    path.write_bytes(save(changed, metadata))
     with pytest.raises(TrainingError, match="holds no state of these parameters; give another folder"):
         trainer(tmp_path)[0].run()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["policy.", "optimizer."])
+def test_a_checkpoint_of_numbers_that_are_none_is_named(tmp_path, kind, number):
+    train_for(trainer(tmp_path)[0], 2)
+    path, tensors, metadata = read_checkpoint(tmp_path)
+    name = next(name for name in tensors if name.startswith(kind) and tensors[name].ndim)
+    path.write_bytes(save(tensors | {name: tensors[name] + number}, metadata))
+    with pytest.raises(TrainingError, match=r"cannot be read \(it contains NaN or infinite values\)"):
+        trainer(tmp_path)[0].run()
+
+
+def test_a_gradient_without_end_stops_before_the_weights_change(tmp_path, monkeypatch):
+    run, policy = trainer(tmp_path)
+    train_for(run, 2)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
+    again, policy = trainer(tmp_path)
+    with pytest.raises(TrainingError, match="the loss is finite, but not its gradient at step 2; training stopped"):
+        again.run()
+    kept = read_checkpoint(tmp_path).tensors
+    assert all(torch.equal(x, kept[f"policy.{name}"]) for name, x in policy.state_dict().items())
 
 
 def test_a_checkpoint_cut_short_while_in_use_does_no_harm(tmp_path):
