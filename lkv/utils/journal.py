@@ -38,9 +38,12 @@ def read_journal(path: Path, error: type[LkvError], advice: str) -> JournalLines
     Raises `error`, whose message ends with `advice`, if the file cannot be read or a line is not a JSON object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
+        text = data.decode()
     except UnicodeDecodeError as problem:
-        raise error(f"{path} is no text ({problem}); {advice}.") from problem
+        if problem.reason != "unexpected end of data":
+            raise error(f"{path} is no text ({problem}); {advice}.") from problem
+        text = data[: problem.start].decode()  # the last line ends within a character
     except OSError as problem:
         raise error(f"{path} cannot be read ({error_reason(problem)}); {advice}.") from problem
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -32,6 +32,18 @@ def test_other_settings_are_refused_and_incomplete_lines_dropped(tmp_path):
         assert [json.loads(line).get("key") for line in path.read_text().splitlines()] == [None, "a", "b"]
 
 
+def test_a_write_cut_off_at_any_byte_is_dropped(tmp_path):
+    path, last = tmp_path / "x.jsonl", '{"key": "b", "value": "naïve 灯台 \U0001f4a5"}\n'.encode()
+    for end in range(len(last) - 1):
+        path.write_bytes(b'{"seed": "1"}\n{"key": "a", "value": 1}\n' + last[:end])
+        with pytest.raises(KeyboardInterrupt), open_journal(path, {"seed": "1"}) as done:  # noqa: PT012
+            assert done == {"a": {"value": 1}}
+            raise KeyboardInterrupt
+    path.write_bytes(b'{"seed": "1"}\n' + last.replace(b"na", b"\xff") + last)
+    with pytest.raises(DataError, match="is no text"):
+        read_samples(path)
+
+
 def test_a_complete_last_line_without_newline_counts(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"seed": 1}\n\n{"key": "a", "value": 1}\n{"key": "b", "value": 2}')
