@@ -60,15 +60,22 @@ def results_page() -> str:
         f"{overlapping_items()} (`overlap.json`); the baselines are untrained. More methods and "
         "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
+    kvzip = (
+        "KVzip's second pass repeats up to 2,048 tokens behind the text, so of the model's 8,192 positions the text "
+        "may take about 6,080. A length is the most that a context has: at 7,800 tokens few are short enough. The "
+        'tables by memory show these few, those by R say "cannot run".'
+    )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
-        "output stays close to the full cache's ([methods](methods.md#compensation)). It lowers average KL, but does "
-        "not help single facts (RULER above, needles below), and at R = 0.05 it is worse. The same contexts as above."
+        "output stays close to the full cache's ([methods](methods.md#compensation)). Single facts do not profit "
+        "(RULER above, needles below). How the mean KL of LKV changes, at each length (`memory.json`, `refit.json`; "
+        "tiers, and 16 bits at R); the tables are of the same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = [
         "# Results",
         lead,
+        kvzip,
         *memory(),
         *lengths("length"),
         *needles("needles"),
@@ -77,7 +84,7 @@ def results_page() -> str:
         *variants(),
         *fits(),
     ]
-    parts += ["## Compensation", refit, *lengths("refit"), *needles("refit_needles")]
+    parts += ["## Compensation", refit, compensation(), *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
     parts += [part for name in other_models() for part in instructions(f"instructions-{name}")]
     return page([*parts, *more_methods(), *serving(), *in_vllm(), "## Memory and speed", costs()])
@@ -100,7 +107,9 @@ def memory() -> list[str]:
             )
             most = max(row["contexts"] for row in here)
             fewer = {name_of(row["method"].split(" (")[0]): row["contexts"] for row in here if row["contexts"] < most}
-            contexts = "".join(f"; {method} only {count}, as its passes are longer" for method, count in fewer.items())
+            contexts = "".join(
+                f"; {method} only {count}, the others are too long for it" for method, count in fewer.items()
+            )
             lead = (
                 f"{here[0]['model'].rpartition('/')[2]}, {tokens(length)}: {KL} and top-1 agreement by the share of a "
                 f"16-bit cache's bytes; {most} contexts{contexts} ({source(name)}). Without a precision: tiers."
@@ -128,6 +137,28 @@ def lengths(name: str) -> list[str]:
             cells = {(row["method"], row["tokens"]): kl_and_agreement(row) for row in rows}
             parts.append(cross(cells, tokens))
     return [*parts, f"![{name}](benchmarks/results/small/{name}.png)"] if measured else []
+
+
+def compensation() -> str:
+    """How compensation changes LKV's KL, a line a model, a column a budget."""
+    lines = []
+    for suffix in ("", *(f"-{name}" for name in other_models())):
+        changes = (
+            compensation_changes(f"{file}{suffix}", budget, share)
+            for file, budget in (("memory", "memory"), ("refit", "retention"))
+            for share in (0.15, 0.05)
+        )
+        cells = (", ".join(f"{change:+.0%} at {length:,}" for length, change in each.items()) for each in changes)
+        lines.append([read(f"length{suffix}")[0]["model"].rpartition("/")[2], *cells])
+    return table(["15% of the bytes", "5% of the bytes", "R = 0.15", "R = 0.05"], lines)
+
+
+def compensation_changes(name: str, budget: str, share: float) -> dict[int, float]:
+    """The mean KL of LKV with compensation relative to that without it, minus one, by length."""
+    rows = [row for row in read(name, **{budget: share}) if row.get("task", "all") == "all"]
+    kl = {(row["method"], row["tokens"]): row["value"] for row in rows}
+    lengths = sorted(tokens for method, tokens in kl if method == "lkv+refit")
+    return {tokens: kl["lkv+refit", tokens] / kl["lkv", tokens] - 1 for tokens in lengths}
 
 
 def needles(name: str) -> list[str]:

@@ -5,10 +5,11 @@ import re
 import pytest
 
 from benchmarks.readme import README, RESULTS_PAGE, headline, readme_section
-from benchmarks.results_page import results_page
+from benchmarks.results_page import compensation_changes, results_page
 from lkv.methods.registry import METHODS, budgets, selectors
 
 ROOT = README.parent
+QWEN = "{}-qwen2.5-coder-0.5b-instruct"
 PAGES = [
     README,
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -20,6 +21,26 @@ def test_results_in_the_readme_come_from_the_files():
     readme = README.read_text(encoding="utf-8")
     assert headline() in readme and readme_section() in readme and len(readme.splitlines()) <= 120
     assert RESULTS_PAGE.read_text(encoding="utf-8") == results_page()
+
+
+@pytest.mark.parametrize("page", ["methods.md", "guides/memory.md"])
+def test_what_compensation_changes_is_what_the_result_files_say(page):
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    low, high = (compensation_changes("memory", "memory", share).values() for share in (0.15, 0.05))
+    falls = [f"by {-max(changes):.0%} to {-min(changes):.0%} at" for changes in (low, high)]
+    assert f"KL falls {falls[0]} 15% of the bytes and {falls[1]} 5%" in text
+    (larger,), (least,) = (compensation_changes(QWEN.format("memory"), "memory", r).values() for r in (0.15, 0.05))
+    assert re.search(rf"rises: by {larger:.0%} at 15% and|rises by {larger:.0%} at 15% of the bytes and", text)
+    assert f"by {least:.0%} at 5%" in text
+    if page == "methods.md":
+        low, high = (list(compensation_changes("refit", "retention", r).values()) for r in (0.15, 0.05))
+        assert f"by {-max(low):.0%} to {-min(low):.0%} at R = 0.15, and at R = 0.05 by" in text
+        assert (
+            f"{-max(high[:3]):.0%} to {-min(high[:3]):.0%} up to 4,000 tokens, while at 7,800 it rises by {high[3]:.0%}"
+            in text
+        )
+        changes = compensation_changes(QWEN.format("refit"), "retention", 0.15).values()
+        assert {f"KL falls by {-change:.0%} at R = 0.15" in text for change in changes} == {True}
 
 
 def test_every_method_is_named_and_no_file_that_is_not_there():
