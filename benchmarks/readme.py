@@ -36,26 +36,23 @@ def main() -> None:
 
 
 def headline() -> str:
-    """One sentence with the figures at 5% of the bytes, at the greatest length that compares all methods."""
-    rows = best_precisions(read("memory", memory=0.05))
-    length = comparable_length(rows)
-    kl = {row["method"]: row["value"] for row in rows if row["tokens"] == length}
-    larger = best_precisions(read("memory", memory=0.15, tokens=length))
-    level = {row["method"]: row["value"] for row in larger}
-    in_16_bits = {
-        method: read("memory", memory=0.05, tokens=length, method=f"{method} (16 bits)")[0]["value"]
-        for method in ("lkv", "kvzip", "snapkv")
-    }
+    """What 5% of the bytes change, at every length at which all methods were measured on the same contexts."""
+    length = comparable_length(read("memory", memory=0.05))
+    lengths = sorted({row["tokens"] for row in read("memory", memory=0.05) if row["tokens"] <= length})
     return (
-        "**LKV compresses the KV cache to 5% of its bytes, and the model answers nearly as before.** Its next-token\n"
-        f"predictions differ from those with the full cache by a KL divergence of {kl['lkv']:.3f} nats per token (0: "
-        f"no difference).\nAt the same bytes KVzip, which reads a text twice, differs by {kl['kvzip']:.3f}, and SnapKV "
-        f"by {kl['snapkv']:.3f}; at 15% LKV by {level['lkv']:.3f} and KVzip by {level['kvzip']:.3f} "
-        f"(SmolLM2-135M-Instruct, {tokens(length)}).\n"
-        "All of them store what they keep in 8 to 3 bits a value, which gives LKV a factor of "
-        f"{in_16_bits['lkv'] / kl['lkv']:.0f}: in 16 bits LKV differs by {in_16_bits['lkv']:.3f} at 5%, KVzip by "
-        f"{in_16_bits['kvzip']:.3f}, SnapKV by {in_16_bits['snapkv']:.3f}."
+        "**LKV shrinks what a transformer remembers of a long prompt, its KV cache, to a tenth or a twentieth of the "
+        "bytes, and its predictions hardly change.**\nAt 5% of the bytes the KL divergence to the full cache's "
+        f"next-token predictions is {_by_length('lkv', 0.05, lengths)} nats a token (0: no difference)\n"
+        f"after {' / '.join(f'{tokens:,}' for tokens in lengths)} tokens; with KVzip, which reads a text twice, it is "
+        f"{_by_length('kvzip', 0.05, lengths)}, with SnapKV {_by_length('snapkv', 0.05, lengths)}.\nAt 15% it is "
+        f"{_by_length('lkv', 0.15, lengths)}, with KVzip {_by_length('kvzip', 0.15, lengths)} (SmolLM2-135M-Instruct; "
+        "bytes of a 16-bit cache; all of them store what they keep in 8 to 3 bits a value)."
     )
+
+
+def _by_length(method: str, memory: float, lengths: list[int]) -> str:
+    rows = {row["tokens"]: row for row in best_precisions(read("memory", memory=memory)) if row["method"] == method}
+    return " / ".join(f"{rows[length]['value']:.3f}" for length in lengths)
 
 
 def readme_section() -> str:

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from lkv.context.context import Context
 
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
-_COMPRESSION_OPTIONS = ("memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect")
+_COMPRESSION_OPTIONS = (
+    "memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect", "compare",
+)  # fmt: skip
 
 
 class Ask(PolicyOptions, RunOptions):
@@ -60,6 +62,7 @@ class Ask(PolicyOptions, RunOptions):
     protect: list[str] = option(
         "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
     )
+    compare: bool = option("answer from the full cache as well, to see what compression changed", False)
     save: Path | None = option("write the compressed text to this file")
     load: Path | None = option("resume from a file written by --save, instead of FILE")
     max_new_tokens: PositiveInt | None = option("tokens of an answer (default: up to 128)")
@@ -75,7 +78,7 @@ class Ask(PolicyOptions, RunOptions):
             check_text(question, "the question", "ask something about the text")
         if self.save:
             check_writable_file(self.save, LkvError, "the compressed text")
-        context = self._load_context() if self.load else self._compress()
+        context, full = (self._load_context(), None) if self.load else self._compress()
         if self.save:
             context.save(self.save)
             print(f"[saved to {self.save}, {self.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
@@ -84,6 +87,9 @@ class Ask(PolicyOptions, RunOptions):
                 print(f"\n> {question}", flush=True)
             context.ask(question, self.max_new_tokens, stream=True)
             _warn_if_truncated(context)
+            if full:
+                print("with the full cache: ", end="", flush=True)
+                full.ask(question, self.max_new_tokens, stream=True)
         if not questions and (not self.save or sys.stdin.isatty()):
             _chat(context, self.max_new_tokens)
 
@@ -111,6 +117,9 @@ class Ask(PolicyOptions, RunOptions):
         if self.memory and (shares or self.method == FULL):
             other = " and ".join(shares) or f"--method {FULL}"
             raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
+        if self.compare and (self.method == FULL or len(self.words) < 2):
+            reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
+            raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
         check_pattern([self.method], self.pattern)
 
     def _load_context(self) -> "Context":
@@ -121,7 +130,8 @@ class Ask(PolicyOptions, RunOptions):
         print(f"[{context.tokens:,} tokens loaded; {_describe_size(context)}]", file=sys.stderr)
         return context
 
-    def _compress(self) -> "Context":
+    def _compress(self) -> tuple["Context", "Context | None"]:
+        """The document's compressed context, and with --compare the one with its full cache."""
         from lkv.context.documents import read_document
 
         text = read_document(self.words[0])
@@ -148,19 +158,20 @@ class Ask(PolicyOptions, RunOptions):
                 chunk=chunk, protect=self.protect, **options,
             )  # fmt: skip
         seconds = time.perf_counter() - started
-        requested = "" if memory else f", {retention or 1.0:g} requested"
+        requested = ", in fewer bits" if memory else f", {retention or 1.0:g} requested"
         print(
             f"[{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
             f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
             f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}]",
             file=sys.stderr,
         )
-        return context
+        return context, compress(model, tokenizer, text, method=FULL) if self.compare else None
 
 
 def _describe_size(context: "Context") -> str:
     size, full = context.nbytes(), context.full_nbytes()
-    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB ({size / full:.3f})"
+    dtype = str(context.model.dtype).removeprefix("torch.")
+    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB in {dtype} ({size / full:.3f})"
 
 
 @contextmanager

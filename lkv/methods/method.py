@@ -83,7 +83,7 @@ class Method:
                 f"the protected spans have {len(self.protected)} of the text's {tokens} tokens, which is all that "
                 f"{target} keeps or more; protect less, or give more memory or a higher retention."
             )
-        fix = "a longer prompt, or more memory"
+        fix = "more memory, or a longer prompt"
         if not isinstance(target, TierTarget):
             fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
         raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")

@@ -188,6 +188,7 @@ def test_budgets_are_read(text, share, nbytes):
 BAD = [
     0, -0.1, 1.5, 2.0, True, b"10%", [0.1], 2**80, float("nan"), float("inf"), "", "x", "10 %%", "1.2.3MB", "110%",
     "0%", "-5MB", "5TB", "1.5", "150.7", "0MB", "0.5MB%", "nan", "inf", "1" * 400, "200 M B", "\n", "\u0663%", "1e3",
+    10, "10", 100, "100",
 ]  # fmt: skip
 
 
@@ -225,13 +226,13 @@ def test_memory_needs_a_model():
         resolve_method("knorm", memory=0.1)
 
 
-@pytest.mark.parametrize("memory", [1e-4, "0.01%", "1 B", 40])
+@pytest.mark.parametrize("memory", [1e-4, "0.01%", "1 B", "40B", 140])
 def test_too_little_memory_is_named(model, memory):
     for chunk in (None, 20):
         with pytest.raises(PromptError) as error:
             compress(model, Words(), TEXT, method="knorm", memory=memory, chunk=chunk)
         said = str(error.value)
-        assert "the prompt has 60 tokens: at memory" in said and "a longer prompt, or more memory" in said
+        assert "the prompt has 60 tokens: at memory" in said and "more memory, or a longer prompt" in said
         assert "\n" not in said
 
 

@@ -62,6 +62,22 @@ def test_protected_words_are_kept(folder, asked, tmp_path):
     assert asked("--load", tmp_path / "text.kv", "When?", *words, method=None)[0] == 2
 
 
+def test_answers_of_the_full_cache_stand_beside(folder, asked):
+    status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--compare")
+    model, tokenizer = load_model(str(folder / "model"))
+    full = compress(model, tokenizer, TEXT, method="full")
+    expected = [(answer(folder, question, retention=0.15), full.ask(question, 4)) for question in ("When?", "Where?")]
+    assert status == 0 and expected[0][0] != expected[0][1]
+    for question, (compressed, whole) in zip(("When?", "Where?"), expected, strict=True):
+        assert f"> {question}\n{compressed}\nwith the full cache: {whole}\n" in out
+    for words, method in (
+        ([folder / "text.md", "--compare"], "knorm"),
+        ([folder / "text.md", "When?", "--compare"], "full"),
+    ):
+        status, out, said = asked(*words, method=method)
+        assert status == 2 and not out and "leave --compare out" in said
+
+
 def test_several_questions_are_answered_from_one_reading(folder, asked):
     status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--chunk", "10000", "Who?")
     assert status == 0 and said.count("tokens read in") == 1
@@ -73,7 +89,9 @@ def test_several_questions_are_answered_from_one_reading(folder, asked):
 
 def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--retention", "0.5")
-    held, full, share = map(float, re.search(r"KV cache ([\d.]+) of ([\d.]+) MB \(([\d.]+)\)", said).groups())
+    held, full, share = map(
+        float, re.search(r"KV cache ([\d.]+) of ([\d.]+) MB in float32 \(([\d.]+)\)", said).groups()
+    )
     # 3 layers x 2 heads x 2 x 8 float32 values a token.
     assert full == pytest.approx(len(TEXT) * 3 * 2 * 2 * 8 * 4 / 1e6, abs=0.06)
     assert 0.5 <= share < 0.6 and held == pytest.approx(share * full, abs=0.06)
@@ -149,7 +167,7 @@ def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monke
 
 @pytest.mark.parametrize("amount", [(), ("--retention", "0.5"), ("--bits", "4")], ids=str)
 def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, tmp_path, amount):
-    saved, size = tmp_path / "text.kv", r"KV cache [\d.]+ of [\d.]+ MB \([\d.]+\)"
+    saved, size = tmp_path / "text.kv", r"KV cache [\d.]+ of [\d.]+ MB in float32 \([\d.]+\)"
     _, out, said = asked(folder / "text.md", "When?", *amount, "--save", saved)
     assert f"saved to {saved}" in said and saved.is_file()
     (taken,) = re.findall(size, said)
