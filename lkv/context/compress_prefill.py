@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
-from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
+from lkv.integrations.transformers.cache_argument import NAMES, cache_argument, find_cache
 from lkv.utils.overrides import override_method
 
 _OWN = ("slack", "streaming", "decode_eviction", "bits")  # options of a cache that are not part of its method
@@ -64,6 +64,8 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
+            # Beside the cache, a None under its other name is a second value, of which transformers warns.
+            kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
             compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **cache_options)
             kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)

@@ -26,6 +26,13 @@ FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
 REFIT = "+refit"
 _GREY = "#7F7F7F"
+_KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name or title of ours is the same
+    "adakv": "adakv-snapkv",
+    "adakvexpectedattention": "adakv-expected",
+    "adakvexpectedattentione2": "adakv-expected-e2",
+    "duoattentiononthefly": "duo",
+    "expectedattentione2": "expected-e2",
+}
 _RENAMED_BUDGETS = {"contest": "global"}  # as result files of earlier versions name them
 
 
@@ -377,9 +384,24 @@ def _unknown(name: str) -> str:
     for kind, registry, pair in (("budget", _BUDGETS, "{}+SELECTOR"), ("selector", _SELECTORS, "BUDGET+{}")):
         if name in registry or any(name == getattr(spec, kind) for spec in METHODS.values()):
             return f"{name!r} is a {kind}: write {pair.format(name)}; `lkv methods` lists budgets and selectors."
-    names = [*METHODS, *(method + REFIT for method in METHODS)]
-    similar = get_close_matches(name, names, n=2) or sorted(METHODS)
-    return f"there is no method {name!r}; did you mean {' or '.join(map(repr, similar))}? `lkv methods` lists them all."
+    hint = f"did you mean {' or '.join(map(repr, similar))}? " if (similar := _similar_methods(name)) else ""
+    return f"there is no method {name!r}; {hint}`lkv methods` lists them all."
+
+
+def _similar_methods(name: str) -> list[str]:
+    """The method that `name` writes otherwise (in capitals, by its title, as kvpress does), else up to three."""
+    named = {_letters(method): method for method in (*METHODS, *(method + REFIT for method in METHODS))}
+    titles = {_letters(spec.title): method for method, spec in METHODS.items() if spec.title}
+    by_letters = titles | _KVPRESS_NAMES | named
+    letters = _letters(name)
+    for key in (letters, letters.removesuffix("press")):
+        if key in by_letters:
+            return [by_letters[key]]
+    return list(dict.fromkeys(by_letters[key] for key in get_close_matches(letters, by_letters, n=3)))
+
+
+def _letters(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
 
 
 def _listed(registry: dict[str, Component]) -> str:

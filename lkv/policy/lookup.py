@@ -45,13 +45,14 @@ def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False
             return Policy.from_pretrained(entry.folder)
     if policy := None if paper else _published_policy(model):
         return policy
-    raise PolicyMismatchError(_no_policy(repr(model), model))
+    raise PolicyMismatchError(_no_policy(repr(model), _worse_policy(model, None), model))
 
 
 def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: str | None = None) -> Policy:
     """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
 
-    Where there are both, the better one on the held-out texts of `lkv fit` is taken.
+    Where there are both, the better one on the held-out texts of `lkv fit` is taken. One that was worse than SnapKV
+    there is not taken.
 
     Args:
         model: the model, or its description, `patch_attention(model).spec`.
@@ -69,7 +70,9 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
         policy.check_model(spec)
         return policy
     about = f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)"
-    raise PolicyMismatchError(_no_policy(about, name, None if isinstance(model, ModelSpec) else model))
+    raise PolicyMismatchError(
+        _no_policy(about, _worse_policy(None, spec), name, None if isinstance(model, ModelSpec) else model)
+    )
 
 
 def shipped_policy(spec: ModelSpec) -> Policy | None:
@@ -82,9 +85,19 @@ def shipped_policy(spec: ModelSpec) -> Policy | None:
 
 def _stored_policies() -> list[StoredPolicy]:
     """The policies on this machine in the order in which they are considered."""
-    fitted = fitted_policies()
-    preferred = [entry for entry in fitted if entry.is_preferred]
-    return [*preferred, *shipped_policies(), *(entry for entry in fitted if not entry.is_preferred)]
+    return [*(entry for entry in fitted_policies() if entry.is_preferred), *shipped_policies()]
+
+
+def _worse_policy(name: str | None, spec: ModelSpec | None) -> str:
+    """Where the policy is that `lkv fit` made for the model, but found worse than SnapKV; empty if there is none."""
+    for entry in fitted_policies():
+        is_named = name is not None and name.lower() in map(str.lower, (entry.name, *entry.hub_names))
+        if is_named or (spec is not None and model_difference(entry.spec, spec) is None):
+            return (
+                f"; the one in {entry.folder} was worse than SnapKV on the held-out texts of `lkv fit` (give it by its "
+                "folder to use it all the same)"
+            )
+    return ""
 
 
 def _published_policy(model: str) -> Policy | None:
@@ -150,9 +163,9 @@ def estimate_fit_minutes(model: "PreTrainedModel") -> int:
     return max(_FIT_MINUTES, math.ceil(2 * model.num_parameters() * _FIT_TOKENS / flops / 60))
 
 
-def _no_policy(about: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:
+def _no_policy(about: str, worse: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:
     minutes = f"--minutes {estimate_fit_minutes(model)}" if model is not None else f"about {_FIT_MINUTES} minutes"
     return (
-        f"there is no policy for {about} yet; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your own, or "
-        "use a method that needs no policy such as 'snapkv' or 'expected' (`lkv methods` lists them)."
+        f"there is no policy for {about} yet{worse}; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your "
+        "own, or use a method that needs no policy such as 'snapkv' or 'expected' (`lkv methods` lists them)."
     )

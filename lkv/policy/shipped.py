@@ -39,7 +39,7 @@ class StoredPolicy:
 
     @property
     def is_preferred(self) -> bool:
-        """Whether `lkv fit` found it better on held-out texts than the policy shipped for the model."""
+        """Whether `lkv fit` found it better on held-out texts than SnapKV, and than a policy shipped for the model."""
         return self.card.get("fit", {}).get("preferred", False)
 
 

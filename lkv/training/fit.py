@@ -30,7 +30,7 @@ from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
 from lkv.training.data.recipes import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
-from lkv.training.heldout import HeldOutTexts, compare, format_table
+from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
 from lkv.utils.devices import is_out_of_memory
@@ -47,6 +47,7 @@ RECIPE = replace(
 _MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
 _STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 8, 0.25  # the last of the whole time, at most
 _PROGRESS_TEXTS, _TABLE_TEXTS, _TABLE_SHARE = 4, 6, 0.1
+_DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _SHORTEST = 256  # tokens of a context, below which memory is too small
@@ -202,7 +203,8 @@ class FitRun:
             targets = self._read_targets()
             self.policy.tokens.output.detach().copy_(self._initial_output)
             error = fit_to_targets(self.policy, targets)
-            self._finish_stage(2, f"KVzip regression, {1 - error:.0%} of the variance")
+            explained = f"{1 - error:.0%}" if error < 1 else "none"
+            self._finish_stage(2, f"KVzip regression, {explained} of the variance")
         self._distill()
         return self._finish()
 
@@ -330,6 +332,8 @@ class FitRun:
                         f"stopped after {self._elapsed / 60:.1f} of {self._seconds / 60:g} minutes, which are saved in "
                         f"{self._state}; run the same command to continue."
                     )
+        if not self._contexts:
+            _say("3. the distillation did not run: no time was left for it; give more --minutes")
 
     def _step(self, now: Schedule) -> None:
         """One update on a batch of contexts, and one of the averaged weights."""
@@ -361,13 +365,14 @@ class FitRun:
         shipped = shipped_policy(policy.spec)
         rows = compare(self._model, self._tokenizer, samples, policy, shipped)
         print(format_table(rows))
-        card = policy.card
+        better, card = better_baselines(rows), policy.card
+        is_worse_than_snapkv = _DECISIVE_RETENTION in better.get("snapkv", ())
         card.pop("progress", None)
         errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "shipped")}
         card["fit"] = {
             "minutes": round(self._elapsed / 60, 1), "contexts": self._contexts, "curve": self._curve,
             "comparison": rows,
-            "preferred": shipped is None or errors["lkv"] < errors["shipped"],
+            "preferred": not is_worse_than_snapkv and (shipped is None or errors["lkv"] < errors["shipped"]),
         }  # fmt: skip
         lengths = sorted(len(sample.context) for sample in samples)
         card["fidelity"] = [
@@ -378,8 +383,11 @@ class FitRun:
         policy.save_pretrained(self._folder, half=True)
         rmtree(self._folder / _RUN, ignore_errors=True)
         print(f"the policy is in {self._folder}, after {self._elapsed / 60:.1f} minutes")
+        for line in describe_better_baselines(better):
+            print(line)
         if not card["fit"]["preferred"]:
-            print("the policy shipped for this model is better and stays the default; give this one by its folder")
+            cause = "SnapKV" if is_worse_than_snapkv else "the policy shipped for this model"
+            print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {self._folder}")
         return policy
 
 

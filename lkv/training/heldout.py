@@ -108,6 +108,25 @@ def compare(
     ]
 
 
+def better_baselines(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return at which retentions SnapKV and KVzip have a lower KL than the new policy in the rows of `compare`."""
+    kl = {(row["method"], row["retention"]): row["kl"] for row in rows}
+    better: dict[str, list[float]] = {}
+    for (name, retention), value in kl.items():
+        if name in ("kvzip", "snapkv") and value < kl["lkv", retention]:
+            better.setdefault(name, []).append(retention)
+    return better
+
+
+def describe_better_baselines(better: dict[str, list[float]]) -> list[str]:
+    """What `better_baselines` found as lines of text."""
+    return [
+        f"{_BASELINES[name]} is closer to the full cache than the new policy at R = {', '.join(map(str, at))} on these "
+        f'texts: method="{name}", or a fit of more minutes, is the better choice there'
+        for name, at in better.items()
+    ]
+
+
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `compare` as text: KL and agreement a method and retention."""
     retentions = list(dict.fromkeys(row["retention"] for row in rows))

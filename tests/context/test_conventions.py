@@ -7,6 +7,7 @@ from transformers import pipeline as stock_pipeline
 
 import lkv
 from lkv.errors import CacheError, LkvError, PromptError
+from lkv.integrations.transformers.cache_argument import NAMES
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama
 
@@ -105,3 +106,15 @@ def test_a_pipeline_says_what_is_missing(folder):
         pipe([[TEXT]], question="Who?")
     with pytest.raises(LkvError, match="no policy"):
         lkv.pipeline(str(folder))(TEXT, question="Who?")
+
+
+def test_compress_prefill_passes_one_cache_where_generate_was_called_with_none(monkeypatch):
+    model, passed = tiny_llama(), []
+    monkeypatch.setattr(model, "generate", lambda *args, **kwargs: passed.append(kwargs))
+    with lkv.compress_prefill(model, method="knorm", retention=0.5) as compression:
+        for name in NAMES:
+            model.generate(torch.tensor([[1, 2, 3]]), **{name: None}, max_new_tokens=1)
+    for arguments in passed:
+        (cache,) = (value for name, value in arguments.items() if name in NAMES)
+        assert isinstance(cache, lkv.RaggedCache)
+    assert cache is compression.cache and len(passed) == 2

@@ -129,3 +129,24 @@ def test_the_list_names_methods_components_and_variants(capsys):
 
 def test_every_named_method_has_its_own_combination():
     assert len({(spec.budget, spec.selector) for spec in METHODS.values()}) == len(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("SnapKV", "'snapkv'"), ("SnapKVPress", "'snapkv'"), ("expected_attention", "'expected'"),
+        ("ExpectedAttentionPress", "'expected'"), ("observed_attention", "'observed-attention'"),
+        ("adakv", "'adakv-snapkv'"), ("adakv_expected_attention_e2", "'adakv-expected-e2'"),
+        ("duo_attention", "'duo'"), ("StreamingLLMPress", "'streaming-llm'"), ("LKV-refit", "'lkv+refit'"),
+    ],
+)  # fmt: skip
+def test_names_of_kvpress_and_capitals_get_the_one_method_that_is_meant(name, similar):
+    with pytest.raises(LkvError) as error:
+        parse_method(name)
+    assert str(error.value) == f"there is no method {name!r}; did you mean {similar}? `lkv methods` lists them all."
+
+
+def test_a_name_like_no_other_lists_no_names():
+    with pytest.raises(LkvError) as error:
+        parse_method("zzzzzz")
+    assert str(error.value) == "there is no method 'zzzzzz'; `lkv methods` lists them all."

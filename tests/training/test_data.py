@@ -191,7 +191,7 @@ def test_every_file_is_named_taken_or_left(folder):
     found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
     assert found.used["own"] == [folder / "mine.jsonl"] and len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
-        "README.md": "not data",
+        "README.md": "describes the folder",
         "dev-v1.1.json": "not a training split",
         "picture.png": "neither text nor code",
         "trec_train_5500.label.gz": "not used by this recipe",
@@ -201,7 +201,7 @@ def test_every_file_is_named_taken_or_left(folder):
     assert {*found.skipped, *(path for paths in found.used.values() for path in paths)} == every
     assert (
         "squad: squad_train_subset.jsonl.gz" in said
-        and "skipped (not data): README.md" in said
+        and "skipped (describes the folder): README.md" in said
         and "and 32 more" in said
     )
 

@@ -24,7 +24,7 @@ from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fit as fitting
 from lkv.training.data.recipes import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.fit import RECIPE, fit, make_plan, open_texts
+from lkv.training.fit import RECIPE, Plan, fit, make_plan, open_texts
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
@@ -173,6 +173,31 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 0
     assert main(["policies", "--model", str(folder)]) == 0
     assert "fitted    here in" in capsys.readouterr().out
+
+
+def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(loaded, capsys, monkeypatch):
+    model, tokenizer = loaded
+    kl = {"lkv": (0.2, 0.9), "kvzip": (0.3, 0.5), "snapkv": (0.1, 0.8)}
+    rows = [
+        {"method": name, "retention": retention, "texts": 1, "kl": value, "agreement": 0.5}
+        for name, values in kl.items()
+        for retention, value in zip((0.15, 0.05), values, strict=True)
+    ]
+    monkeypatch.setattr(fitting, "compare", lambda *_: rows)
+    monkeypatch.setattr(fitting, "make_plan", lambda reading, seconds: Plan(0, 0, 0, seconds, 0, 1))  # no time is left
+    policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
+    said, folder = capsys.readouterr(), fitted_policies()[0].folder
+    assert policy.card["fit"]["contexts"] == 0 and "3. the distillation did not run" in said.err
+    assert "SnapKV is closer to the full cache than the new policy at R = 0.15, 0.05 " in said.out
+    assert (
+        'KVzip (reads twice) is closer to the full cache than the new policy at R = 0.05 on these texts: method="kvzip"'
+        in (said.out)
+    )
+    assert said.out.splitlines()[-1].endswith(f"so it is not the default; to use it, give it as the policy: {folder}")
+    for wanted in (model, "owner/tiny"):
+        with pytest.raises(PolicyMismatchError, match=f"{folder} was worse than SnapKV"):
+            default_policy(wanted)
+    assert lkv.RaggedCache(model, policy=folder).config.method.name == "lkv"
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
     if name := match_dataset(relative):
         return name, ""
     if path.name.startswith(("README", "LICENSE", "LICENCE")):
-        return "", "not data"
+        return "", "describes the folder"
     plain_name = path.name.removesuffix(".gz")
     if plain_name.endswith(".tgt") and path.with_name(plain_name.replace(".tgt", ".src.cleaned")).exists():
         return "", "read with its source file"
