@@ -6,7 +6,7 @@ import socket
 from typing import Literal
 
 from lkv.cli.arguments import option
-from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, check_pattern
+from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, check_pattern, find_needs
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
@@ -52,7 +52,7 @@ class Serve(PolicyOptions, RunOptions):
 
     def run(self) -> None:
         """Serve until interrupted."""
-        from lkv.methods.registry import FULL
+        from lkv.methods.registry import FULL, POLICY
         from lkv.utils.extras import require
 
         self._check_engine()
@@ -62,6 +62,8 @@ class Serve(PolicyOptions, RunOptions):
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
         check_pattern([self.method], takes_pattern=False)
+        if self.policy and POLICY not in find_needs(self.method):
+            raise LkvError(f"the method {self.method!r} takes no --policy; leave it out.")
         if self.engine == "vllm":
             from lkv.integrations.vllm import command
 

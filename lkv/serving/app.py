@@ -82,7 +82,7 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
     @app.post("/v1/contexts", status_code=202)
     async def create(request: Request, response: Response) -> dict[str, Any]:
         kind = request.headers.get("content-type", "")
-        body = await asyncio.to_thread(parse_context, await _read_body(request), kind)
+        body = await asyncio.to_thread(parse_context, await _read_body(request), kind, request.url.query)
         made = await asyncio.to_thread(
             service.add, body.text, body.name, body.system, body.retention, body.memory, body.protect
         )

@@ -79,9 +79,13 @@ class Message(BaseModel):
 
     role: Role
     content: StrictStr | Parts
+    tool_calls: Any = None
+    function_call: Any = None
 
     def plain(self) -> dict[str, str]:
         """Role and text alone. Raises PromptError for content other than text."""
+        if self.tool_calls or self.function_call:
+            raise PromptError("a message holds tool calls, which this server does not offer; leave them out.")
         role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
             return {"role": role, "content": self.content}
@@ -154,8 +158,10 @@ def parse_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def parse_context(body: bytes, content_type: str) -> ContextRequest:
+def parse_context(body: bytes, content_type: str, query: str = "") -> ContextRequest:
     """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
+    if query:
+        raise PromptError("the query of the URL is not read; send its fields in the form or in the JSON body.")
     headers = Headers()
     headers["content-type"] = content_type[:_MAX_PART_HEADERS]
     if headers.get_content_type() != "multipart/form-data":

@@ -201,6 +201,7 @@ def test_sampling_seeds_and_stops(server, context, expected):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the body: Invalid JSON"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "holds tool calls"),
         ({"stop": ["end", ""]}, 400, "stop"), ({"stop": ["a"] * 5}, 400, "stop"),
         ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
         ({"context": "../../etc/passwd"}, 404, "there is no context"),
@@ -273,6 +274,11 @@ def test_bad_forms_get_one_sentence(server, body, more, says):
     kind = "multipart/form-data; boundary=b" + more
     status, said = server.problem("/v1/contexts", body, **{"Content-Type": kind})
     assert status == 400 and says in said
+
+
+def test_a_query_is_refused(server):
+    status, said = server.problem("/v1/contexts?memory=10%25", {"text": TEXT})
+    assert status == 400 and "the query of the URL is not read" in said
 
 
 def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
@@ -431,6 +437,7 @@ def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
         (["--timeout", "inf"], "--timeout is inf"),
         (["--store", "nosuch://place", "--method", "knorm", "--model", "{model}"], "Protocol not known"),
         (["--model", "{nothing}"], "could be loaded"), (["--vllm-args=--enforce-eager"], "needs --engine vllm"),
+        (["--policy", "smollm2-135m-instruct", "--method", "knorm"], "takes no --policy"),
         (["--engine", "vllm", "--timeout", "300", "--device", "cpu"], "does not read --device, --timeout; leave them"),
     ],
 )  # fmt: skip

@@ -46,6 +46,14 @@ def test_on_a_cpu_vllm_gets_half_of_the_free_memory(monkeypatch, tmp_path, vllm_
     assert arguments[len(arguments) - len(vllm_args.split()) :] == vllm_args.split()
 
 
-def test_a_model_that_vllm_cannot_read_is_named():
-    with pytest.raises(LkvError, match=r"vLLM does not read some/model\.gguf"):
-        server_command(DEFAULTS | {"model": "some/model.gguf"}, None)
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"model": "some/model.gguf"}, r"vLLM does not read some/model\.gguf"),
+        ({"vllm_args": "--enforce-eager --host=0.0.0.0"}, "--vllm-args holds --host"),
+        ({"vllm_args": "--additional_config '{}'"}, "--vllm-args holds --additional-config"),
+    ],
+)
+def test_options_that_do_not_go_with_vllm_are_named(options, match):
+    with pytest.raises(LkvError, match=match):
+        server_command(DEFAULTS | options, None)

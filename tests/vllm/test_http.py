@@ -69,6 +69,7 @@ def serving_lab(lab, port: int, *options: str):
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
         *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
+        *("--max-upload", "1"),
         *("--dtype", "float32", "--max-requests", "8", "--vllm-args", "--enforce-eager --max-model-len 1024"),
         *options,
     ]
@@ -264,7 +265,7 @@ def test_errors_have_the_form_of_openai(server, body, status, match):
     assert answer.status_code == status and match in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/render", "/tokenize"])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/render"])
 @pytest.mark.parametrize(
     "named",
     [
@@ -322,6 +323,8 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
     ):
         answer = server.http.post("/v1/contexts", json=body)
         assert answer.status_code == 400 and match in answer.json()["error"]["message"], answer.text
+    large = server.http.post("/v1/contexts", json={"text": "a" * 2**20})
+    assert large.status_code == 413 and "larger than 1,048,576 bytes" in large.json()["error"]["message"]
     data = bytearray((lab.store / f"{name}.kv").read_bytes())
     data[-1] ^= 1
     (lab.store / f"{name}.kv").write_bytes(data)

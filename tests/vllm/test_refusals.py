@@ -207,7 +207,8 @@ def test_a_policy_of_another_model_is_refused(lab, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"method": "snapkv"}, "reads queries"),
+        ({"method": "snapkv", "policy": None}, "reads queries"),
+        ({"method": "knorm"}, "takes no lkv.policy"),
         ({"method": "full"}, "only compressed"),
         ({"retentoin": 0.1}, "retentoin"),
         ({"policy": "/nowhere"}, "no policy folder"),
@@ -219,7 +220,7 @@ def test_settings_that_do_not_fit_are_named(lab, settings, match):
 
 
 def test_a_request_is_refused_where_contexts_cannot_be_used(lab):
-    with lab.engine({"method": "snapkv"}) as llm:
+    with lab.engine({"method": "snapkv", "policy": None}) as llm:
         refused(llm, VLLMValidationError, "reads queries", [5, 6, 7], {"lkv_context": "any"})
 
 

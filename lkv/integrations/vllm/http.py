@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import Gauge
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lkv.errors import BusyError, LkvError, PromptError
@@ -79,7 +80,8 @@ class ContextRoutes:
         async def create(request: Request) -> JSONResponse:
             limit = int(self._settings.max_upload * 2**20)
             data = await _read_body(request.receive, limit)
-            body = await asyncio.to_thread(parse_context, data, request.headers.get("content-type", ""))
+            kind = request.headers.get("content-type", "")
+            body = await asyncio.to_thread(parse_context, data, kind, request.url.query)
             context = await self._create(body)
             return JSONResponse(context.as_object(), 200 if isinstance(context, StoredContext) else 202)
 
@@ -282,9 +284,9 @@ class ContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] == "lifespan":
+        if scope["type"] == "lifespan" and (server := getattr(scope["app"].state, "server", None)):
             # Else a request whose engine has ended keeps the server from ending.
-            scope["app"].state.server.config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
+            server.config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -342,7 +344,7 @@ class ContextMiddleware:
 
 
 async def _read_body(receive: Receive, limit: int | None) -> bytes:
-    """A request's body. Raises PromptError beyond `limit` bytes."""
+    """A request's body. Raises HTTPException beyond `limit` bytes."""
     parts, size, more = [], 0, True
     while more:
         message = await receive()
@@ -351,7 +353,7 @@ async def _read_body(receive: Receive, limit: int | None) -> bytes:
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
         if limit is not None and size > limit:
-            raise PromptError(f"the request is larger than {limit:,} bytes; send a shorter text.")
+            raise HTTPException(413, f"the request is larger than {limit:,} bytes; send a shorter text.")
     return b"".join(parts)
 
 
