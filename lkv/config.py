@@ -99,7 +99,7 @@ class MemoryTarget:
             raise RetentionError(
                 f"memory is {value!r}, more than the full cache or no number of bytes; {_MEMORY_HELP}."
             )
-        if number <= 100 and unit != "b":  # a percentage without its sign
+        if number <= 100 and not unit:  # a percentage without its sign
             raise RetentionError(f"memory is {value!r}, which would be bytes; {_MEMORY_HELP}.")
         return cls(nbytes=int(number))
 
