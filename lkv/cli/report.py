@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.cli.arguments import Command, option
-from lkv.cli.options import Retention
+from lkv.cli.options import Memory, Retention
+from lkv.config import MemoryTarget
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import FORMATS, TABLES, paper_model_like, paper_models
 from lkv.utils.extras import require
@@ -33,6 +34,7 @@ class Report(Command):
     weights: bool = option("memory figure: include the weights in the peak, as in Fig. 5", False)
     methods: tuple[str, ...] = option("only these methods (and the full cache)", ())
     retention: tuple[Retention, ...] = option("only these retentions", ())
+    memory: tuple[Memory, ...] = option("only these shares of the full cache's bytes, as `lkv eval --memory` had", ())
     against: str = option("method that differences are computed against (default: lkv)", "")
     min_full: float = option("only tasks where the full cache scores at least this much", 0.0)
     published: _Model | None = option(  # type: ignore[valid-type]
@@ -67,7 +69,11 @@ class Report(Command):
         from lkv.evaluation.report.results import read_results
 
         results = read_results(self.files)
-        request = TableRequest(self.methods, self.retention, self.min_full, self.against)
+        given = "--memory" if self.memory else "--retention" if self.retention else results.option
+        if given != results.option:
+            raise ReportError(f"these files hold budgets of another kind than {given}; use {results.option}.")
+        budgets = self.retention or tuple(MemoryTarget.parse(value).share or 0.0 for value in self.memory)
+        request = TableRequest(self.methods, budgets, self.min_full, self.against)
         table = build_table(self.table, results, request)
         if self.published:
             model = str(results.header["model"])

@@ -35,7 +35,7 @@ _VERDICTS = ("yes", "no", "unanswerable")
 class Example:
     """One item of a benchmark: a context, which is compressed before its question is known, and the true answers."""
 
-    suite: str  # "ruler", "longbench"
+    suite: str  # "ruler", "longbench", or a name for examples of your own
     task: str
     number: int  # within the task and always the same: resumed runs and paired comparisons use it
     context: str

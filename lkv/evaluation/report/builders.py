@@ -74,7 +74,7 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
     """
     pairs = method_pairs(results, request.methods, request.retentions)
     if name not in ("sweep", "ruler"):
-        pairs = at_one_retention(pairs)
+        pairs = at_one_retention(pairs, results.option)
     metrics: Sequence[str] = ("score",)
     if name == "ablation":
         pairs = [*(pair for pair in pairs if pair[0] == FULL), *_ablation_grid(pairs).values()]
@@ -95,6 +95,8 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         "they are few; one without any width says that all samples of a task scored alike, and less than "
         f"{MIN_SAMPLES} have none.",
     ]
+    if results.amount == MEMORY:
+        notes.append("memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each.")
     if scores.against:
         notes.append(f"Differences are to {method_label(scores.against)}, on the same samples.")
     suite_tasks = {task for tasks in names.CATEGORIES.get(scores.suite, {}).values() for task in tasks}
@@ -114,6 +116,7 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         title=f"{names.SUITES.get(scores.suite, scores.suite)}, {table.title}",
         notes=(*notes, *scores.notes, *table.notes, *results.notes),
         reference=scores.against,
+        amount=results.amount,
         caption=f"{header['model']}; {results.amount} = {', '.join(f'{r:g}' for r in amounts)}; "
         f"n = {sum(scores.sizes)} samples",
     )

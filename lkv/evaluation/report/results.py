@@ -49,6 +49,11 @@ class Results:
         """What `retention` is called in tables: R, or memory where methods were measured at equal bytes."""
         return MEMORY if self.header.get("budget") == MEMORY else "R"
 
+    @property
+    def option(self) -> str:
+        """The option of `lkv report` that chooses among its budgets."""
+        return "--memory" if self.amount == MEMORY else "--retention"
+
 
 def read_results(paths: Sequence[Path]) -> Results:
     """Read the JSON lines that `lkv eval` wrote to `paths`.
@@ -218,9 +223,8 @@ def method_pairs(results: Results, methods: Sequence[str] = (), retentions: Sequ
             raise ReportError(f"the files hold no method {name!r}; they hold {', '.join(names)}.")
     for retention in retentions:
         if retention not in amounts:
-            raise ReportError(
-                f"the files hold no retention {retention:g}; they hold {', '.join(f'{a:g}' for a in amounts)}."
-            )
+            held = ", ".join(f"{amount:g}" for amount in amounts)
+            raise ReportError(f"the files hold no {results.option[2:]} {retention:g}; they hold {held}.")
     return [
         (method, retention)
         for method, retention in sorted(measured, key=lambda pair: (names.index(pair[0]), -pair[1]))
@@ -228,13 +232,13 @@ def method_pairs(results: Results, methods: Sequence[str] = (), retentions: Sequ
     ]
 
 
-def at_one_retention(pairs: Sequence[Pair]) -> list[Pair]:
+def at_one_retention(pairs: Sequence[Pair], option: str = "--retention") -> list[Pair]:
     """The pairs of their only retention, or of 0.15 where it is among several, and the full cache."""
     amounts = retentions_of(pairs)
     if len(amounts) > 1 and DEFAULT_RETENTION not in amounts:
         raise ReportError(
-            f"this table stands at one retention, and the files hold {', '.join(f'{a:g}' for a in amounts)}; choose "
-            "one with --retention."
+            f"this table shows one {option[2:]}, and the files hold {', '.join(f'{a:g}' for a in amounts)}; choose one "
+            f"with {option} {amounts[0]:g}, or all of them with --table sweep."
         )
     chosen = DEFAULT_RETENTION if len(amounts) > 1 else amounts[0]
     return [pair for pair in pairs if pair[0] == FULL or pair[1] == chosen]

@@ -83,6 +83,7 @@ class Table:
     best_in: Mapping[str, int] = field(default_factory=dict)  # a group's own `best`, where groups differ in it
     row_title: str = "method"
     caption: str = ""  # of a figure: model, R, n
+    amount: str = "R"  # what the retentions are called: memory where methods were measured at equal bytes
 
     def rows(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each row: its first cell, which states method, label, group, source, retention, and its cells by column."""
@@ -207,7 +208,7 @@ def _format(
     labels = rows.label.map(escape)
     text = pd.DataFrame({table.row_title: labels.where(~is_strong, labels.map(strong.format))})
     if not table.shows_realised and rows[["retention", "row_realised"]].notna().any(axis=None):
-        text["R"], text["kept"] = rows.retention.map(_format_share), rows.row_realised.map(_format_share)
+        text[table.amount], text["kept"] = rows.retention.map(_format_share), rows.row_realised.map(_format_share)
     text = text.join(cells.pivot(index="row", columns="column", values="text")[list(columns)])
     counts = cells[cells.source == MEASURED].groupby("column").n.agg(lambda n: set(n.dropna())).reindex(columns)
     if counts.map(len).any():

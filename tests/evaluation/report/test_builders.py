@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
 from lkv.evaluation.report.builders import build_table
@@ -345,3 +346,25 @@ def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
     old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
     for paths, source in (([one, two], "read from x.tsv."), ([old], "of unknown origin: the results do not state it.")):
         assert f"DuoAttention's retrieval heads are {source}" in build_table("main", read_results(paths)).notes
+
+
+def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, capsys):
+    pytest.importorskip("scipy")
+    rows = [row("full", 1.0, 90.0), row("lkv", 0.1, 80.0, realised=0.638), row("lkv", 0.05, 60.0, realised=0.2)]
+    lines = [line("trec", number, rows) for number in range(5)]
+    path = str(write(tmp_path / "memory.jsonl", lines, budget="memory"))
+    assert main(["report", path]) == 2
+    assert "shows one memory, and the files hold 0.1, 0.05; choose one with --memory 0.1" in capsys.readouterr().err
+    assert main(["report", path, "--memory", "5%"]) == 0
+    said = capsys.readouterr().out
+    head, values = (next(text for text in said.splitlines() if text.startswith(start)) for start in ("method", "> LKV"))
+    assert head.split()[:3] == ["method", "memory", "kept"] and values.split()[2:5] == ["0.05", "0.2", "60.00"]
+    assert "memory is the share of the full cache's bytes" in said
+    for arguments, says in (
+        (["--retention", "0.1"], "budgets of another kind than --retention; use --memory"),
+        (["--memory", "0.2"], "hold no memory 0.2; they hold 0.1, 0.05"),
+    ):
+        assert main(["report", path, *arguments]) == 2 and says in capsys.readouterr().err
+    path = str(write(tmp_path / "entries.jsonl", lines))
+    assert main(["report", path, "--memory", "0.1"]) == 2
+    assert "use --retention" in capsys.readouterr().err
