@@ -145,20 +145,12 @@ def training() -> list[str]:
     for row in held_out:
         lines.setdefault(row["method"], [row["method"]]).append(interval(row))
     parts = ["## The paper's training, scaled down"]
-    for name, about in results["runs"].items():
-        settings, dropped = about["training"], sum((about["dropped"] or {}).values())
-        read = settings["steps"] * settings["batch"]
-        steps = [row for row in results["rows"] if row["what"] == "curve" and row["run"] == name]
-        falls = ", ".join(f"{row['validation_kl']:.3f} after {row['step']:,}" for row in steps)
-        own = {key: f"{value:,g}" if isinstance(value, int | float) else value for key, value in settings.items()}
-        text = (
-            "`{0}`: preset `paper` in {steps} steps, contexts a step {batch}, of {min_tokens} to {max_tokens} tokens "
-            "(the paper: 1,000 steps, 64 of 2,000 to 16,000), k {key}, R {retention_start} to {retention_end}, "
-            "temperature {tau_start} to {tau_end}, no warm start; Loom-like data, {1} items that overlap with "
-            "evaluated texts left out. Held-out KL at R = {retention_end} by steps: {2}. {3:,} contexts in all, where "
-            "the paper reads 64,000: this shows the schedule at work, not what it reaches. The policy is not shipped."
-        )
-        parts.append(text.format(name, dropped, falls, read, **own))
+    first, *others = results["runs"].items()
+    parts.append(_whole_run(first[0], first[1], results["rows"]))
+    for name, about in others:
+        settings, base = about["training"], first[1]["training"]
+        changed = " and ".join(f"{key} {settings[key]}" for key in settings if settings[key] != base[key])
+        parts.append(f"`{name}`: the same with {changed}. Held-out KL: {_curve(name, results['rows'])}.")
     head = [f"{texts}, {tokens:,} tokens, R = {retention:g}" for texts, tokens, retention in columns]
     counts = " or ".join(map(str, sorted({row["n"] for row in held_out})))
     lead = (
@@ -166,6 +158,25 @@ def training() -> list[str]:
         "`loom`, as these runs were trained; `mixture`, as the shipped policies were."
     )
     return [*parts, lead, table(head, lines.values(), "policy")]
+
+
+def _whole_run(name: str, about: dict[str, Any], rows: list[dict]) -> str:
+    settings, dropped = about["training"], sum((about["dropped"] or {}).values())
+    read = settings["steps"] * settings["batch"]
+    own = {key: f"{value:,g}" if isinstance(value, int | float) else value for key, value in settings.items()}
+    text = (
+        "`{0}`: preset `paper` in {steps} steps, contexts a step {batch}, of {min_tokens} to {max_tokens} tokens "
+        "(the paper: 1,000 steps, 64 of 2,000 to 16,000), k {key}, R {retention_start} to {retention_end}, "
+        "temperature {tau_start} to {tau_end}, no warm start; Loom-like data, {1} items that overlap with "
+        "evaluated texts left out. Held-out KL at R = {retention_end} by steps: {2}. {3:,} contexts in all, where "
+        "the paper reads 64,000: this shows the schedule at work, not what it reaches. The policy is not shipped."
+    )
+    return text.format(name, dropped, _curve(name, rows), read, **own)
+
+
+def _curve(run: str, rows: list[dict]) -> str:
+    steps = [row for row in rows if row["what"] == "curve" and row["run"] == run]
+    return ", ".join(f"{row['validation_kl']:.3f} after {row['step']:,}" for row in steps)
 
 
 def _shipped_training() -> dict[str, str]:

@@ -36,7 +36,7 @@ class Train(_Settings, ModelOptions):
     """Train a policy for a model, or resume the training."""
 
     preset: _Preset | None = option(  # type: ignore[valid-type]
-        "settings to start from (default: paper on a GPU, else cpu, shortened to what the model can read)"
+        "settings to start from (default: gpu on a GPU, else cpu, shortened to what the model can read)"
     )
     data: Path = option("folder from `lkv data build`, or with data sets, JSON lines, text or code", ...)
     out: Path = option("folder for checkpoints and the policy; the same command resumes from it", ...)

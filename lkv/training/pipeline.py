@@ -188,7 +188,7 @@ def build(setup: TrainingSetup) -> Trainer:
 
 def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
     """The settings of `preset`, else those that fit machine and model, with `overrides`. Raises TrainingError."""
-    default = "paper" if torch.cuda.is_available() else "cpu"
+    default = "gpu" if torch.cuda.is_available() else "cpu"
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[default], positions)
     config = override_config(base, overrides)
     check_positions(config, positions)

@@ -42,6 +42,17 @@ def test_settings_without_a_preset_fit_any_model(positions, preset):
         assert config == PRESETS[preset]
 
 
+def test_the_default_is_the_better_recipe_on_either_device(monkeypatch):
+    chosen = {}
+    for has_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        chosen[has_gpu] = resolve_config(None, {}, 131_072)
+    assert (chosen[True], chosen[False]) == (PRESETS["gpu"], PRESETS["cpu"])
+    for config in chosen.values():
+        assert (config.key, config.attention, config.position) == ("unrotated", "learned", True)
+        assert config.warmup_contexts and config.retention_low < 0.15 < config.retention_high
+
+
 def test_lengths_beyond_the_positions_are_refused():
     assert resolve_config(None, {}, 8192).max_tokens + resolve_config(None, {}, 8192).max_continuation <= 8192
     assert resolve_config(None, {"max_tokens": 100}, 512).min_tokens == 50
@@ -76,7 +87,7 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  #
     [
         ("stpes = 3", "there is no setting 'stpes'; did you mean 'steps'?"),
         ("steps = ", "cannot be read as TOML"),
-        ("preset = 'big'", "preset is 'big', but must be 'cpu', 'finish', 'paper'"),
+        ("preset = 'big'", "preset is 'big', but must be 'cpu', 'finish', 'gpu', 'paper'"),
         ("steps = 2.5", "steps is 2.5, but must be a valid integer"),
         ("dtype = 'int8'", "dtype is 'int8', but must be 'float32', 'bfloat16' or 'float16'"),
         ("position = 1", "position is 1, but must be a valid boolean"),
