@@ -117,7 +117,10 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
             mine = place[origin[moved == number]]
             for codes, others in zip(new.tensors, old.tensors, strict=True):
                 assert torch.equal(codes[mine >= 0], others[mine[mine >= 0]])
-            assert torch.equal(new.scores, entries.scores[origin][moved == number])
+            # Scores of appended tokens are computed when they are needed: until then they are whatever memory held.
+            torch.testing.assert_close(
+                new.scores, entries.scores[origin][moved == number], rtol=0, atol=0, equal_nan=True
+            )
             assert torch.equal(new.positions, entries.positions[origin][moved == number])
         # Those that moved are quantised anew, from what they stood for.
         for number, tier in enumerate(after.tiers, start=1):
