@@ -169,9 +169,10 @@ class Ask(PolicyOptions, RunOptions):
 
 
 def _describe_size(context: "Context") -> str:
+    from lkv.utils.devices import dtype_name
+
     size, full = context.nbytes(), context.full_nbytes()
-    dtype = str(context.model.dtype).removeprefix("torch.")
-    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB in {dtype} ({size / full:.3f})"
+    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB in {dtype_name(context.model.dtype)} ({size / full:.3f})"
 
 
 @contextmanager

@@ -106,8 +106,8 @@ def check_policy_exists(name: str) -> None:
     """Raise PolicyFileError, without importing torch, if `name` is no folder, Hub id or shipped policy."""
     from lkv.policy.shipped import shipped_policies
 
-    names = [names.lower() for policy in shipped_policies() for names in (policy.name, *policy.hub_names)]
-    if "/" not in name and not exists(name) and name.lower() not in names:
+    shipped_names = [each.lower() for policy in shipped_policies() for each in (policy.name, *policy.hub_names)]
+    if "/" not in name and not exists(name) and name.lower() not in shipped_names:
         raise PolicyFileError(
             f"there is no policy folder {name!r}; give a folder, a Hub id such as 'owner/name', or the name of a "
             "shipped policy (`lkv policies` lists them)."

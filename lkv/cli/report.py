@@ -69,9 +69,9 @@ class Report(Command):
         from lkv.evaluation.report.results import read_results
 
         results = read_results(self.files)
-        given = "--memory" if self.memory else "--retention" if self.retention else results.option
-        if given != results.option:
-            raise ReportError(f"these files hold budgets of another kind than {given}; use {results.option}.")
+        flag = "--memory" if self.memory else "--retention" if self.retention else results.option
+        if flag != results.option:
+            raise ReportError(f"these files hold budgets of another kind than {flag}; use {results.option}.")
         budgets = self.retention or tuple(MemoryTarget.parse(value).share or 0.0 for value in self.memory)
         request = TableRequest(self.methods, budgets, self.min_full, self.against)
         table = build_table(self.table, results, request)

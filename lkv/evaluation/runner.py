@@ -280,7 +280,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         **({"policies": {name: policy.digest() for name, policy in policies.items()}} if policies else {}),
         "seed": config.seed,
         "planned": len(named),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": devices.dtype_name(model.dtype),
         "lkv": lkv.__version__,
         **collect_provenance(_PACKAGES),
     }

@@ -33,7 +33,7 @@ from lkv.training.distillation import Schedule, distillation_losses, group_sampl
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
-from lkv.utils.devices import is_out_of_memory
+from lkv.utils.devices import dtype_name, is_out_of_memory
 from lkv.utils.files import as_path, check_writable_folder
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class FitRun:
         spec = self.policy.spec
         _say(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{str(self._model.dtype).removeprefix('torch.')}) from {own_text}"
+            f"{dtype_name(self._model.dtype)}) from {own_text}"
             + (" and Python's own manual and library" if builtin else "")
         )
         _say(f"1. statistics of {_STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")

@@ -120,6 +120,11 @@ def torch_dtype(name: str | None) -> Any:
     return None if name is None else getattr(torch, name)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name by which --dtype calls a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def find_device(name: str | None) -> torch.device | None:
     """The device that --device names, None for none. Raises LkvError where PyTorch has no such device."""
     try:

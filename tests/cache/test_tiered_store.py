@@ -130,8 +130,8 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
             inside, bits = before.basis.enter(key[came], owners[came]), tier.precision
             expected = *quantize(inside, bits.key_bits), *quantize(rotated, bits.value_bits)
             here = came[moved == number]
-            for found, wanted in zip(tier.tensors, expected, strict=True):
-                assert torch.equal(found[here], wanted)
+            for codes, anew in zip(tier.tensors, expected, strict=True):
+                assert torch.equal(codes[here], anew)
         slots = slot_indices(after._rest.starts, after._rest.lens, kept.k.device)
         old = slot_indices(before._rest.starts, before._rest.counts, kept.k.device)
         place = torch.full((len(tiers),), -1)

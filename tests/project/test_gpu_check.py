@@ -17,7 +17,7 @@ from dev import gpu_check
 from lkv.integrations.transformers.attention import patch_attention
 from tests.conftest import tiny_llama
 
-# Older versions of transformers are told the position by the model; the benchmark sets it in the cache.
+# In older versions of transformers the model gives the position to the cache; the benchmark sets it in the cache.
 sets_position = pytest.mark.skipif(
     not hasattr(StaticLayer(1), "cumulative_length"), reason="needs a static cache that counts its tokens"
 )

@@ -171,7 +171,7 @@ class Profiler:
         row: dict[str, Any] = {
             "model": self._name,
             "device": devices.runtime(self._device).get_device_name(self._device) if is_gpu else describe_machine(),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": devices.dtype_name(self._model.dtype),
             "method": method,
             "tokens": tokens,
             "batch": settings.batch,

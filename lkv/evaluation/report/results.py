@@ -223,8 +223,8 @@ def method_pairs(results: Results, methods: Sequence[str] = (), retentions: Sequ
             raise ReportError(f"the files hold no method {name!r}; they hold {', '.join(names)}.")
     for retention in retentions:
         if retention not in amounts:
-            held = ", ".join(f"{amount:g}" for amount in amounts)
-            raise ReportError(f"the files hold no {results.option[2:]} {retention:g}; they hold {held}.")
+            listing = ", ".join(f"{amount:g}" for amount in amounts)
+            raise ReportError(f"the files hold no {results.option[2:]} {retention:g}; they hold {listing}.")
     return [
         (method, retention)
         for method, retention in sorted(measured, key=lambda pair: (names.index(pair[0]), -pair[1]))
