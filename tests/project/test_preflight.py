@@ -38,6 +38,7 @@ def folder(tmp_path_factory):
 def given(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "examine", lambda: [])
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**40))
     book = folder / "book.txt"
     paths = {name: folder / name for name in ("ruler", "longbench", "data")}
     return argparse.Namespace(
