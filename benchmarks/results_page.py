@@ -116,10 +116,9 @@ def memory() -> list[str]:
             )
             parts += [lead, table((f"{share:.0%}" for share in columns), lines)]
     parts.append("![memory](benchmarks/results/small/memory.png)")
-    ruler = read("ruler_memory", task="all")
-    if ruler:
+    for name in ("ruler_memory", "ruler_memory_4k"):
         lead, budget = "RULER's five retrieval tasks", "{:.0%} of a 16-bit cache's bytes, in tiers"
-        parts += ruler_by_retention(ruler, lead, "ruler_memory", budget)
+        parts += ruler_by_retention(read(name, task="all"), lead, name, budget)
     return [*parts, *needles("needles_memory"), "## By length"]
 
 

@@ -59,10 +59,11 @@ def _print_table(entries: list[dict[str, Any]], width: int) -> None:
         budget, selector = (entry[part].split(":")[0] for part in ("budget", "selector"))
         needs = ", ".join(need.removeprefix("a ").split(" of ")[0] for need in entry["needs"])
         rows.append((entry["name"], budget, selector, needs, entry["paper"]))
+    most = max(60, shutil.get_terminal_size((1000, 24)).columns)  # a pipe or a file cuts nothing
     widths = [max(len(row[column]) for row in rows) + 2 for column in range(4)]
     for row in rows:
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths, strict=False)) + row[4]
-        print((line if len(line) <= width else line[: width - 1] + "…").rstrip())
+        print((line if len(line) <= most else line[: most - 1] + "…").rstrip())
     for title, components in (("budgets", budgets()), ("selectors", selectors())):
         print(f"\n{title}:")
         for name, component in components.items():

@@ -11,8 +11,7 @@ from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
 _NOT_FOR_VLLM = (
-    "--device", "--policy-revision", "--no-strict", "--max-batch", "--max-texts", "--keep-days", "--max-tokens",
-    "--timeout",
+    "--device", "--policy-revision", "--no-strict", "--max-batch", "--max-texts", "--keep-days", "--timeout",
 )  # fmt: skip
 
 
@@ -36,7 +35,9 @@ class Serve(PolicyOptions, RunOptions):
     keep_days: float | None = option(
         "days after which contexts that nobody asks are deleted (default: never)", gt=0, le=36500
     )
-    max_tokens: PositiveInt = option("tokens per answer", 1024)
+    max_tokens: PositiveInt = option(
+        "tokens per answer; with --engine vllm, of answers about a context whose request names no number", 1024
+    )
     timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 

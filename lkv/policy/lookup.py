@@ -167,5 +167,5 @@ def _no_policy(about: str, worse: str, name: str | None = None, model: "PreTrain
     minutes = f"--minutes {estimate_fit_minutes(model)}" if model is not None else f"about {_FIT_MINUTES} minutes"
     return (
         f"there is no policy for {about} yet{worse}; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your "
-        "own, or use a method that needs no policy such as 'snapkv' or 'expected' (`lkv methods` lists them)."
+        "own, or use a method that needs no policy such as 'kvzip' or 'snapkv' (`lkv methods` lists them)."
     )

@@ -72,6 +72,7 @@ class Job:
             "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
             "method": self.settings.method, "memory": self.settings.memory,
             "retention": None if self.settings.memory else self.settings.retention,
+            "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
         }  # fmt: skip
 
     def pending_error(self) -> ContextPendingError:

@@ -1,6 +1,9 @@
 """Options derived from the fields of the commands, and the listings of methods and policies."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -52,6 +55,13 @@ def test_methods_fit_the_terminal(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["methods"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
+
+
+def test_a_pipe_gets_all_names_of_papers():
+    command = [sys.executable, "-W", "ignore", "-m", "lkv", "methods"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert "…" not in printed and all(spec.paper in printed for spec in METHODS.values())
 
 
 def test_one_method_is_described_in_full(capsys):

@@ -69,7 +69,7 @@ def serving_lab(lab, port: int, *options: str):
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
         *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
-        *("--max-upload", "1"),
+        *("--max-upload", "1", "--max-tokens", "16"),
         *("--dtype", "float32", "--max-requests", "8", "--vllm-args", "--enforce-eager --max-model-len 1024"),
         *options,
     ]
@@ -103,8 +103,14 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
         model=f"tiny:{name}", messages=messages, stream=True, max_tokens=12, temperature=0
     )
     assert squash("".join(part.choices[0].delta.content or "" for part in stream if part.choices)) == want
-    # Without a limit an answer takes what positions leave.
-    assert server.ask(question, f"tiny:{name}", max_tokens=None, stop=want[3]).startswith(want[:3])
+    # Without a number an answer has the tokens of --max-tokens.
+    named = server.client.chat.completions.with_raw_response.create(
+        model=f"tiny:{name}", messages=messages, temperature=0
+    )
+    assert named.headers["lkv-context"] == name
+    assert squash(named.parse().choices[0].message.content) == expected(lab, context, question, 16)
+    plain = server.client.completions.with_raw_response.create(model="tiny", prompt="abc", max_tokens=2)
+    assert "lkv-context" not in plain.headers
     ids = encode(lab.tokenizer, "abc def")
     completion = server.client.completions.create(model=f"tiny:{name}", prompt="abc def", max_tokens=8, temperature=0)
     assert squash(completion.choices[0].text) == squash(lab.tokenizer.decode(lab.answer(context, ids, 8)))
@@ -253,10 +259,10 @@ def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(is_sent_ag
         ({"model": "tiny:none"}, 404, "no context 'none'"),
         ({"model": "other:none"}, 404, "does not exist"),
         ({"model": "tiny:a", "context": "b"}, 400, "different contexts"),
-        ({"model": "tiny:"}, 400, "'' is no id"),
-        ({"context": 3}, 400, "'3' is no id"),
-        ({"context": ["a"]}, 400, "is no id"),
-        ({"vllm_xargs": {"lkv_context": {}}}, 400, "is no id"),
+        ({"model": "tiny:"}, 400, "'' is not an id"),
+        ({"context": 3}, 400, "'3' is not an id"),
+        ({"context": ["a"]}, 400, "is not an id"),
+        ({"vllm_xargs": {"lkv_context": {}}}, 400, "is not an id"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, body, status, match):

@@ -55,6 +55,7 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
     settings = {
         "method": options["method"], "policy": options["policy"], "retention": options["retention"],
         "memory": options["memory"], "max_store": options["max_store"], "max_upload": options["max_upload"],
+        "max_tokens": options["max_tokens"],
     }  # fmt: skip
     if options["store"]:
         settings["store"] = options["store"]

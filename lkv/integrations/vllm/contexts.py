@@ -50,6 +50,7 @@ class PluginSettings(BaseModel):
     memory: float = Field(1024, ge=0, description="MiB of contexts in a worker's memory, taken from vLLM's KV cache")
     max_store: float = Field(65536, gt=0, description="MiB of all stored contexts")
     max_upload: float = Field(16, gt=0, description="MiB of a request that creates a context")
+    max_tokens: int = Field(1024, gt=0, description="tokens of an answer about a context whose request names no number")
 
     @classmethod
     def of(cls, vllm_config: Any) -> "PluginSettings":

@@ -245,7 +245,7 @@ class ContextRoutes:
             raise PromptError("the request names different contexts; name one context.")
         for text, name in contexts.items():
             if not isinstance(name, str) or not name:
-                raise PromptError(f"the context {text[:80]!r} is no id; GET /v1/contexts lists all contexts.")
+                raise PromptError(f"the context {text[:80]!r} is not an id; GET /v1/contexts lists all contexts.")
         return next(iter(contexts), None)
 
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
@@ -269,7 +269,7 @@ class ContextRoutes:
         ids = await asyncio.to_thread(_question_ids, contexts, body.get("messages"))
         free = min(contexts.max_positions + 1 - tokens, self._length) - len(ids)
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
-            body["max_completion_tokens"] = free
+            body["max_completion_tokens"] = min(free, self._settings.max_tokens)
         # vLLM takes these instead of rendering the messages.
         body["kv_transfer_params"] = {"prompt_token_ids": ids}
 
@@ -314,7 +314,7 @@ class ContextMiddleware:
             else:
                 async with self._routes.using(name):
                     await self._routes.rewrite(scope["path"], body, name)
-                    await self._pass_on(json.dumps(body).encode(), scope, receive, send)
+                    await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
         except LkvError as error:
             await error_response(error)(scope, receive, send)
 
@@ -340,6 +340,17 @@ class ContextMiddleware:
             message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
             return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
         return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
+
+
+def _naming(name: str, send: Send) -> Send:
+    """`send`, with a header that names the context of the answer: vLLM ignores a misspelt field."""
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"lkv-context", name.encode())]}
+        await send(message)
+
+    return send_named
 
 
 async def _read_body(receive: Receive, limit: int | None) -> bytes:
