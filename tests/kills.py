@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,7 +58,13 @@ def run_to_end(work: Work, folder: Path) -> None:
     """`work` in a process of its own, to its end."""
     child = _start(work, folder)
     status = os.waitpid(child, 0)[1]
-    assert status == 0, f"{work.__name__} in {folder} ended with {status}"
+    error = _error_file(folder)
+    said = error.read_text(encoding="utf-8") if error.exists() else ""
+    assert status == 0, f"{work.__name__} in {folder} ended with {status}\n{said}"
+
+
+def _error_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.error")
 
 
 def _start(work: Work, folder: Path) -> int:
@@ -76,6 +83,8 @@ def _start(work: Work, folder: Path) -> int:
         tqdm.set_lock(threading.RLock())
         work(folder)
         status = 0
+    except BaseException:
+        _error_file(folder).write_text(traceback.format_exc(), encoding="utf-8")
     finally:
         os._exit(status)
 
