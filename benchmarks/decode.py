@@ -26,6 +26,7 @@ from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
+from lkv.utils.devices import dtype_name
 from lkv.utils.results import collect_provenance, write_results
 
 FORMS = ("grouped", "repeated", "rows")
@@ -134,7 +135,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16):
             model, _ = load_default(dtype)
-            about = {"dtype": str(dtype).removeprefix("torch."), "threads": threads}
+            about = {"dtype": dtype_name(dtype), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
     write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=collect_provenance())

@@ -15,6 +15,7 @@ from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import PrecomputedScores
 from lkv.models.loading import load_default
+from lkv.utils.devices import dtype_name
 
 LATER = 24
 
@@ -42,7 +43,7 @@ def main() -> None:
                 model(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits
                 for position in range(options.tokens, options.tokens + LATER)
             ]
-            row = {"method": name, "dtype": str(dtype).removeprefix("torch."), "tokens": options.tokens}
+            row = {"method": name, "dtype": dtype_name(dtype), "tokens": options.tokens}
             row |= {
                 "realised": cache.realised_retention(),
                 "value": float((torch.cat(steps, 1) - expected).abs().max()),

@@ -116,9 +116,8 @@ def memory() -> list[str]:
             )
             parts += [lead, table((f"{share:.0%}" for share in columns), lines)]
     parts.append("![memory](benchmarks/results/small/memory.png)")
-    for name in ("ruler_memory", "ruler_memory_4k"):
-        lead, budget = "RULER's five retrieval tasks", "{:.0%} of a 16-bit cache's bytes, in tiers"
-        parts += ruler_by_retention(read(name, task="all"), lead, name, budget)
+    lead, budget = "RULER's five retrieval tasks", "{:.0%} of a 16-bit cache's bytes, in tiers"
+    parts += ruler_by_retention(read("ruler_memory", task="all"), lead, "ruler_memory", budget)
     return [*parts, *needles("needles_memory"), "## By length"]
 
 

@@ -22,6 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.common import RESULTS, interleaved, paired_ratio, parse_options, wall_clock
 from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.utils.devices import dtype_name
 from lkv.utils.results import write_results
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -128,7 +129,7 @@ def measured(
         row |= paired_ratio(times, seconds[baseline])
         row |= {"unit": "mean of paired ratios of the time forward and backward", "seconds": statistics.median(times)}
         row |= {"peak_bytes": peak_bytes(methods[name], arguments), "heads": q.shape[1], "head_dim": q.shape[3]}
-        row |= {"tflops": operations / row["seconds"] / 1e12, "dtype": str(q.dtype).removeprefix("torch.")}
+        row |= {"tflops": operations / row["seconds"] / 1e12, "dtype": dtype_name(q.dtype)}
         if q.is_cuda:
             row |= {"device": torch.cuda.get_device_name(q.device), "fraction": row["tflops"] / best}
         rows.append(row)
