@@ -21,9 +21,10 @@ from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.training import fit as fitting
+from lkv.training import fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
+from lkv.training.fit_plan import PROGRESS_TEXTS
 
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
@@ -93,7 +94,7 @@ def curve(kind: str, policy: Policy) -> list[dict[str, Any]]:
     }
     return [
         {**texts, "seconds": point["seconds"], "trained_contexts": point["contexts"], "retention": float(name[3:]),
-         "n": fitting._PROGRESS_TEXTS, "value": value, "low": None, "high": None}
+         "n": PROGRESS_TEXTS, "value": value, "low": None, "high": None}
         for point in policy.card["fit"]["curve"] for name, value in point.items() if name.startswith("kl_")
     ]  # fmt: skip
 

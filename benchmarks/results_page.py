@@ -23,7 +23,7 @@ from benchmarks.tables import (
     tokens,
 )
 from lkv.evaluation.report.names import FULL, method_label, part_label
-from lkv.training.fit import RECIPE
+from lkv.training.fitting import RECIPE
 
 ROOT = RESULTS.parents[1]
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lkv.policy.lookup import default_policy as default_policy
     from lkv.policy.lookup import policy_for as policy_for
     from lkv.policy.policy import Policy as Policy
-    from lkv.training.fit import fit as fit
+    from lkv.training.fitting import fit as fit
 
 _HOMES = {
     "Budget": "lkv.methods.budgets",
@@ -50,7 +50,7 @@ _HOMES = {
     "compress": "lkv.context.compression",
     "compress_prefill": "lkv.context.compress_prefill",
     "default_policy": "lkv.policy.lookup",
-    "fit": "lkv.training.fit",
+    "fit": "lkv.training.fitting",
     "load_default": "lkv.models.loading",
     "load_model": "lkv.models.loading",
     "patch_attention": "lkv.integrations.transformers.attention",

@@ -34,11 +34,11 @@ from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
 from lkv.utils import tensor_file
 from lkv.utils.results import collect_provenance, write_results
+from tests.cache_machine import CacheMachine
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.inputs import Inputs
 from tests.kills import Kills
-from tests.machine import CacheMachine
 from tests.results import many, write
 from tests.test_trust import QUESTIONS
 from tests.training.test_training import train_for, trainer
@@ -57,7 +57,7 @@ def operations(until: float, start: int) -> tuple[Counts, int]:
             counts["caches"] += 1
             counts["operations"] += self.operations
             counts["rows of logits"] += self.steps
-            counts["caches left off at a tie"] += not self.decided
+            counts["caches left off at a tie"] += self.cache is not None and not self.reference.is_decided
 
     plan = settings(
         max_examples=10, stateful_step_count=50, deadline=None, database=None, print_blob=True,

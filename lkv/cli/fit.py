@@ -27,7 +27,7 @@ class Fit(Command):
         import torch
 
         from lkv.models.loading import DEFAULT, load_model
-        from lkv.training.fit import fit, open_texts
+        from lkv.training.fitting import fit, open_texts
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")

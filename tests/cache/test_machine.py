@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.machine import CacheMachine
+from tests.cache_machine import CacheMachine
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(

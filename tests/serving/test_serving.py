@@ -1,4 +1,4 @@
-"""The server as its clients see it: stock OpenAI clients, curl, and everything that can be sent wrong."""
+"""The server as its clients see it: stock OpenAI clients and curl, contexts and answers, limits and the end."""
 
 import http.client
 import json
@@ -14,7 +14,6 @@ from lkv.cli.main import main
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
 from lkv.errors import ServerError
-from lkv.serving.answers import IncrementalDetokenizer
 from lkv.serving.service import Limits, Service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
@@ -192,95 +191,6 @@ def test_sampling_seeds_and_stops(server, context, expected):
     assert cut["choices"][0]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"{", 400, "the body: Invalid JSON"), ([1], 400, "the body"), ({}, 400, "messages: Field required"),
-        ({"messages": []}, 400, "messages"), ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message must be one of the user"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
-        ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the body: Invalid JSON"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "holds tool calls"),
-        ({"stop": ["end", ""]}, 400, "stop"), ({"stop": ["a"] * 5}, 400, "stop"),
-        ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
-        ({"context": "../../etc/passwd"}, 404, "there is no context"),
-        ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
-        ({"model": "tiny:a", "context": "b"}, 400, "different contexts"), ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 900}, 400, "reads at most 2048"),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the model reads at most 2048"),
-        ({"temperature": 9}, 400, "temperature: Input should be less than or equal to 2"),
-        ({"temperature": "hot"}, 400, "temperature"),
-        ({"n": 2}, 400, "n is not offered"), ({"tools": [{}]}, 400, "tools is not offered"),
-        ({"logprobs": True}, 400, "logprobs is not offered"), ({"contxt": "a"}, 400, "contxt is not offered"),
-        ({"vllm_xargs": {"lkv_context": "a"}}, 400, "vllm_xargs is not offered"), ({"context": ""}, 400, "context: "),
-        ({"model": "tiny:"}, 400, "names no context after the colon"),
-    ],
-)  # fmt: skip
-def test_bad_chats_get_one_sentence(server, body, status, says):
-    if isinstance(body, dict) and body and "messages" not in body:
-        body = {"messages": [{"role": "user", "content": "Hello"}], **body}
-    found = server.problem("/v1/chat/completions", body, **{"Content-Type": "application/json"})
-    assert found[0] == status and says in found[1], found
-    assert "Traceback" not in found[1] and "\n" not in found[1]
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
-        ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
-        ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
-        ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),
-        ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
-        ({"text": "a b", "protect": ["c"]}, "does not contain 'c'"), ({"text": "x", "protect": [""]}, "span is empty"),
-        ({"text": "x", "protect": "x"}, "protect: Input should be a valid"),
-        ({"text": "x", "retain": 0.5}, "retain: there is no such field; the fields are text, name, system, "),
-        ({"text": "x", "file": "y"}, "file: there is no such field; the fields are text, name, "),
-        ({"text": "x", "memory": True}, "memory: Expected a share"), ({"text": "x", "memory": 1.5}, "memory is 1.5"),
-        ({"text": "x", "memory": 0}, "memory: Expected a share"), ({"text": "x", "memory": [1]}, "memory: Expected"),
-        ({"text": "x", "memory": "1" * 21}, "memory: Expected a share"),
-        (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
-    ],
-)  # fmt: skip
-def test_bad_texts_get_one_sentence(server, body, says):
-    status, said = server.problem("/v1/contexts", body, **{"Content-Type": "application/json"})
-    assert status == 400 and says in said, said
-
-
-FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
-
-
-@pytest.mark.parametrize(
-    ("body", "more", "says"),
-    [
-        (form("Brücke".encode("latin-1")), "", "no UTF-8 text (invalid"),
-        (form(b""), "", "the text is empty; give some"), (b"nonsense", "", "the form is incomplete"),
-        (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
-        (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
-        (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
-        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field; the fields are text, name, "),
-        (form(b"text").replace(b'"file"', b'"fil"'), "", "and in a form file."),
-        (form(b"a.txt").replace(b'; filename="a.txt"', b""), "", "'file' is no file; write file=@PATH"),
-        (field("text", "text") + form(b"text"), "", "a file and a text; send one"),
-        (form(b"text")[:-9] + b"\r\n" + form(b"text"), "", "has the field 'file' twice"),
-        (form(b"text"), "; charset*=idna''x", "another charset than UTF-8"),
-        (form(b"text").replace(b"filename=", b"filename*=punycode''"), "", "another charset than UTF-8"),
-        (form(b"text").replace(b"filename=", b"filename*=\0''"), "", "another charset than UTF-8"),
-        (b"--b\r\nX: " + b"y" * 3000 + b"\r\n\r\ntext\r\n--b--\r\n", "", "no headers, or too long ones"),
-    ],
-)  # fmt: skip
-def test_bad_forms_get_one_sentence(server, body, more, says):
-    kind = "multipart/form-data; boundary=b" + more
-    status, said = server.problem("/v1/contexts", body, **{"Content-Type": kind})
-    assert status == 400 and says in said
-
-
-def test_a_query_is_refused(server):
-    status, said = server.problem("/v1/contexts?memory=10%25", {"text": TEXT})
-    assert status == 400 and "the query of the URL is not read" in said
-
-
 def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
     status, made = server.ask("/v1/contexts", {"text": "x", "retention": 0.01})
     assert status == 202
@@ -289,13 +199,6 @@ def test_a_text_too_short_for_its_retention_is_a_failed_job(server):
     status, answer = server.chat("?", made["id"])
     assert status == 409 and "could not be made" in answer["error"]["message"]
     assert server.ask(f"/v1/contexts/{made['id']}", method="DELETE")[1]["deleted"] is True
-
-
-def test_unknown_paths_and_methods(server):
-    assert server.problem("/v2") == (404, "GET /v2: Not Found; the API is described at /.")
-    assert server.problem("/v1/contexts", b"", "PUT")[0] == 405
-    for method in ("GET", "DELETE"):
-        assert server.problem("/v1/contexts/nothing", method=method)[0] == 404
 
 
 def test_a_context_deleted_while_it_is_asked_answers_to_the_end(server, parts):
@@ -341,12 +244,6 @@ def test_the_page_is_whole_and_asks_nobody_else(server):
         page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
     assert "<title>LKV</title>" in page and {"default-src 'none'", " frame-ancestors 'none'"} < set(policy.split(";"))
     assert "http://" not in page and "https://" not in page and "src=" not in page
-
-
-def test_strangers_are_refused(server):
-    assert server.problem("/healthz", Host="evil.example")[0] == 421
-    assert server.problem("/v1/contexts", {"text": "x"}, Origin="http://evil.example")[0] == 403
-    assert server.ask("/healthz", Origin=server.url)[0] == 200
 
 
 def test_a_key_and_limits(parts, tmp_path):
@@ -454,40 +351,3 @@ def test_a_server_that_cannot_be_says_so(words, says, monkeypatch, capsys, tmp_p
     assert main(["serve", "--port", str(port), *words]) == 2
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes: characters come in parts."""
-
-    def __call__(self, text, **_):
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids, **_):
-        return bytes(ids).decode(errors="replace")
-
-
-@pytest.mark.parametrize("step", [1, 2, 3])
-@pytest.mark.parametrize("backend", [False, True])
-@pytest.mark.parametrize(
-    ("text", "stops", "right"),
-    [
-        ("  Grüße, Łódź! 😀 👩‍👩‍👧 \n", [], "Grüße, Łódź! 😀 👩‍👩‍👧"), ("one stop two", ["stop"], "one"),
-        ("a sto stop b", ["stop"], "a sto"), ("never ends st", ["stop"], "never ends st"),
-        ("x\n\ny", ["\n\n", "y"], "x"), ("stop", ["stop"], ""), ("tab\tand  two  spaces", [], "tab\tand  two  spaces"),
-        ("日本語のテキスト", [], "日本語のテキスト"), ("👍🏽", [], "👍🏽"),
-    ],
-)  # fmt: skip
-def test_text_grows_as_it_will_stay(parts, text, stops, right, step, backend):
-    tokenizer = parts[1] if backend else Bytes()
-    detokenizer, sent = IncrementalDetokenizer(tokenizer, stops), ""
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if backend:  # without a decoder, it shows spaces as other characters
-        whole = tokenizer.decode(ids, skip_special_tokens=True).strip()
-        right = whole[: min([len(whole), *(whole.index(stop) for stop in stops if stop in whole)])].rstrip()
-    assert (detokenizer._backend is not None) == backend
-    for end in range(step, len(ids) + step, step):
-        sent += detokenizer.push(ids[:end], end >= len(ids))
-        assert right.startswith(sent)
-        if detokenizer.is_stopped:
-            break
-    assert sent == right

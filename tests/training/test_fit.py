@@ -21,10 +21,11 @@ from lkv.policy import lookup
 from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
-from lkv.training import fit as fitting
+from lkv.training import fitting
 from lkv.training.data.recipes import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.fit import RECIPE, Plan, fit, make_plan, open_texts
+from lkv.training.fit_plan import Plan, make_plan
+from lkv.training.fitting import RECIPE, fit, open_texts
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
@@ -37,7 +38,7 @@ TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought
 INTERRUPTED = """
 import sys, time, torch
 from lkv.models.loading import load_model
-from lkv.training import fit as fitting
+from lkv.training import fitting
 torch.set_num_threads(1)
 fitting.clock = time.process_time
 if sys.argv[2] == "statistics":
@@ -269,7 +270,7 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, monkeypatch)
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
-    monkeypatch.setattr(fitting, "_seconds_a_token", lambda *_: 1.0)
+    monkeypatch.setattr(fitting, "_seconds_per_token", lambda *_: 1.0)
     with pytest.raises(TrainingError, match="are too short"):
         fit(*loaded, minutes=1)
 

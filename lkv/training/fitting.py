@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,7 @@ from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
 from lkv.training.data.recipes import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
+from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
@@ -45,8 +46,6 @@ RECIPE = replace(
     heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
 )  # fmt: skip
 _MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
-_STATISTICS_TEXTS, _KVZIP_TEXTS, _KVZIP_SHARE = 6, 8, 0.25  # the last of the whole time, at most
-_PROGRESS_TEXTS, _TABLE_TEXTS, _TABLE_SHARE = 4, 6, 0.1
 _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
@@ -54,8 +53,6 @@ _SHORTEST = 256  # tokens of a context, below which memory is too small
 _PROBE_TOKENS = 256
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 _LATEST_KVZIP = 0.5  # of the whole time, after which no further text is replayed
-# Seconds of each kind of work, in those of reading as many tokens.
-_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS = 3.0, 10.0, 1.5
 _RUN = ".fit"  # the folder of a run that is not finished
 
 
@@ -194,9 +191,9 @@ class FitRun:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
-        self._heldout = HeldOutTexts(self._model, self._draw(self._held_out_data, 0, _PROGRESS_TEXTS))
+        self._heldout = HeldOutTexts(self._model, self._draw(self._held_out_data, 0, PROGRESS_TEXTS))
         if self._stage < 1:
-            texts = self._draw(self._data, 0, _STATISTICS_TEXTS)
+            texts = self._draw(self._data, 0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
             self._finish_stage(1, "statistics")
         if self._stage < 2 and self._plan.kvzip_texts:
@@ -243,7 +240,7 @@ class FitRun:
         """Measure how fast texts are read, and print what will be done. Raises TrainingError if the time is short."""
         config = self._config
         tokens = mean_length(config.min_tokens, config.max_tokens)
-        reading = tokens * _seconds_a_token(self._model, min(_PROBE_TOKENS, config.max_tokens))
+        reading = tokens * _seconds_per_token(self._model, min(_PROBE_TOKENS, config.max_tokens))
         self._plan = plan = make_plan(reading, self._seconds)
         for line in self._data.lines:
             _say(line)
@@ -255,7 +252,7 @@ class FitRun:
             f"{dtype_name(self._model.dtype)}) from {own_text}"
             + (" and Python's own manual and library" if builtin else "")
         )
-        _say(f"1. statistics of {_STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
+        _say(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _say(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
         _say(
             f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
@@ -283,7 +280,7 @@ class FitRun:
     def _read_targets(self) -> list[KVzipTargets]:
         """KVzip's scores of as many texts as planned, or as the time allows."""
         targets: list[KVzipTargets] = []
-        for text in self._draw(self._data, _STATISTICS_TEXTS, self._plan.kvzip_texts):
+        for text in self._draw(self._data, STATISTICS_TEXTS, self._plan.kvzip_texts):
             ids = text.context[:WARM_START_TOKENS]
             targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
             if self._elapsed > self._seconds * _LATEST_KVZIP:
@@ -391,34 +388,6 @@ class FitRun:
         return policy
 
 
-class Plan(NamedTuple):
-    """Seconds of each stage, and how many texts the second and the last one read."""
-
-    statistics: float
-    kvzip: float
-    distillation: float
-    table: float
-    kvzip_texts: int
-    table_texts: int
-
-
-def make_plan(reading: float, seconds: float) -> Plan:
-    """Divide `seconds` where one text is read in `reading` seconds. Raises TrainingError if they are too few."""
-    statistics = (_STATISTICS_TEXTS + _PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
-    table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))
-    table = table_texts * _TABLE_READINGS * reading
-    if statistics + table > seconds:
-        least = math.ceil((statistics + table) / 60 * 1.2)
-        raise TrainingError(
-            f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
-            f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
-        )
-    kvzip_texts = min(_KVZIP_TEXTS, int(_KVZIP_SHARE * seconds / (_KVZIP_READINGS * reading)))
-    kvzip = kvzip_texts * _KVZIP_READINGS * reading
-    distillation = max(0.0, seconds - statistics - kvzip - table)
-    return Plan(statistics, kvzip, distillation, table, kvzip_texts, table_texts)
-
-
 def open_texts(
     texts: Sequence[str], data: str | Path | None, config: TrainingConfig = RECIPE, validation: bool = False
 ) -> Mixture:
@@ -442,7 +411,7 @@ def open_texts(
 
 
 @torch.no_grad()
-def _seconds_a_token(model: "PreTrainedModel", tokens: int) -> float:
+def _seconds_per_token(model: "PreTrainedModel", tokens: int) -> float:
     """How long the model reads a token of a text of `tokens` tokens, on this machine as it is now."""
     ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
     seconds = []

@@ -21,26 +21,13 @@ from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
-from tests.dense import Dense, Row, Stored, basis_of, beams, kept_of, stored_in_bits
+from tests.dense import Dense, Row, beams
+from tests.eviction_reference import HALF, TOLERANCE, EvictionReference, place_score, score
 
 RETENTIONS = (0.3, 0.5, 1.0)
-# Of the largest logit. Storage in few bits multiplies the rounding of k and v where a value lies between two codes.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-HALF = (torch.float16, torch.bfloat16)
 WINDOW = 9
 # Bits of k and v of each tier, best first: as `bits` has them, and as a memory budget may.
 TIERS = ([(8, 8)], [(4, 4)], [(3, 3)], [(8, 4), (4, 3)], [(16, 16), (8, 8), (4, 4)])
-
-
-def score(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Scores [..., T] that differ even between equal tokens."""
-    return key.sum(-1) - 0.5 * value.square().sum(-1) + key[..., 0].sin()
-
-
-def place_score(layer: int, heads: int, positions: torch.Tensor) -> torch.Tensor:
-    """Scores [H, T] by the place alone, no two equal among 101: the same in every dtype."""
-    head = torch.arange(heads)[:, None]
-    return ((37 * positions + 11 * layer + 29 * head) % 101).double()
 
 
 class Own(Selector):
@@ -104,7 +91,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.forks: list[tuple[RaggedCache, list[Row], list[int]]] = []
         self.steps = 0  # rows of logits compared
         self.operations = 0  # that did something
-        self.decided = True  # False once a choice hung on less than rounding: the rest tells nothing
 
     @initialize(
         family=st.sampled_from(["llama", "qwen2", "qwen3", "sliding"]),
@@ -126,13 +112,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.draw = torch.Generator().manual_seed(seed)
         self.tiers = tiers
         # Where k and v are rounded to 16 bits, so are scores made of them.
-        self.by_place, count = by_place or dtype in HALF, len(tiers or [None])
-        # What the tiers down to each one keep; the last one's is all that is kept.
-        self.budgets = [Uneven(retention, (number + 1) / count) for number in range(count)]
-        method = Method("own", self.budgets[-1], ByPlace() if self.by_place else Own())
+        by_place, count = by_place or dtype in HALF, len(tiers or [None])
+        budgets = [Uneven(retention, (number + 1) / count) for number in range(count)]
+        self.reference = EvictionReference(self.dense, dtype, by_place, budgets, tiers)
+        method = Method("own", budgets[-1], ByPlace() if by_place else Own())
         self.bits = tiers[0][0] if tiers and count == 1 else None
         if count > 1:
-            parts_of = zip(tiers, self.budgets, strict=True)
+            parts_of = zip(tiers, budgets, strict=True)
             method = replace(method, tiers=tuple(TierBudget(Precision(*bits), budget) for bits, budget in parts_of))
         self.prompt = tokens - 2 if mode == "ahead" else tokens
         announced = {"prompt_tokens": self.prompt} if mode in ("parts", "streaming", "ahead") else {}
@@ -172,62 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _evict_all(self) -> None:
         for row in self.rows:
-            self._evict(row, self.dense.full_layers)
-
-    def _evict(self, row: Row, layers: list[int]) -> None:
-        """Hide all but the best floor(r t) of what each head of `layers` still holds, from the next token on."""
-        tokens, heads = len(row.ids), self.dense.heads
-        gone = row.gone(self.dense.layers, heads)
-        found = None if self.by_place and not self.tiers else self.dense.read(row)[1]
-        stored: dict[int, list[Stored]] = {}
-        for layer in layers:
-            number = self.dense.full_layers.index(layer)
-            table = place_score(number, heads, torch.arange(tokens)) if self.by_place else score(*found[layer])
-            ratios = [budget.ratios(number, heads, tokens) for budget in self.budgets]
-            own: list[Stored] = []
-            for head in range(heads):
-                alive = set(range(tokens)) - gone[layer][head]
-                best: list[set[int]] = []
-                for each in ratios:
-                    kept, margin = kept_of(table[head], alive, min(len(alive), int(each[head] * tokens + 1e-6)))
-                    self.decided &= margin > 1e-3
-                    best.append(kept)
-                gone[layer][head] |= alive - kept
-                if self.tiers:
-                    before = row.latest(layer)
-                    own.append(self._store(*(x[head] for x in found[layer]), best, before and before[head]))
-            stored[layer] = own
-        row.hidden.append((tokens, gone))
-        if self.tiers:
-            row.stored.append((tokens, stored))
-
-    def _store(self, key: torch.Tensor, value: torch.Tensor, best: list[set[int]], before: Stored | None) -> Stored:
-        """What one head stores of k and v [T, d] where the tiers down to each one have the positions `best`.
-
-        Entries that stay in their tier stay as they were `before`.
-        """
-        places = sorted(best[-1])
-        bits = [next(own for own, kept in zip(self.tiers, best, strict=True) if place in kept) for place in places]
-        key, value = key.to(self.dtype), value.to(self.dtype)
-        if before is not None:
-            key[before.places], value[before.places] = before.key, before.value
-        basis = before.basis if before is not None else basis_of(key[places], self.dtype)
-        new_key, new_value, nearest = stored_in_bits(key[places], value[places], bits, basis)
-        self.decided &= self.dtype in HALF or nearest > (1e-6 if self.dtype == torch.float64 else 1e-5)
-        for number, (place, own) in enumerate(zip(places, bits, strict=True)):
-            if before is not None and place in before.places and before.bits[before.places.index(place)] == own:
-                new_key[number], new_value[number] = key[place], value[place]
-        return Stored(places, bits, new_key, new_value, basis)
-
-    def _tolerance(self) -> float:
-        if not self.tiers:
-            return TOLERANCE[self.dtype]
-        # A number that lies between two levels, or two numbers of 16 bits, may become either one; bfloat16 has an
-        # eighth of float16's precision.
-        least = min(min(bits) for bits in self.tiers)
-        if self.dtype in HALF:
-            return {8: 0.1, 4: 0.15, 3: 0.2}[least] * (4 if self.dtype == torch.bfloat16 else 1)
-        return 0.02 if self.dtype == torch.float64 or least == 8 else 0.05
+            self.reference.evict(row, self.dense.full_layers)
 
     def _ids(self, count: int) -> list[int]:
         return torch.randint(3, 67, (count,), generator=self.draw).tolist()
@@ -256,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
         for tokens, rooms in passes:
             short = [layer for layer, room in zip(self.dense.full_layers, rooms, strict=True) if room < tokens]
             if short and self.mode == "decode":
-                self._evict(row, short)
+                self.reference.evict(row, short)
             row.ids = row.ids + ids[place : place + tokens]
             place += tokens
         assert place == len(ids)
@@ -286,11 +217,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _compare(self, found: torch.Tensor, row: Row) -> None:
         """Logits [n, V] of the last n tokens of `row`."""
-        if not self.decided:
+        if not self.reference.is_decided:
             return
         expected = self.dense.read(row)[0][-len(found) :]
         scale = max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(found.to(expected) / scale, expected / scale, atol=self._tolerance(), rtol=0)
+        torch.testing.assert_close(found.to(expected) / scale, expected / scale, atol=self.reference.tolerance, rtol=0)
         self.steps += len(found)
 
     @precondition(lambda self: self._lives and self.is_rewindable)
@@ -404,10 +335,10 @@ class CacheMachine(RuleBasedStateMachine):
         begun = row.copy()
         begun.ids += asked
         self._replay(row, ids[:-1], passes)
-        if self.decided:
+        if self.reference.is_decided:
             logits = self.dense.read(row)[0][-len(answer) :].double()
             expected = float(torch.log_softmax(logits, -1)[range(len(answer)), answer].sum())
-            slip = 2 * len(answer) * self._tolerance() * max(1.0, float(logits.abs().max()))
+            slip = 2 * len(answer) * self.reference.tolerance * max(1.0, float(logits.abs().max()))
             assert abs(float(out.sequences_scores[0]) - expected) <= slip
             if self.mode != "decode":
                 best, margin = beams(self.dense, begun, width, tokens)
@@ -417,7 +348,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @property
     def _lives(self) -> bool:
-        return self.cache is not None and self.decided
+        return self.cache is not None and self.reference.is_decided
 
     @property
     def _length(self) -> int:

@@ -1,0 +1,42 @@
+"""How `lkv fit` divides its time among its stages."""
+
+import math
+from typing import NamedTuple
+
+from lkv.errors import TrainingError
+from lkv.training.cost import format_duration
+
+STATISTICS_TEXTS = 6
+PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
+_KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most
+_TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
+# Seconds of each kind of work, in those of reading as many tokens.
+_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS = 3.0, 10.0, 1.5
+
+
+class Plan(NamedTuple):
+    """Seconds of each stage, and how many texts the second and the last one read."""
+
+    statistics: float
+    kvzip: float
+    distillation: float
+    table: float
+    kvzip_texts: int
+    table_texts: int
+
+
+def make_plan(reading: float, seconds: float) -> Plan:
+    """Divide `seconds` where one text is read in `reading` seconds. Raises TrainingError if they are too few."""
+    statistics = (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
+    table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))
+    table = table_texts * _TABLE_READINGS * reading
+    if statistics + table > seconds:
+        least = math.ceil((statistics + table) / 60 * 1.2)
+        raise TrainingError(
+            f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
+            f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
+        )
+    kvzip_texts = min(_KVZIP_TEXTS, int(_KVZIP_SHARE * seconds / (_KVZIP_READINGS * reading)))
+    kvzip = kvzip_texts * _KVZIP_READINGS * reading
+    distillation = max(0.0, seconds - statistics - kvzip - table)
+    return Plan(statistics, kvzip, distillation, table, kvzip_texts, table_texts)

@@ -1,0 +1,108 @@
+"""Requests that are wrong: each is refused with one sentence."""
+
+import pytest
+
+pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+from tests.serving.server import TEXT, field, form
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{", 400, "the body: Invalid JSON"), ([1], 400, "the body"), ({}, 400, "messages: Field required"),
+        ({"messages": []}, 400, "messages"), ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message must be one of the user"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
+        ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the body: Invalid JSON"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "holds tool calls"),
+        ({"stop": ["end", ""]}, 400, "stop"), ({"stop": ["a"] * 5}, 400, "stop"),
+        ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
+        ({"context": "../../etc/passwd"}, 404, "there is no context"),
+        ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
+        ({"model": "tiny:a", "context": "b"}, 400, "different contexts"), ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 1500}], "max_tokens": 900}, 400, "reads at most 2048"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, "the model reads at most 2048"),
+        ({"temperature": 9}, 400, "temperature: Input should be less than or equal to 2"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"n": 2}, 400, "n is not offered"), ({"tools": [{}]}, 400, "tools is not offered"),
+        ({"logprobs": True}, 400, "logprobs is not offered"), ({"contxt": "a"}, 400, "contxt is not offered"),
+        ({"vllm_xargs": {"lkv_context": "a"}}, 400, "vllm_xargs is not offered"), ({"context": ""}, 400, "context: "),
+        ({"model": "tiny:"}, 400, "names no context after the colon"),
+    ],
+)  # fmt: skip
+def test_bad_chats_get_one_sentence(server, body, status, says):
+    if isinstance(body, dict) and body and "messages" not in body:
+        body = {"messages": [{"role": "user", "content": "Hello"}], **body}
+    found = server.problem("/v1/chat/completions", body, **{"Content-Type": "application/json"})
+    assert found[0] == status and says in found[1], found
+    assert "Traceback" not in found[1] and "\n" not in found[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
+        ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
+        ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
+        ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),
+        ({"text": "x", "retention": 2}, "must lie in (0, 1]"), ({"text": "x", "system": " "}, "system prompt is empty"),
+        ({"text": "a b", "protect": ["c"]}, "does not contain 'c'"), ({"text": "x", "protect": [""]}, "span is empty"),
+        ({"text": "x", "protect": "x"}, "protect: Input should be a valid"),
+        ({"text": "x", "retain": 0.5}, "retain: there is no such field; the fields are text, name, system, "),
+        ({"text": "x", "file": "y"}, "file: there is no such field; the fields are text, name, "),
+        ({"text": "x", "memory": True}, "memory: Expected a share"), ({"text": "x", "memory": 1.5}, "memory is 1.5"),
+        ({"text": "x", "memory": 0}, "memory: Expected a share"), ({"text": "x", "memory": [1]}, "memory: Expected"),
+        ({"text": "x", "memory": "1" * 21}, "memory: Expected a share"),
+        (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
+    ],
+)  # fmt: skip
+def test_bad_texts_get_one_sentence(server, body, says):
+    status, said = server.problem("/v1/contexts", body, **{"Content-Type": "application/json"})
+    assert status == 400 and says in said, said
+
+
+FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
+
+
+@pytest.mark.parametrize(
+    ("body", "more", "says"),
+    [
+        (form("Brücke".encode("latin-1")), "", "no UTF-8 text (invalid"),
+        (form(b""), "", "the text is empty; give some"), (b"nonsense", "", "the form is incomplete"),
+        (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
+        (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
+        (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field; the fields are text, name, "),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "and in a form file."),
+        (form(b"a.txt").replace(b'; filename="a.txt"', b""), "", "'file' is no file; write file=@PATH"),
+        (field("text", "text") + form(b"text"), "", "a file and a text; send one"),
+        (form(b"text")[:-9] + b"\r\n" + form(b"text"), "", "has the field 'file' twice"),
+        (form(b"text"), "; charset*=idna''x", "another charset than UTF-8"),
+        (form(b"text").replace(b"filename=", b"filename*=punycode''"), "", "another charset than UTF-8"),
+        (form(b"text").replace(b"filename=", b"filename*=\0''"), "", "another charset than UTF-8"),
+        (b"--b\r\nX: " + b"y" * 3000 + b"\r\n\r\ntext\r\n--b--\r\n", "", "no headers, or too long ones"),
+    ],
+)  # fmt: skip
+def test_bad_forms_get_one_sentence(server, body, more, says):
+    kind = "multipart/form-data; boundary=b" + more
+    status, said = server.problem("/v1/contexts", body, **{"Content-Type": kind})
+    assert status == 400 and says in said
+
+
+def test_a_query_is_refused(server):
+    status, said = server.problem("/v1/contexts?memory=10%25", {"text": TEXT})
+    assert status == 400 and "the query of the URL is not read" in said
+
+
+def test_unknown_paths_and_methods(server):
+    assert server.problem("/v2") == (404, "GET /v2: Not Found; the API is described at /.")
+    assert server.problem("/v1/contexts", b"", "PUT")[0] == 405
+    for method in ("GET", "DELETE"):
+        assert server.problem("/v1/contexts/nothing", method=method)[0] == 404
+
+
+def test_strangers_are_refused(server):
+    assert server.problem("/healthz", Host="evil.example")[0] == 421
+    assert server.problem("/v1/contexts", {"text": "x"}, Origin="http://evil.example")[0] == 403
+    assert server.ask("/healthz", Origin=server.url)[0] == 200
