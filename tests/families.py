@@ -68,16 +68,16 @@ class Family:
     refused: str = ""
     drop: tuple[str, ...] = ()
     trains: bool = True  # whether policies can be trained for it
-    newer: bool = False  # whether the oldest version of transformers supported cannot run it with LKV
-    until: str = ""  # the version of transformers from which on it is not refused any more
+    since: str = ""  # the version of transformers from which on LKV serves it, where older ones have it too
 
     @property
-    def known(self) -> bool:
-        """Whether this version of transformers has it."""
-        version = Version(transformers.__version__)
-        if (self.newer and version < Version("5.3")) or (self.until and version >= Version(self.until)):
-            return False
-        return hasattr(transformers, self._config) and hasattr(transformers, self._model)
+    def missing(self) -> str:
+        """Why this version of transformers cannot run it with LKV, if it cannot."""
+        if self.since and Version(transformers.__version__) < Version(self.since):
+            return f"{self.name} needs transformers {self.since}"
+        if not (hasattr(transformers, self._config) and hasattr(transformers, self._model)):
+            return f"this version of transformers has no {self.name}"
+        return ""
 
     @property
     def _config(self) -> str:
@@ -136,14 +136,14 @@ SERVED = [
     Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     Family("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("NanoChat"),
-    Family("Nemotron", newer=True),
+    Family("Nemotron", since="5.3"),
     Family("Olmo"),
     Family("Olmo2"),
     Family("Olmo3", _MIXED, **_SLIDING),
     Family("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     Family("Persimmon", drop=("num_key_value_heads",)),
     Family("Phi"),
-    Family("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, newer=True),
+    Family("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, since="5.3"),
     Family("Qwen2Moe", _EXPERTS | {"shared_expert_intermediate_size": 16}),
     Family("Qwen3Moe", _EXPERTS),
     Family("SeedOss"),
@@ -152,6 +152,8 @@ SERVED = [
     ),
     Family("StableLm"),
     Family("Starcoder2", {"sliding_window": None}),
+    Family("CodeGen", {"rotary_dim": 4}, rotation="none: k as cached", drop=("num_key_value_heads",), since="5.24"),
+    Family("GPTJ", {"rotary_dim": 4}, rotation="none: k as cached", drop=("num_key_value_heads",), since="5.24"),
     Family("GPTNeoX", drop=("num_key_value_heads",)),
     Family(
         "GPT2",
@@ -181,15 +183,15 @@ REFUSED = [
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),
-    Family("CodeGen", refused="attention by code of its own", until="5.24"),
-    Family("GPTJ", refused="attention by code of its own", until="5.24"),
 ]
 
 
 def table() -> str:
     """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
     lines = ["| family | evicted from | k un-rotated for the scorer |", "|---|---|---|"]
-    lines += [f"| {family.name} | {family.layers} | {family.rotation} |" for family in SERVED]
+    for family in SERVED:
+        name = f"{family.name} (transformers {family.since} or newer)" if family.since else family.name
+        lines.append(f"| {name} | {family.layers} | {family.rotation} |")
     lines += ["", "| refused | it has |", "|---|---|"]
     lines += [f"| {family.name} | {family.refused} |" for family in REFUSED]
     return "\n".join(lines) + "\n"

@@ -105,8 +105,8 @@ def check_training(model, policy: Policy) -> None:
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
 def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
-    if not family.known:
-        pytest.skip(f"this version of transformers has no {family.name}")
+    if family.missing:
+        pytest.skip(family.missing)
     model = family.build()
     spec = patch_attention(model).spec
     assert spec.layers == (2 if family.layers.startswith("full") else model.config.num_hidden_layers)
@@ -127,8 +127,8 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_a_family_is_refused_with_its_reason(family: Family):
-    if not family.known:
-        pytest.skip(f"this version of transformers has no {family.name}")
+    if family.missing:
+        pytest.skip(family.missing)
     with pytest.raises(UnsupportedModelError) as error:
         patch_attention(family.build())
     assert family.refused.removeprefix("attention by ") in str(error.value)
