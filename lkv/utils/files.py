@@ -45,8 +45,7 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
     """
     if not path.name:
         raise error(f"{path} is a folder; give a file for {subject}.")
-    # Who may write to /dev would replace a device by a file.
-    if os.path.exists(path) and not (path.is_file() or path.is_dir()):
+    if _is_special(path):  # who may write to /dev would replace a device by a file
         raise error(f"{path} is a device or a pipe, which a file would replace; give a file for {subject}.")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
@@ -76,6 +75,15 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except RecursionError:  # a folder a frame
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)) from None
+
+
+def _is_special(path: Path) -> bool:
+    """Whether a device, a pipe or a socket is at `path`; asked once, as another process may delete what is there."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _mode(path: Path) -> int | None:

@@ -104,3 +104,20 @@ def test_devices_and_pipes_are_not_replaced(tmp_path, through_link):
     with pytest.raises(DataError, match="is a device or a pipe"):
         write_text(link if through_link else pipe, "text", DataError, "the text")
     assert pipe.is_fifo() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_that_is_deleted_meanwhile_is_no_device(tmp_path, monkeypatch):
+    """By another process, as soon as this one has looked at it."""
+    path, look = tmp_path / "a.txt", os.stat
+    path.write_text("old")
+
+    def look_and_delete(name, *args, **kwargs):
+        status = look(name, *args, **kwargs)
+        if name == path:
+            path.unlink(missing_ok=True)
+        return status
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", look_and_delete)
+        write(path, "new")
+    assert path.read_text() == "new"
