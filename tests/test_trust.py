@@ -80,7 +80,7 @@ def test_a_cache_without_its_attention_is_refused(model, policy, filled):
     assert cache.get_seq_length() == 46
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="refused before 5.17")
 def test_assisted_decoding_goes_on_from_a_cache_that_holds_something(model, policy):
     text = " ".join(["one two three four five six"] * 10)
     context = compress(model, Words(), text, retention=0.6, policy=policy)

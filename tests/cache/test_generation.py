@@ -245,7 +245,7 @@ def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, se
             cache.rewind()
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="needs transformers 5.17")
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="refused before 5.17")
 def test_assisted_decoding_equals_greedy_decoding(policy):
     patch_attention(model := tiny_llama())
     # A repeating text, so that prompt lookup finds candidates, right and wrong ones.

@@ -4,6 +4,7 @@ import io
 import sys
 from types import SimpleNamespace
 
+import pypdf
 import pytest
 
 from lkv.context.documents import read_document
@@ -54,7 +55,6 @@ def test_text_and_markdown_stay_as_they_are(reading):
 
 @pytest.mark.parametrize("name", ["log.html", "log.HTM", "log"])
 def test_html_gives_what_a_browser_shows(reading, name):
-    pytest.importorskip("inscriptis")
     text = reading(name, PAGE)
     assert "The keeper & her lamp." in text and "height" in text and "42 m" in text
     assert not any(word in text for word in ("alert", "color", "<", "&amp;"))
@@ -62,7 +62,6 @@ def test_html_gives_what_a_browser_shows(reading, name):
 
 @pytest.mark.parametrize("name", ["log.pdf", "log"])
 def test_pdf_gives_the_text_of_its_pages_in_order(reading, name):
-    pytest.importorskip("pypdf")
     assert reading(name, pdf("The keeper counted.", "Forty-two steps.")).split("\n\n") == [
         "The keeper counted.",
         "Forty-two steps.",
@@ -86,14 +85,11 @@ def test_standard_input_is_read_to_its_end(monkeypatch):
     ],
 )
 def test_what_is_no_text_is_one_sentence(reading, name, data, message):
-    pytest.importorskip("pypdf")
-    pytest.importorskip("inscriptis")
     with pytest.raises(DocumentError, match=message):
         reading(name, data)
 
 
 def test_an_encrypted_document_without_what_reads_it_is_named(reading, monkeypatch):
-    pypdf = pytest.importorskip("pypdf")
 
     def refuse(*_):
         raise pypdf.errors.DependencyError("cryptography>=3.1 is required for AES algorithm")
@@ -111,7 +107,6 @@ def test_a_missing_reader_is_named(reading, monkeypatch):
 
 @pytest.mark.parametrize("depth", [10, 254, 300])
 def test_nested_html_is_read_whole_or_refused(reading, depth):
-    pytest.importorskip("inscriptis")
     page = b"<html><body>" + b"<div>" * depth + b"inside" + b"</div>" * depth + b"<p>after</p></body></html>"
     assert reading("a.html", page).split() == ["inside", "after"]
     with pytest.raises(DocumentError, match="nested too deeply"):
@@ -119,7 +114,6 @@ def test_nested_html_is_read_whole_or_refused(reading, depth):
 
 
 def test_html_with_an_xml_declaration_and_odd_bytes(reading):
-    pytest.importorskip("inscriptis")
     page = '<?xml version="1.0" encoding="latin-1"?><html><body><p>Brücke</p></body></html>'
     assert reading("a.xhtml", page.encode()).strip() == "Brücke"
 

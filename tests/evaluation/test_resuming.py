@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from lkv.errors import DataError
 from lkv.evaluation.report.results import read_results
@@ -191,7 +190,6 @@ def test_a_killed_run_resumes_to_the_same_result(model, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_two_processes_share_the_samples_and_merge_the_parts_of_three(saved):
     folder, _, (header, whole) = saved
     # Three processes were interrupted here: one had two samples, one half a line, one nothing.

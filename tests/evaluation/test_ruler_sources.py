@@ -5,7 +5,9 @@ import json
 import re
 import sys
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
@@ -39,7 +41,6 @@ def test_the_official_json_forms_are_read(tmp_path, sources):
 
 
 def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
-    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     asked = []
 
     def download(repo_id, filename, repo_type, revision):
@@ -59,7 +60,7 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
                 for row in hotpot_rows(60)
             ]  # fmt: skip
         path = tmp_path / f"{len(asked)}.parquet"
-        parquet.write_table(pa.Table.from_pylist(rows), path)
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         return str(path)
 
     hub = Sources(haystack=ESSAY, download=download)
@@ -156,7 +157,6 @@ def test_malformed_files_are_named_with_line_and_field(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=complaint):
             one("qa_2", 1000, 0, Sources(hotpot=tmp_path / name))
-    pytest.importorskip("pyarrow")
     (tmp_path / "hotpot.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match="is not a readable Parquet file"):
         one("qa_2", 1000, 0, Sources(hotpot=tmp_path / "hotpot.parquet"))

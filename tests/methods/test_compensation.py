@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import optimize
 from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
@@ -64,7 +65,6 @@ def test_v_moves_to_the_full_output_by_ridge_regression(rows, tokens, share, see
 
 @heads
 def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
-    optimize = pytest.importorskip("scipy.optimize")
     query, key, _, kept = head(rows, tokens, share, seed)
     shares = (query @ key.T * SCALE).softmax(-1)[:, kept].numpy()
     ridge = 0.1 * np.square(shares).sum(0).mean()

@@ -21,7 +21,6 @@ from tests.conftest import save_model
 )
 def test_commands_put_weights_straight_on_the_gpu(tmp_path, monkeypatch, words):
     """Eight processes of a machine would else hold eight copies of the weights on the CPU first."""
-    pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("A text to compress.")
     save_model(tmp_path / "model")

@@ -12,6 +12,7 @@ from lkv.models import loading as models
 from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
+from lkv.serving.service import make_service
 from tests.conftest import save_model
 
 MODEL_COMMIT, POLICY_COMMIT = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
@@ -101,11 +102,10 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
 
 
 def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
-    setup = pytest.importorskip("lkv.serving.service", reason="the extra serve is not installed")
     words = ["serve", "--model", "own/model", "--revision", "v1", "--policy", "own/policy", "--policy-revision", "v2"]
-    service = setup.make_service(vars(parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
+    service = make_service(vars(parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
     service.stop()
     assert ("own/model", "v1") in hub and hub[-1] == ("own/policy", "v2")
     assert service.model.dtype == torch.bfloat16
     with pytest.raises(LkvError, match="cannot be put on the device 'abacus'"):
-        setup.make_service(vars(parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)])))
+        make_service(vars(parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)])))

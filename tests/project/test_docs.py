@@ -8,7 +8,6 @@ import importlib.util
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -121,7 +120,6 @@ def test_every_command_that_is_shown_has_its_options(page, capsys):
                     parse_arguments(given)  # ends the test where argparse finds a mistake
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="symbolic links")
 def test_the_notebook_runs_and_shows_what_it_says(reader, session):
     pytest.importorskip("nbclient")
     import nbformat

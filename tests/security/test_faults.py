@@ -13,7 +13,6 @@ from itertools import product
 
 import pytest
 
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.context.compression import compress
 from lkv.errors import StoreError, UnknownContextError
 from lkv.serving import service as service_module

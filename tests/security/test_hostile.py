@@ -1,8 +1,5 @@
 """Seconds of what `make soak` does for minutes: hostile clients beside honest ones."""
 
-import pytest
-
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from tests.security.hostile import attack
 
 

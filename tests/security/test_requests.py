@@ -14,8 +14,6 @@ import pytest
 from pydantic import ValidationError
 
 from lkv.errors import PromptError, StoreError, UnknownContextError
-
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from lkv.serving import service as service_module
 from lkv.serving.middleware import BoundedConnection, BoundedProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest

@@ -5,8 +5,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 

@@ -13,13 +13,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import BusyError, PromptError
+from lkv.serving import answers as answers_module
+from lkv.serving.answers import AnswerWorker, IncrementalDetokenizer, Sampler, SamplingParams
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
-
-pytest.importorskip("fastapi", reason="the extra serve is not installed")
-from lkv.serving import answers as answers_module
-from lkv.serving.answers import AnswerWorker, IncrementalDetokenizer, Sampler, SamplingParams
 
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from tests.serving.server import TEXT, field, form
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra serve is not installed")
 from lkv.serving.answers import IncrementalDetokenizer
 
 

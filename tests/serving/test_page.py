@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-server_module = pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
+from tests.serving.server import OTHER, TEXT, serving
+
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-OTHER, TEXT, serving = server_module.OTHER, server_module.TEXT, server_module.serving
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no chromium here")]
 # The lightest text of the page that is seen, against what is behind it (WCAG 2): 21 for black on white.

@@ -8,6 +8,7 @@ import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from lkv.cli.main import main
@@ -17,11 +18,7 @@ from lkv.errors import ServerError
 from lkv.serving.service import Limits, Service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
-
-pytest.importorskip("tests.serving.server", reason="the extra serve is not installed")
 from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, until
-
-openai = pytest.importorskip("openai")
 
 QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
 

@@ -13,12 +13,10 @@ from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
-
-pytest.importorskip("fsspec")
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 
 SETTINGS = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
 

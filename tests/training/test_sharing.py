@@ -24,6 +24,7 @@ from lkv.training.distillation import (
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
+from lkv.utils.cpp import find_compiler
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_training import CONFIG, run_in_two_processes, sample
 
@@ -132,14 +133,12 @@ def test_what_cannot_share_a_pass_is_refused(tmp_path):
         Trainer(model, policy_of(model, ScorerInputs()), config, sample, [], tmp_path)
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler to build the fake GPU with")
 @pytest.mark.parametrize("student", ["continuation", "full"])
 def test_a_model_over_two_devices_gives_the_same_training(student):
     """`device_map` puts layers on two devices; the policy lies on the first."""
-    accelerate = pytest.importorskip("accelerate")
-    from lkv.utils.cpp import find_compiler
+    import accelerate
 
-    if find_compiler() is None:
-        pytest.skip("there is no C++ compiler to build the fake GPU with")
     from tests.fake_gpu.device import load
 
     load()
@@ -201,7 +200,6 @@ if rank == 0:
 @pytest.mark.parametrize("student", ["continuation", "full"])
 def test_weights_shared_out_over_two_processes_train_the_same(tmp_path, student):
     """FSDP over two processes, of which the first alone loads the model, against one process with the whole model."""
-    pytest.importorskip("accelerate")
     folder = save_model(tmp_path / "model")
     model, _ = load_model(str(folder), torch.float32)
     torch.manual_seed(1)

@@ -349,7 +349,6 @@ def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
 
 
 def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, capsys):
-    pytest.importorskip("scipy")
     rows = [row("full", 1.0, 90.0), row("lkv", 0.1, 80.0, realised=0.638), row("lkv", 0.05, 60.0, realised=0.2)]
     lines = [line("trec", number, rows) for number in range(5)]
     path = str(write(tmp_path / "memory.jsonl", lines, budget="memory"))
