@@ -15,7 +15,7 @@ import pandas as pd
 from benchmarks.common import RESULTS
 from lkv.errors import ReportError
 from lkv.evaluation.report.names import CATEGORIES, FULL
-from lkv.evaluation.report.results import Pair, Results, Scores, Unit, method_pairs, read_results
+from lkv.evaluation.report.results_frame import Pair, Results, Scores, Unit, method_pairs, read_results
 from lkv.models.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
 from lkv.utils.results import write_results

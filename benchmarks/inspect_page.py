@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.common import parse_options, save_rows
 from lkv.context.inspection import SHARES, InspectionResult, render_page
-from lkv.methods.memory import UNQUANTIZED
+from lkv.methods.memory_budget import UNQUANTIZED
 from lkv.policy.lookup import default_policy
 
 OPENED = """new Promise((done) => {

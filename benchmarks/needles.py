@@ -17,7 +17,7 @@ from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, 
 from benchmarks.heldout import make_needles
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.memory import DEFAULT_TABLE
+from lkv.methods.memory_budget import DEFAULT_TABLE
 from lkv.methods.registry import FULL
 from lkv.utils.prompts import encode_question
 from lkv.utils.statistics import bootstrap

@@ -18,7 +18,7 @@ from benchmarks.decode import random_prompt, row_of
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.profiling.random_models import extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.methods.memory import QUANTIZED_BITS as BITS
+from lkv.methods.memory_budget import QUANTIZED_BITS as BITS
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy

@@ -16,7 +16,7 @@ from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, sub
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.memory import Precision, TierTable
+from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.training.data.recipes import Mixture

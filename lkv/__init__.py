@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lkv.context.compress_prefill import compress_prefill as compress_prefill
     from lkv.context.compression import compress as compress
     from lkv.context.context import Context as Context
-    from lkv.context.documents import read_document as read_document
+    from lkv.context.document_reader import read_document as read_document
     from lkv.context.pipeline import pipeline as pipeline
     from lkv.integrations.transformers.attention import (
         attention_patched as attention_patched,
@@ -57,7 +57,7 @@ _HOMES = {
     "pipeline": "lkv.context.pipeline",
     "policy_for": "lkv.policy.lookup",
     "push_to_hub": "lkv.policy.hub",
-    "read_document": "lkv.context.documents",
+    "read_document": "lkv.context.document_reader",
     "register_method": "lkv.methods.registry",
     "unpatch_attention": "lkv.integrations.transformers.attention",
 }

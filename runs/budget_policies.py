@@ -16,7 +16,7 @@ import torch
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.options import estimate_retrieval_heads, load_pattern
-from lkv.context.documents import read_document
+from lkv.context.document_reader import read_document
 from lkv.errors import LkvError, check_retention
 from lkv.evaluation.report.figures import plot_policies, save_figure
 from lkv.evaluation.report.names import method_label

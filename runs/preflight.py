@@ -20,7 +20,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from lkv.cli.doctor import BAD, examine
-from lkv.context.documents import read_document
+from lkv.context.document_reader import read_document
 from lkv.errors import DataError, LkvError, ModelLoadError
 from lkv.evaluation import longbench, ruler
 from lkv.methods.budgets import read_pattern

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.memory import Precision, TierBudget
+from lkv.methods.memory_budget import Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from tests.conftest import tiny_llama

@@ -27,7 +27,7 @@ from lkv.config import TrainingConfig
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import LkvError
-from lkv.evaluation.report.results import read_results
+from lkv.evaluation.report.results_frame import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import read_pattern

@@ -28,7 +28,7 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import LkvError
-from lkv.evaluation.report.results import read_results
+from lkv.evaluation.report.results_frame import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint

@@ -8,7 +8,7 @@ import torch
 from benchmarks.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.methods.memory import Precision, TierTable
+from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample

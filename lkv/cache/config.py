@@ -11,7 +11,7 @@ from lkv.errors import CacheError
 from lkv.integrations.transformers.masks import PaddingReader
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.memory import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget
+from lkv.methods.memory_budget import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.selectors import Selector, check_numbers

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.config import LayerContext
-from lkv.cache.store import RaggedStore, slot_indices
+from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods.budgets import Budget, drop_tokens
 from lkv.methods.compensation import compensate, reference_queries
-from lkv.methods.memory import tier_counts
+from lkv.methods.memory_budget import tier_counts
 from lkv.methods.selectors import check_shape, not_numbers
 from lkv.utils.devices import stack_to_device
 

@@ -12,15 +12,15 @@ from torch.nn.functional import pad
 
 from lkv.cache.config import LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
+from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.saved_state import check_store, restore_store
-from lkv.cache.store import RaggedStore
 from lkv.cache.tiered_store import KVStore, extend_padded
 from lkv.config import ModelSpec
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Budget, FixedBudget
-from lkv.methods.memory import tier_counts
+from lkv.methods.memory_budget import tier_counts
 from lkv.methods.selectors import StoredEntries
 from lkv.utils.devices import is_out_of_memory
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.cache.store import RaggedStore
+from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.cache.tiers import TierSplit
-from lkv.methods.memory import Precision
+from lkv.methods.memory_budget import Precision
 
 _OLD_BITS = (8, 4)
 _LARGEST_OLD_GROUP = 1024

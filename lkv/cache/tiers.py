@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lkv.cache.quantization import dequantize, rotation
-from lkv.cache.store import packed_starts, slot_indices
-from lkv.methods.memory import Precision
+from lkv.cache.ragged_store import packed_starts, slot_indices
+from lkv.methods.memory_budget import Precision
 
 
 @dataclass(frozen=True, eq=False)

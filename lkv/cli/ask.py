@@ -8,7 +8,7 @@ from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_MEMORY,
     DEFAULT_RETENTION,
@@ -132,7 +132,7 @@ class Ask(PolicyOptions, RunOptions):
 
     def _compress(self) -> tuple["Context", "Context | None"]:
         """The document's compressed context, and with --compare the one with its full cache."""
-        from lkv.context.documents import read_document
+        from lkv.context.document_reader import read_document
 
         text = read_document(self.words[0])
         from lkv.context.compression import compress

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.cli.options import ModelOptions, PositiveInt
 from lkv.errors import DataError
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.errors import BackendError, LkvError
 from lkv.utils.extras import EXTRAS, install_command
 from lkv.version import __version__

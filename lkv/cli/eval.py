@@ -6,7 +6,7 @@ from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import (
     DEVICE,
     Memory,
@@ -101,7 +101,7 @@ def _evaluate(
 ) -> None:
     """Load policies and model, measure, and print the table."""
     from lkv.evaluation.report.builders import TableRequest, build_table
-    from lkv.evaluation.report.results import read_results
+    from lkv.evaluation.report.results_frame import read_results
     from lkv.evaluation.report.tables import to_terminal
     from lkv.evaluation.runner import EvaluationConfig, evaluate
     from lkv.integrations.transformers.attention import patch_attention

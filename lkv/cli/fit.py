@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.cli.options import DEVICE, Dtype
 
 

@@ -8,7 +8,7 @@ from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_MEMORY,
     DEFAULT_RETENTION,
@@ -125,7 +125,7 @@ def _load_policy(options: Inspect) -> "Policy":
 
 
 def _write_page(options: Inspect, source: str) -> None:
-    from lkv.context.documents import STDIN, read_document
+    from lkv.context.document_reader import STDIN, read_document
     from lkv.methods.registry import FULL, SECOND_PASS
 
     if options.json_ or options.figure:

@@ -13,7 +13,7 @@ from lkv.errors import LkvError, TrainingStoppedError
 from lkv.version import __version__
 
 if TYPE_CHECKING:
-    from lkv.cli.arguments import Command
+    from lkv.cli.command import Command
 
 # The class of each, or several by the name of the action, is in the module of the same name unless _MODULES has it.
 COMMANDS = {
@@ -103,7 +103,7 @@ def parse_arguments(words: Sequence[str]) -> "Command":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.words += rest
-    from lkv.cli.arguments import build_command
+    from lkv.cli.command import build_command
 
     return build_command(options)
 
@@ -119,7 +119,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".", epilog=_EPILOG)
         if name not in words:
             continue
-        from lkv.cli.arguments import add_arguments
+        from lkv.cli.command import add_arguments
 
         command = find_command(name)
         if isinstance(command, dict):

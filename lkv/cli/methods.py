@@ -5,7 +5,7 @@ import shutil
 import textwrap
 from typing import Any
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.policy.shipped import StoredPolicy, describe_card, fitted_policies, shipped_policies
 
 

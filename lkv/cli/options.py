@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.config import MemoryTarget
 from lkv.errors import LkvError, PolicyFileError, check_retention
 

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_RETENTION,
     DEVICE,

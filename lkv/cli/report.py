@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lkv.cli.arguments import Command, option
+from lkv.cli.command import Command, option
 from lkv.cli.options import Memory, Retention
 from lkv.config import MemoryTarget
 from lkv.errors import ReportError
@@ -66,7 +66,7 @@ class Report(Command):
     def _report_eval(self) -> tuple["Table", Any]:
         from lkv.evaluation.report.builders import TableRequest, build_table, with_published
         from lkv.evaluation.report.figures import plot_table
-        from lkv.evaluation.report.results import read_results
+        from lkv.evaluation.report.results_frame import read_results
 
         results = read_results(self.files)
         flag = "--memory" if self.memory else "--retention" if self.retention else results.option

@@ -5,7 +5,7 @@ import os
 import socket
 from typing import Literal
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, check_pattern, find_needs
 from lkv.errors import LkvError, ServerError
 

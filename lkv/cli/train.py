@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from lkv.cli.arguments import option
+from lkv.cli.command import option
 from lkv.cli.options import DEVICE, ModelOptions
 from lkv.config import PRESETS, SETTINGS
 from lkv.errors import DataError, TrainingError, describe_invalid_value
@@ -59,7 +59,7 @@ class Train(_Settings, ModelOptions):
         settings.pop("preset", None)
         if not self.data.is_dir():
             raise DataError(f"there is no data folder {self.data}; give --data a folder with text, code or data sets.")
-        from lkv.training.pipeline import train_policy
+        from lkv.training.train_policy import train_policy
         from lkv.utils.devices import find_device
 
         if self.device:

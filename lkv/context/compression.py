@@ -21,7 +21,7 @@ from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.methods.budgets import RetentionTarget
-from lkv.methods.memory import TierTarget
+from lkv.methods.memory_budget import TierTarget
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy

@@ -16,7 +16,7 @@ from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import Budget
-from lkv.methods.memory import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, tier_counts
+from lkv.methods.memory_budget import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, tier_counts
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import method_label, parse_method
 from lkv.policy.policy import Policy

@@ -20,7 +20,7 @@ from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.methods.budgets import RetentionTarget, Uniform
-from lkv.methods.memory import TierTable
+from lkv.methods.memory_budget import TierTable
 from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise
 from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
 from lkv.methods.selectors import Selector, StreamingLLM

@@ -22,7 +22,7 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import PromptKV, read_prompt
 from lkv.integrations.transformers.spec import evaluation_mode
-from lkv.methods.memory import DEFAULT_TABLE
+from lkv.methods.memory_budget import DEFAULT_TABLE
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices

@@ -14,7 +14,7 @@ from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, Promp
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import ROUNDING, Budget, GlobalTopKBudget, RetentionTarget, check_table
-from lkv.methods.memory import (
+from lkv.methods.memory_budget import (
     DEFAULT_TABLE,
     SCORE_BITS,
     KVShape,

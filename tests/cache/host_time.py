@@ -25,7 +25,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.budgets import Uniform
-from lkv.methods.memory import Precision, TierBudget
+from lkv.methods.memory_budget import Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
 from lkv.utils import devices

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lkv.cache.config import CacheConfig, LayerContext, SharedState
 from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.store import RaggedStore
+from lkv.cache.ragged_store import RaggedStore
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method

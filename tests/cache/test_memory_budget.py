@@ -16,7 +16,7 @@ from lkv.errors import LkvError, PromptError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import PerHead
-from lkv.methods.memory import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
+from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
 from lkv.methods.method import resolve_method
 from lkv.methods.selectors import Knorm
 from tests.cache.helpers import METHOD, ids
@@ -299,7 +299,7 @@ def test_a_method_with_tiers_of_its_own_is_one_too(model):
 )
 def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
     """Over all lengths: the bits of the tiers add up to the budget, less the basis, or to the whole text."""
-    from lkv.methods.memory import BASIS_BITS, DEFAULT_TABLE, TierTarget
+    from lkv.methods.memory_budget import BASIS_BITS, DEFAULT_TABLE, TierTarget
 
     table, shape = table or DEFAULT_TABLE, KVShape(6, width, width, 2)
     memory = MemoryTarget(share=bits / 16)

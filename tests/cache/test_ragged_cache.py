@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.masked import hidden_from_continuation
-from lkv.cache import store as stores
-from lkv.cache import tiered_store
+from lkv.cache import ragged_store, tiered_store
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import (
     CacheError,
@@ -294,7 +293,7 @@ def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(mode
     expected = model(text[:, PROMPT:], **options).logits
     cache.rewind()
     name = "ragged_attention" if padded else "append_and_attend"
-    module = tiered_store if padded else stores
+    module = tiered_store if padded else ragged_store
     compute = getattr(module, name)
 
     def failing(*args, **kwargs):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from lkv.cache.quantization import check_width, quantize, rotation
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.store import RaggedStore, slot_indices
+from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import TierSplit
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead
-from lkv.methods.memory import UNQUANTIZED, Precision, TierBudget
+from lkv.methods.memory_budget import UNQUANTIZED, Precision, TierBudget
 from tests import dense
 from tests.cache.helpers import METHOD, RATIOS, ids
 from tests.cache.test_quantization import DTYPES, normal

@@ -8,8 +8,7 @@ import torch
 
 from lkv.cli.main import main
 from lkv.policy.policy import Policy
-from lkv.training import pipeline
-from lkv.training.pipeline import train_policy
+from lkv.training.train_policy import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
@@ -54,7 +53,7 @@ def test_train_writes_a_policy_that_asks(model_folder, train, folder, tmp_path, 
         assert main(["inspect", str(tmp_path / "odd")]) == 0
         assert json.dumps(card) in capsys.readouterr().out
     # Another run in the same folder with other settings is refused before its model is loaded; the policy stays.
-    monkeypatch.setattr(pipeline, "place_model", None)
+    monkeypatch.setattr("lkv.training.train_policy.place_model", None)
     assert train(folder, out, "--lr", "0.5") == 2
     assert "other settings (lr " in capsys.readouterr().err
 
@@ -112,7 +111,7 @@ def test_a_run_goes_on_with_its_own_data_alone(train, folder, tmp_path, capsys, 
     assert train(other, out) == 0  # the same files elsewhere
     next(other.glob("*.txt")).write_text("other words of the same file. " * 900)
     capsys.readouterr()
-    monkeypatch.setattr(pipeline, "place_model", None)  # before the model is loaded
+    monkeypatch.setattr("lkv.training.train_policy.place_model", None)  # before the model is loaded
     assert train(other, out) == 2
     assert "belongs to a run on other data; give the same --data to resume it" in capsys.readouterr().err
     assert train(folder, folder / "runs" / "mine") == 2

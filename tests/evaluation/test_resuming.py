@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lkv.errors import DataError
-from lkv.evaluation.report.results import read_results
+from lkv.evaluation.report.results_frame import read_results
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama

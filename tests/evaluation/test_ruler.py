@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lkv.errors import EvaluationError
 from lkv.evaluation.ruler import TASKS, Sources, make_examples
-from lkv.evaluation.ruler.samples import largest_fit
+from lkv.evaluation.ruler.examples import largest_fit
 from lkv.utils.prompts import chat_template_parts
 from tests.ruler import ESSAY, one, size, squad_data, words, write_json, write_sources
 

@@ -11,7 +11,7 @@ from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, Re
 from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.figures import method_styles
-from lkv.evaluation.report.results import read_results
+from lkv.evaluation.report.results_frame import read_results
 from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.store import RaggedStore
+from lkv.cache.ragged_store import RaggedStore
 from lkv.errors import BackendError
 from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.kernels.ragged_attention import api, fa3, loop, masked_attention, merge_attention, ragged_attention, varlen
@@ -211,7 +211,7 @@ def test_free_slots_are_finite_where_attention_multiplies_them(backend, monkeypa
     assert not api.reads_free_slots(torch.device("cpu"), torch.float16, 8)
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *given, **how: new_empty(self, *given, **how).fill_(7))
-    monkeypatch.setattr("lkv.cache.store.reads_free_slots", lambda *_: api.reads_free_slots(*given))
+    monkeypatch.setattr("lkv.cache.ragged_store.reads_free_slots", lambda *_: api.reads_free_slots(*given))
     store = RaggedStore(torch.tensor([[3, 0]]), 5, torch.zeros(1, 8), torch.zeros(1, 8))
     assert store.v.unique().tolist() == [7 if backend == "triton" else 0] and store.k.unique().tolist() == [7]
 

@@ -16,7 +16,7 @@ from lkv.config import ModelSpec, ScorerInputs
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
-from lkv.methods.memory import DEFAULT_TABLE, TierTable
+from lkv.methods.memory_budget import DEFAULT_TABLE, TierTable
 from lkv.policy import policy_file
 from lkv.policy.policy import HeadScores, Policy
 from lkv.policy.token_scores import TokenScores

@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
-from lkv.cache.store import RaggedStore
+from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.tiered_store import TieredStore
 from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context

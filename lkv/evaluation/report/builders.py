@@ -12,7 +12,7 @@ import pandas as pd
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
 from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
-from lkv.evaluation.report.results import (
+from lkv.evaluation.report.results_frame import (
     DEFAULT_RETENTION,
     MEMORY,
     Pair,

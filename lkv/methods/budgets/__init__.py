@@ -1,6 +1,6 @@
 """Budgets: how many tokens each KV head keeps. Each class registers its own name."""
 
-from lkv.methods.budgets.base import (
+from lkv.methods.budgets.budget import (
     ROUNDING,
     Budget,
     FixedBudget,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.errors import BudgetError, CacheError, check_retention
 from lkv.integrations.transformers.prefill import LayerKV
-from lkv.methods.budgets.base import ROUNDING, Budget, RetentionTarget, as_target, drop_tokens
+from lkv.methods.budgets.budget import ROUNDING, Budget, RetentionTarget, as_target, drop_tokens
 from lkv.methods.registry import register_budget
 
 if TYPE_CHECKING:

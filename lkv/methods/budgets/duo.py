@@ -13,7 +13,7 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.integrations.transformers.rotation import Rotation
 from lkv.integrations.transformers.spec import evaluation_mode
-from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
+from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
 from lkv.utils.files import as_path
 

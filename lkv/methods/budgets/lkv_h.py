@@ -1,6 +1,6 @@
 """LKV-H (Sec. 3.3)."""
 
-from lkv.methods.budgets.base import FixedBudget, RetentionTarget, as_target
+from lkv.methods.budgets.budget import FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
 from lkv.policy.policy import Policy
 

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from lkv.errors import BudgetError
-from lkv.methods.budgets.base import ROUNDING, FixedBudget, RetentionTarget, as_target
+from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
 
 

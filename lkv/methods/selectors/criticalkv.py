@@ -9,9 +9,9 @@ from lkv.errors import CacheError, LkvError
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.integrations.transformers.spec import output_projections
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.attention import SnapKV
-from lkv.methods.selectors.base import Selector
 from lkv.methods.selectors.expected_attention import ExpectedAttention
+from lkv.methods.selectors.observed_attention import SnapKV
+from lkv.methods.selectors.selector import Selector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

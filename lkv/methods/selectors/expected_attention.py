@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lkv.integrations.transformers.prefill import LayerKV, query_rotations, to_fp32
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.base import Selector, check_sinks
+from lkv.methods.selectors.selector import Selector, check_sinks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.base import PrecomputedScores, Selector
+from lkv.methods.selectors.selector import PrecomputedScores, Selector
 from lkv.utils.prompts import encode_question
 
 if TYPE_CHECKING:

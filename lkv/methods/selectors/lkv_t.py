@@ -9,7 +9,7 @@ from torch import Tensor
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.kernels.selection import kernels_for
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.base import ArrivedEntries, Selector, StoredEntries
+from lkv.methods.selectors.selector import ArrivedEntries, Selector, StoredEntries
 from lkv.policy.policy import Policy
 
 _LENGTH_FACTOR = 1.2  # over the lengths of the training: up to there the paper's scorer chooses as well, as measured

@@ -7,7 +7,7 @@ from torch.nn.functional import normalize
 from lkv.integrations.transformers.prefill import LayerKV, to_fp32
 from lkv.methods.budgets.duo import SINKS
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.base import Selector, check_sinks
+from lkv.methods.selectors.selector import Selector, check_sinks
 
 
 @register_selector("knorm", label="Knorm", description="small keys")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lkv.context.documents import read_document
+from lkv.context.document_reader import read_document
 from lkv.errors import DataError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
 from lkv.utils.data_files import Row, read_records, read_text, require_field, split_lines

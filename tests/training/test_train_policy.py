@@ -12,7 +12,7 @@ from lkv.config import PRESETS, check_positions, fit_to_positions
 from lkv.errors import TrainingError
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
-from lkv.training.pipeline import build, prepare, resolve_config, train_policy
+from lkv.training.train_policy import build, prepare, resolve_config, train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lkv.cli.arguments import Command
+from lkv.cli.command import Command
 from lkv.cli.main import COMMANDS, build_parser, find_command, main, parse_arguments
 from lkv.config import SETTINGS
 from lkv.methods import registry

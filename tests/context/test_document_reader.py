@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pypdf
 import pytest
 
-from lkv.context.documents import read_document
+from lkv.context.document_reader import read_document
 from lkv.errors import DocumentError, MissingPackageError
 
 PAGE = b"""<!DOCTYPE html><html><head><title>Log</title><style>p { color: red }</style></head><body>
