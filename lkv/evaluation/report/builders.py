@@ -1,7 +1,7 @@
 """The tables: the paper's Tables 1 to 3, sweeps, RULER's curves, fidelity, training runs; with published numbers."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -73,7 +73,7 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         ReportError: Where the results do not hold it.
     """
     pairs = method_pairs(results, request.methods, request.retentions)
-    if name not in ("sweep", "ruler"):
+    if name == "ablation":
         pairs = at_one_retention(pairs, results.option)
     metrics: Sequence[str] = ("score",)
     if name == "ablation":
@@ -126,8 +126,19 @@ def _build_main(scores: Scores) -> Table:
     columns, notes = {AVERAGE: scores.units, **scores.categories()}, []
     if len(columns) == 2 and list(columns.values())[1] == scores.units:  # which would repeat the average
         notes = [f"All tasks are of the category {columns.popitem()[0]}."]
-    rows = [_make_row(scores, pair, columns) for pair in scores.pairs]
-    return _make_table("main", "by category", _make_columns(columns, scores), rows, notes=tuple(notes))
+    rows = [_make_row(scores, pair, columns, group) for group, pair in _by_budget(scores)]
+    columns_shown = _make_columns(columns, scores)
+    return _make_table("main", "by category", columns_shown, rows, notes=tuple(notes), group_title="budget")
+
+
+def _by_budget(scores: Scores, group: str = "") -> Iterator[tuple[str, Pair]]:
+    """Each budget's pairs, the full cache among them, under `group` and, of several, the budget's own title."""
+    amounts = retentions_of(scores.pairs)
+    for amount in amounts:
+        title = f"{scores.amount} = {amount:g}" if len(amounts) > 1 else ""
+        for pair in scores.pairs:
+            if pair[0] == FULL or pair[1] == amount:
+                yield ", ".join(filter(None, (group, title))), pair
 
 
 def _build_tasks(scores: Scores) -> Table:
@@ -135,9 +146,10 @@ def _build_tasks(scores: Scores) -> Table:
     for length in dict.fromkeys(length for _, length in scores.units):
         units = [unit for unit in scores.units if unit[1] == length]
         by_task = {AVERAGE: units, **{unit[0]: [unit] for unit in units}}
-        rows += [_make_row(scores, pair, by_task, f"{length:,} tokens" if length else "") for pair in scores.pairs]
+        title = f"{length:,} tokens" if length else ""
+        rows += [_make_row(scores, pair, by_task, group) for group, pair in _by_budget(scores, title)]
     columns = _make_columns([AVERAGE, *dict.fromkeys(task for task, _ in scores.units)], scores)
-    return _make_table("tasks", "by task", columns, rows, group_title="length")
+    return _make_table("tasks", "by task", columns, rows, group_title="length, budget")
 
 
 def _build_sweep(scores: Scores) -> Table:
@@ -177,14 +189,15 @@ def _build_fidelity(scores: Scores) -> Table:
     units: dict[str, list[Unit]] = {AVERAGE: scores.units}
     for unit in scores.units:
         units.setdefault(unit[0], []).append(unit)
-    rows = [
-        _make_row(scores, pair, units, _FIDELITY[metric][0], metric)
-        for metric in scores.metrics
-        for pair in scores.pairs
-    ]
+    rows, best_in = list[TableRow](), dict[str, int]()
+    for metric in scores.metrics:
+        title, best = _FIDELITY[metric]
+        for group, pair in _by_budget(scores, title):
+            best_in[group] = best
+            rows.append(_make_row(scores, pair, units, group, metric))
     columns = [replace(column, digits=3) for column in _make_columns(units, scores)]
     notes = tuple(f"Not measured: {title}." for metric, (title, _) in _FIDELITY.items() if metric not in scores.metrics)
-    more = {"notes": notes, "group_title": "measure", "value": "", "best_in": dict(_FIDELITY.values())}
+    more = {"notes": notes, "group_title": "measure", "value": "", "best_in": best_in}
     return _make_table("fidelity", "fidelity to the full cache", columns, rows, **more)
 
 
@@ -298,11 +311,13 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
         return add_rows(table, [], f"The paper prints no numbers for this table with {name}.")
     titles = [f"R = {title:g}" if isinstance(title, float) else title for title in published["columns"]]
     present = {column.name for column in table.columns}
+    own_group = f"R = {DEFAULT_RETENTION:g}"  # of a table with several budgets
+    own_group = own_group if own_group in set(table.cells.group) else ""
     rows = []
     for method, values in published["rows"].items():
         cells = {title: Cell(value) for title, value in zip(titles, values, strict=True) if title in present}
         combination = names.budget_and_selector(method) if table.name == "ablation" else None
-        group = f"selection: {part_label(combination[1])}" if combination else ""
+        group = f"selection: {part_label(combination[1])}" if combination else own_group
         label = part_label(combination[0]) if combination else method_label(method)
         retention = 1.0 if method == FULL else None if table.shows_realised else DEFAULT_RETENTION
         if cells:

@@ -196,14 +196,32 @@ def test_sweep_over_retention_with_the_realised_one(tmp_path):
         assert cell.difference == pytest.approx(expected)
 
 
-def test_one_retention_is_chosen_or_asked_for(tmp_path):
+def test_one_table_shows_all_budgets(tmp_path):
     lines = many(retentions=(0.05, 0.15))
-    assert set(table_of(tmp_path, "main", lines).cells.retention) == {1.0, 0.15}
-    assert set(table_of(tmp_path, "main", lines, retentions=(0.05,)).cells.retention) == {1.0, 0.05}
+    for name in ("main", "tasks", "fidelity"):
+        table = table_of(tmp_path, name, lines)
+        assert set(table.cells.retention) - {1.0} == {0.05, 0.15}
+        for retention in (0.05, 0.15):
+            alone = table_of(tmp_path, name, lines, retentions=(retention,))
+            assert set(alone.cells.retention) - {1.0} == {retention}
+            for own, found in alone.rows():
+                title = ", ".join(filter(None, (own.group, f"R = {retention:g}")))
+                assert cells(table, own.method, title)["Avg."].value == found["Avg."].value
+                assert cells(table, own.method, title)["Avg."].low == found["Avg."].low
+        winners = [group for group, rows in table.cells.groupby("group") if "R = " in group]
+        assert len(winners) == 2 * (2 if name == "fidelity" else 1), winners
+    shown = to_terminal(table_of(tmp_path, "main", lines))
+    assert shown.index("R = 0.15\n") < shown.index("R = 0.05\n") and shown.count("Full cache") == 2
+
+
+def test_one_retention_is_chosen_or_asked_for(tmp_path):
+    grid = many(retentions=(0.05, 0.15), methods=("snapkv", "adakv-snapkv"))
+    assert set(table_of(tmp_path, "ablation", grid).cells.retention) == {1.0, 0.15}
+    lines = many(retentions=(0.05, 0.15))
     with pytest.raises(ReportError, match=r"no retention 0.3; they hold 0.15, 0.05"):
         table_of(tmp_path, "main", lines, retentions=(0.3,))
     with pytest.raises(ReportError, match=r"the files hold 0.5, 0.05; choose one"):
-        table_of(tmp_path, "main", many(retentions=(0.05, 0.5)))
+        table_of(tmp_path, "ablation", many(retentions=(0.05, 0.5)))
 
 
 def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
@@ -352,8 +370,11 @@ def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, 
     rows = [row("full", 1.0, 90.0), row("lkv", 0.1, 80.0, realised=0.638), row("lkv", 0.05, 60.0, realised=0.2)]
     lines = [line("trec", number, rows) for number in range(5)]
     path = str(write(tmp_path / "memory.jsonl", lines, budget="memory"))
-    assert main(["report", path]) == 2
+    assert main(["report", path, "--table", "ablation"]) == 2
     assert "shows one memory, and the files hold 0.1, 0.05; choose one with --memory 0.1" in capsys.readouterr().err
+    assert main(["report", path]) == 0
+    said = capsys.readouterr().out
+    assert said.index("memory = 0.1\n") < said.index("memory = 0.05\n")
     assert main(["report", path, "--memory", "5%"]) == 0
     said = capsys.readouterr().out
     head, values = (next(text for text in said.splitlines() if text.startswith(start)) for start in ("method", "> LKV"))
