@@ -2,7 +2,7 @@
 
 from email.message import Message as Headers
 from email.utils import collapse_rfc2231_value
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -71,7 +71,8 @@ Memory = Annotated[str | float, PlainValidator(_check_memory)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 _MAX_STRINGS, _MAX_STRUCTURE = 20_000, 200_000  # of JSON: number, bytes outside of strings
 
-_Schema = TypeVar("_Schema", bound=BaseModel)
+_Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest")
+_SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
 
 
 class Message(BaseModel):
@@ -105,6 +106,7 @@ class ChatRequest(BaseModel):
     """The body of a chat completion; `context` is the one field that OpenAI's API does not have."""
 
     model_config = ConfigDict(extra="allow")
+    example: ClassVar[str] = 'send JSON such as {"messages": [{"role": "user", "content": "..."}]}'
 
     model: Name = ""
     messages: Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
@@ -142,6 +144,7 @@ class ContextRequest(BaseModel):
     """The body of a new context. A misspelt field would change nothing unnoticed, so unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid")
+    example: ClassVar[str] = 'send JSON such as {"text": "...", "memory": "10%"}, or a form with file=@PATH'
 
     text: StrictStr
     name: Annotated[StrictStr, Field(max_length=200)] = ""
@@ -237,6 +240,9 @@ def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
         if problem["type"] == "extra_forbidden":
             names = ", ".join(schema.model_fields)
             raise PromptError(f"{field}: there is no such field; the fields are {names}, and in a form file.") from None
+        if problem["type"] in _SHAPE_ERRORS:
+            says = "this field is missing" if problem["type"] == "missing" else problem["msg"]
+            raise PromptError(f"{field}: {says}; {schema.example}.") from None
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
 
 

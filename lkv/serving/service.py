@@ -146,18 +146,20 @@ class Service:
         name = context_id(text, settings)
         job = self._jobs.get(name)
         if job is not None and job.error is None:
+            job.title = title or job.title
             return job
         stored = self.store.describe(name)
         if stored is not None:
             try:
                 self.store.get(name)
-                return stored
+                return self.store.rename(stored, title)
             except LkvError:  # a damaged file is made anew
                 pass
         self._check_quota()
         with self._lock:
             job = self._jobs.get(name)
             if job is not None and job.error is None:
+                job.title = title or job.title
                 return job
             if self._is_stopping or self._waiting.qsize() >= self.limits.texts:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")

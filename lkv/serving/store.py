@@ -147,6 +147,7 @@ class ContextStore:
         self._asked: dict[str, float] = {}  # when contexts of the store were last asked, in seconds since 1970
         self._lock = threading.Lock()
         self._loading: dict[str, threading.Lock] = {}
+        self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
 
     def put(self, stored: StoredContext, context: Context) -> None:
         """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
@@ -167,6 +168,8 @@ class ContextStore:
                 self._asked.pop(name, None)
                 raise unknown_context(name)
             self._asked[name] = time.time()
+            self.queries += 1
+            self.hits += name in self._loaded
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]
@@ -182,6 +185,20 @@ class ContextStore:
         finally:
             with self._lock:
                 self._loading.pop(name, None)
+
+    def rename(self, stored: StoredContext, title: str) -> StoredContext:
+        """Give a stored context another title; no title, or its own, changes nothing. Raises StoreError."""
+        if title in ("", stored.name):
+            return stored
+        renamed = stored.model_copy(update={"name": title})
+        with self._store_errors("written", "free some space, or give another place for contexts"):
+            with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
+                write_text(path, renamed.model_dump_json(), ContextFileError, "the context", mode=0o600)
+            is_deleted = not self._files.exists(self._path(stored.id + _CONTEXT))
+        if is_deleted:  # meanwhile, by another request or process
+            self.delete(stored.id)
+            raise unknown_context(stored.id)
+        return renamed
 
     def describe(self, name: str) -> StoredContext | None:
         """The description of a context; None if there is none, or it is damaged or not for this user."""
@@ -204,7 +221,13 @@ class ContextStore:
 
     def nbytes(self) -> int:
         """Bytes of all files of the store."""
-        return sum(file.get("size") or 0 for file in self._listing().values())
+        return self.usage()[1]
+
+    def usage(self) -> tuple[int, int]:
+        """How many contexts are stored, and the bytes of all files of the store."""
+        files = self._listing()
+        contexts = [name for name in files if _ID.fullmatch(name.removesuffix(_DESCRIPTION))]
+        return len(contexts), sum(file.get("size") or 0 for file in files.values())
 
     def _listing(self) -> dict[str, dict[str, Any]]:
         """What the file system says of each file, by its name."""

@@ -8,7 +8,7 @@ from tests.serving.server import TEXT, field, form
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        (b"{", 400, "the body: Invalid JSON"), ([1], 400, "the body"), ({}, 400, "messages: Field required"),
+        (b"{", 400, "the body: Invalid JSON"), ([1], 400, "the body"), ({}, 400, "messages: this field is missing"),
         ({"messages": []}, 400, "messages"), ({"messages": [{"role": "user"}]}, 400, "messages.0.content"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, 400, "last message must be one of the user"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
@@ -41,7 +41,7 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: Field required"),
+        ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: this field is mis"),
         ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
         ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
         ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),

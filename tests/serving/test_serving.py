@@ -119,6 +119,8 @@ def test_the_same_text_is_one_file(server, context):
     assert status == 200 and again["id"] == context and again["status"] == "ready"
     assert 0 < again["bytes"] < again["full_bytes"] and again["realised_retention"] == pytest.approx(0.4, abs=0.01)
     assert [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(context) == 1
+    assert server.ask("/v1/contexts", {"text": TEXT, "name": "again"})[1]["name"] == "again"
+    assert server.ask(f"/v1/contexts/{context}")[1]["name"] == "again"
 
 
 def test_a_context_within_a_memory(server, parts):

@@ -78,11 +78,26 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     third = add(store, model, texts[2])[0]
     assert set(store.resident()) == {first, third} and sum(store.resident().values()) <= 2.5 * one
     assert before() is None  # really let go
+    assert (store.queries, store.hits) == (3, 3)
     answer = compress(model, Words(), texts[1], method="knorm", retention=0.4).ask("why ?", 6)
     assert store.get(second).ask("why ?", 6) == answer and set(store.resident()) == {third, second}
-    assert len(store.list_contexts()) == 3
+    assert len(store.list_contexts()) == 3 and (store.queries, store.hits) == (4, 3)
+    assert store.usage() == (3, sum(file.stat().st_size for file in tmp_path.iterdir()))
     small = made(tmp_path, model, memory=1)  # a context larger than that is served all the same
     assert small.get(first).ask("why ?", 6) and set(small.resident()) == {first}
+
+
+def test_a_stored_context_takes_another_title(model, tmp_path):
+    store = made(tmp_path, model)
+    name, _ = add(store, model, TEXT)
+    stored = store.describe(name)
+    assert store.rename(stored, "") is stored and store.rename(stored, stored.name) is stored
+    renamed = store.rename(stored, "another")
+    assert made(tmp_path, model).describe(name) == renamed == stored.model_copy(update={"name": "another"})
+    (tmp_path / f"{name}.kv").unlink()  # deleted by another process
+    with pytest.raises(UnknownContextError):
+        store.rename(renamed, "a third")
+    assert store.describe(name) is None
 
 
 def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch):

@@ -211,7 +211,8 @@ def test_two_hundred_requests_with_aborts_and_preemption(lab):
         ask(llm, [5, 6], None, 1)
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
-        (resident,) = llm.collective_rpc("lkv_resident")
+        (statistics,) = llm.collective_rpc("lkv_statistics")
+        resident = statistics["resident"]
         assert sum(resident.values()) <= 0.3 * 2**20 and 1 <= len(resident) < 20
     for number, answer in answers.items():
         name, ids, tokens = requests[number]

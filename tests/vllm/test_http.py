@@ -1,11 +1,13 @@
 """vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 
 import httpx
@@ -49,11 +51,15 @@ class Server:
         assert state["status"] == "ready", state
         return name
 
+    def metrics(self) -> dict[str, float]:
+        """The plugin's part of /metrics."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("lkv_")}
+
     def memory(self) -> tuple[float, float]:
         """Contexts in the workers' memory, and their bytes, as /metrics gives them."""
-        lines = self.http.get("/metrics").text.splitlines()
-        values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("lkv_"))
-        return float(values["lkv_contexts_resident"]), float(values["lkv_context_bytes"])
+        values = self.metrics()
+        return values["lkv_contexts_resident"], values["lkv_context_bytes"]
 
     def ask(self, question: str, model: str = "tiny", **options) -> str:
         """One greedy answer."""
@@ -192,6 +198,9 @@ def test_contexts_are_listed_described_and_deleted(server, lab):
     assert nbytes >= about["bytes"] and resident >= 2
     metrics = server.http.get("/metrics").text
     assert "lkv_texts_waiting 0.0" in metrics and "vllm:num_requests_running" in metrics
+    stored = list(lab.store.glob("*.json"))
+    assert server.metrics()["lkv_contexts_stored"] == len(stored)
+    assert server.metrics()["lkv_store_bytes"] == sum(file.stat().st_size for file in lab.store.iterdir())
     assert "/v1/contexts" in server.http.get("/").text  # the page
     assert server.http.delete(f"/v1/contexts/{name}").json()["deleted"] is True
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
@@ -199,6 +208,55 @@ def test_contexts_are_listed_described_and_deleted(server, lab):
     assert server.memory() == (resident - 1, nbytes - about["bytes"])
     with pytest.raises(openai.NotFoundError, match="no context"):
         server.ask("what?", f"tiny:{name}")
+
+
+def test_a_text_sent_again_with_a_name_takes_it(server, lab):
+    text = lab.text(42)
+    name = server.create(text, name="first")
+    again = server.http.post("/v1/contexts", json={"text": text, "name": "second"})
+    assert (again.status_code, again.json()["id"], again.json()["name"]) == (200, name, "second")
+    assert server.http.post("/v1/contexts", json={"text": text}).json()["name"] == "second"
+    assert server.http.get(f"/v1/contexts/{name}").json()["name"] == "second"
+    assert server.ask("what?", f"tiny:{name}") == expected(lab, lab.context(text), "what?")
+    pending = server.http.post("/v1/contexts", json={"text": lab.text(43), "name": "first"}).json()
+    server.create(lab.text(43), name="third")
+    assert server.http.get(f"/v1/contexts/{pending['id']}").json()["name"] == "third"
+
+
+def test_metrics_count_what_happened(server, lab):
+    before = server.metrics()
+    name = server.create(lab.text(44))
+    for _ in range(3):
+        server.ask("what?", f"tiny:{name}")
+    server.http.post("/v1/chat/completions", json={"model": "tiny:none", "messages": []})
+    server.client.completions.create(model="tiny", prompt="abc", max_tokens=2)  # without a context
+    values = server.metrics()
+    grown = {key: values[key] - before.get(key, 0.0) for key in values}
+    expected = {
+        'lkv_compressions_total{outcome="succeeded"}': 1, 'lkv_compressions_total{outcome="failed"}': 0,
+        "lkv_compression_seconds_count": 1, 'lkv_context_requests_total{code="200"}': 3,
+        'lkv_context_requests_total{code="404"}': 1, "lkv_context_queries_total": 3, "lkv_context_hits_total": 3,
+        "lkv_contexts_resident": 1, "lkv_contexts_stored": 1,
+    }  # fmt: skip
+    assert {key: grown[key] for key in expected} == expected
+    assert 0 < grown["lkv_compression_seconds_sum"] < 60
+
+
+def test_every_error_has_the_form_of_openai(server):
+    for method, path in (("DELETE", "/v1/contexts"), ("PUT", "/v1/contexts/a"), ("POST", "/v1/contexts/a")):
+        answer = server.http.request(method, path, json={})
+        assert answer.status_code == 405, answer.text
+        message = answer.json()["error"]["message"]
+        assert message.startswith(f"{method} {path}: Method Not Allowed; contexts take GET and POST at /v1/contexts")
+    answer = server.http.get("/v1/nothing")
+    assert answer.status_code == 404 and answer.json()["error"]["message"] == "GET /v1/nothing: Not Found."
+
+
+@pytest.mark.parametrize("schema", ["chat_completion:ChatCompletionRequest", "completion:CompletionRequest"])
+def test_no_field_of_vllm_resembles_the_field_of_a_context(schema):
+    module, _, name = schema.partition(":")
+    fields = getattr(import_module(f"vllm.entrypoints.openai.{module}.protocol"), name).model_fields
+    ContextRoutes().split_name(dict.fromkeys(fields))
 
 
 def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
@@ -263,6 +321,10 @@ def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(is_sent_ag
         ({"context": 3}, 400, "'3' is not an id"),
         ({"context": ["a"]}, 400, "is not an id"),
         ({"vllm_xargs": {"lkv_context": {}}}, 400, "is not an id"),
+        ({"contxt": "a"}, 400, "'contxt' is no field of a request; the field for a context is 'context', with the id"),
+        ({"lkv_context": "a"}, 400, "the field for a context is 'context'"),
+        ({"vllm_xargs": {"lkv_contxt": "a"}}, 400, "the key of vllm_xargs for a context is 'lkv_context'"),
+        ({"vllm_xargs": {"lkv_document": "a"}}, 400, "'lkv_document' is no field of a request"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, body, status, match):
@@ -309,6 +371,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
     for body, match in (
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user", "content": " "}]}, "question is empty"),
+        ({"messages": [{"role": "user", "text": "a"}]}, "messages.0.content: Field required; a message has a role and"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [{"role": "user", "content": "a" * 1100}]}, "maximum context length"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot be used with a context"),
@@ -325,7 +388,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         ({"text": lab.text(1, 1500)}, "--max-model-len"),
         ({"text": "a" * 100_000}, "too long"),
         ({"text": lab.text(1), "retention": 3}, "retention"),
-        ({}, "text: Field required"),
+        ({}, 'text: this field is missing; send JSON such as {"text": "...", "memory": "10%"}, or a form with file='),
     ):
         answer = server.http.post("/v1/contexts", json=body)
         assert answer.status_code == 400 and match in answer.json()["error"]["message"], answer.text
@@ -344,7 +407,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
 def test_a_killed_engine_loses_no_context(server, lab):
     """The last test of this server: its engine process is killed, and another server finds the contexts.
 
-    That one is then ended while it answers: by Ctrl-C, with no time for the answer.
+    That one is then ended while it answers, by Ctrl-C with a second for the answers: what is cut off is told why.
     """
     text = lab.text(36)
     name, want = server.create(text), expected(lab, lab.context(text), "what?")
@@ -352,11 +415,30 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, 18432, "--grace", "0") as other:
+    with serving_lab(lab, 18432, "--grace", "1") as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
-        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "stream": True}
-        with other.http.stream("POST", "/v1/completions", json=endless) as answer:
-            next(answer.iter_lines())
+        assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
+        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "n": 3, "temperature": 1}
+        with (
+            ThreadPoolExecutor(1) as pool,
+            other.http.stream("POST", "/v1/completions", json={**endless, "stream": True}) as stream,
+        ):
+            whole = pool.submit(other.http.post, "/v1/completions", json=endless)
+            lines = stream.iter_lines()
+            next(lines)
             other.process.send_signal(signal.SIGINT)
+            late = wait_for_refusal(other)
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            refusals = [late.json(), whole.result().json(), events[-1]]
+            assert (late.status_code, whole.result().status_code) == (503, 503)
             other.process.wait(30)
+    assert all("the server is shutting down" in refusal["error"]["message"] for refusal in refusals), refusals
+
+
+def wait_for_refusal(server):
+    """The answer to a request after the server has begun to end."""
+    while True:
+        answer = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 1})
+        if answer.status_code != 200:
+            return answer

@@ -21,7 +21,7 @@ def main():
     names = [compress(llm, text) for text in job["texts"]] + [compress(llm, job["texts"][0], memory="20%")]
     params = [SamplingParams(temperature=0, max_tokens=12, extra_args={"lkv_context": name}) for name in names]
     outputs = llm.generate([{"prompt_token_ids": job["ids"]}] * len(names), params, use_tqdm=False)
-    residents = llm.collective_rpc("lkv_resident")
+    residents = [worker["resident"] for worker in llm.collective_rpc("lkv_statistics")]
     print("RESULT", json.dumps([names, [list(output.outputs[0].token_ids) for output in outputs], residents]))
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def test_bad_input_is_refused_and_the_engine_lives(lab):
     refused(llm, VLLMNotFoundError, "no context 'none'", ids, {"lkv_context": "none"})
     refused(llm, VLLMValidationError, "give the id of a context", ids, {"lkv_context": 3})
     refused(llm, VLLMValidationError, "one of them", ids, {"lkv_context": name, "lkv_compress": "x"})
-    refused(llm, VLLMValidationError, "one of them", ids, {"lkv_contxt": name})
+    refused(llm, VLLMValidationError, "has the key 'lkv_contxt', which is not known", ids, {"lkv_contxt": name})
     refused(llm, VLLMValidationError, "lkv_compress: ", ids, {"lkv_compress": "x"}, max_tokens=1)
     forged = {"id": name, "retention": 0.4, "sha256": "0" * 64, "name": ""}
     refused(llm, VLLMValidationError, "alone", ids, {"lkv_compress": json.dumps(forged)}, max_tokens=1)

@@ -4,7 +4,7 @@
 - `InputProcessor.process_inputs`, in the front end: requests are checked, and their pages salted (`requests.py`).
 - `GPUModelRunner._model_forward`, in workers: positions are shifted, and the pass is planned (`batch.py`).
 - `Worker.determine_available_memory`: the contexts' memory is taken from that of the KV cache.
-- `Worker.lkv_outcome`, `lkv_resident`, `lkv_release`: what the front end asks workers (`collective_rpc`).
+- `Worker.lkv_outcome`, `lkv_statistics`, `lkv_release`: what the front end asks workers (`collective_rpc`).
 
 On a version that does not fit, one line says so and vLLM runs as it would without the plugin.
 """
@@ -44,7 +44,7 @@ def install_in_worker() -> None:
     for worker in (Worker, *Worker.__subclasses__()):
         if "determine_available_memory" in vars(worker):
             _wrap(worker, "determine_available_memory", _determine_available_memory)
-    Worker.lkv_outcome, Worker.lkv_resident, Worker.lkv_release = _outcome, _resident, _release
+    Worker.lkv_outcome, Worker.lkv_statistics, Worker.lkv_release = _outcome, _statistics, _release
 
 
 def _check(owner: type, name: str, *parameters: str) -> None:
@@ -121,10 +121,13 @@ def _outcome(worker: Any, name: str) -> str | None:
     return "" if contexts is None else contexts.outcome(name)
 
 
-def _resident(worker: Any) -> dict[str, int]:
-    """RPC: bytes of the contexts in this worker's memory."""
+def _statistics(worker: Any) -> dict[str, Any]:
+    """RPC: bytes of the contexts in this worker's memory, and how often contexts were asked for and were there."""
     contexts = _loaded_contexts(worker)
-    return {} if contexts is None else contexts.store.resident()
+    if contexts is None:
+        return {"resident": {}, "queries": 0, "hits": 0}
+    store = contexts.store
+    return {"resident": store.resident(), "queries": store.queries, "hits": store.hits}
 
 
 def _release(worker: Any, name: str) -> None:

@@ -15,17 +15,21 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse, JSONResponse
-from prometheus_client import Gauge
+from prometheus_client import Counter as CounterMetric
+from prometheus_client import Gauge, Histogram
+from pydantic import ValidationError
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lkv.errors import BusyError, LkvError, PromptError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
-from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts
+from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving.middleware import LOOPBACK, refuse
 from lkv.serving.page import page_response
@@ -42,6 +46,10 @@ _UNUSED_FIELDS = (
     "tools", "functions", "prompt_embeds", "echo", "chat_template", "chat_template_kwargs", "documents",
     "continue_final_message", "reasoning_effort", "truncate_prompt_tokens", "kv_transfer_params",
 )  # fmt: skip
+_CONTEXT_FIELDS = ("context", CONTEXT)
+_CONTEXT_METHODS = "GET and POST at /v1/contexts, GET and DELETE at /v1/contexts/ID"
+_RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
+_BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
 _SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _LOG = logging.getLogger("vllm.lkv")
@@ -61,6 +69,8 @@ class ContextRoutes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._users: Counter[str] = Counter()  # open requests by context
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
+        self.is_stopping = False
+        self._metrics: _Metrics | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware that rewrites requests about contexts."""
@@ -74,6 +84,16 @@ class ContextRoutes:
         async def lkv_error(_: Request, error: Exception) -> JSONResponse:
             assert isinstance(error, LkvError)
             return error_response(error)
+
+        @app.exception_handler(StarletteHTTPException)
+        async def no_route(request: Request, error: Exception) -> JSONResponse:
+            # vLLM's own handler is for FastAPI's HTTPException, which routes raise, and not for unknown routes.
+            assert isinstance(error, StarletteHTTPException)
+            path = request.url.path
+            message = f"{request.method} {path}: {error.detail}."
+            if path.startswith("/v1/contexts"):
+                message = f"{message[:-1]}; contexts take {_CONTEXT_METHODS}."
+            return JSONResponse(error_object(message, "invalid_request_error"), error.status_code, error.headers)
 
         @app.post("/v1/contexts", status_code=202)
         async def create(request: Request) -> JSONResponse:
@@ -112,18 +132,24 @@ class ContextRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Take the engine, and the settings."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         self._engine = engine_client
         self._settings = PluginSettings.of(engine_client.vllm_config)
         self._models = list(args.served_model_name or [args.model])
         self._length = engine_client.vllm_config.model_config.max_model_len
-        self._gauges = {
-            name: Gauge(f"lkv_{name}", about)
-            for name, about in (
-                ("contexts_resident", "Contexts in the workers' memory"),
-                ("context_bytes", "Bytes of k and v of contexts in the workers' memory"),
-                ("texts_waiting", "Texts that wait or are being compressed"),
-            )
-        }
+        self._metrics = _Metrics()
+        shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
+
+        def stop(*arguments: Any, **options: Any) -> None:
+            """vLLM calls this at SIGINT and SIGTERM, in a thread; running answers have the time that it takes."""
+            self.is_stopping = True
+            shutdown(*arguments, **options)
+            # Else some requests wait for an engine that has ended, until uvicorn cuts them off.
+            with suppress(RuntimeError):  # the event loop has ended too
+                loop.call_soon_threadsafe(engine_client.output_processor.propagate_error, EngineDeadError())
+
+        engine_client.shutdown = stop
 
     async def contexts(self) -> VllmContexts:
         """The front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
@@ -149,15 +175,16 @@ class ContextRoutes:
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
         new_context.name = body.name
-        try:
+        stored = None
+        with suppress(LkvError):  # none yet, or a damaged one, which is made anew
             await asyncio.to_thread(contexts.tokens, new_context.id)
-            if new_context.id not in self._deleted:
-                return await self._stored(new_context.id)
-        except LkvError:  # none yet, or a damaged one, which is made anew
-            pass
+            stored = await self._stored(new_context.id)
+        if stored is not None:
+            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
+            job.title = body.name or job.title
             return job
         while len(self._jobs) >= _MAX_JOBS:
             failed = next((name for name, other in self._jobs.items() if other.error is not None), None)
@@ -185,11 +212,17 @@ class ContextRoutes:
             while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(new_context.id,))):
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
-            if job.error is None and await asyncio.to_thread(contexts.store.describe, new_context.id) is None:
-                job.error = "vLLM ended without compressing the text; see its log, and send it again."
+            if job.error is None:
+                stored = await asyncio.to_thread(contexts.store.describe, new_context.id)
+                if stored is None:
+                    job.error = "vLLM ended without compressing the text; see its log, and send it again."
+                else:  # perhaps sent again under another name meanwhile
+                    await asyncio.to_thread(contexts.store.rename, stored, job.title)
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        if self._metrics is not None:
+            self._metrics.count_compression(time.time() - job.created, job.error is None)
         if job.is_deleted:
             if new_context.id not in self._jobs:  # else it is being made again
                 await self._delete(contexts, new_context.id)
@@ -222,18 +255,30 @@ class ContextRoutes:
                 await self._delete_unused(name)
 
     async def refresh_metrics(self) -> None:
-        """Ask the workers what they have in memory."""
-        try:
-            residents = await self._engine.collective_rpc("lkv_resident")
-        except Exception:  # the engine has ended, which vLLM's own metrics say
-            return
-        self._gauges["contexts_resident"].set(max(map(len, residents), default=0))
-        self._gauges["context_bytes"].set(sum(sum(resident.values()) for resident in residents))
-        self._gauges["texts_waiting"].set(sum(job.error is None for job in self._jobs.values()))
+        """Ask the workers what they have in memory, and the store what is in it."""
+        assert self._metrics is not None
+        self._metrics.texts_waiting.set(sum(job.error is None for job in self._jobs.values()))
+        with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
+            self._metrics.set_workers(await self._engine.collective_rpc("lkv_statistics"))
+            contexts = loaded_contexts(self._engine.input_processor)
+            if contexts is not None:
+                self._metrics.set_store(*await asyncio.to_thread(contexts.store.usage))
+
+    def count_request(self, status: int) -> None:
+        """Count a request about a context by the HTTP status of its answer."""
+        if self._metrics is not None:
+            self._metrics.requests.labels(code=str(status)).inc()
 
     def split_name(self, body: dict[str, Any]) -> str | None:
-        """The context that a request names, and its model's own name put into `body`; None for no context."""
+        """The context that a request names, and its model's own name put into `body`; None for no context.
+
+        Raises PromptError for two contexts, for what is no id, and for a field that looks like a misspelt `context`:
+        vLLM would ignore that, and answer without the text.
+        """
         extra = body.get("vllm_xargs")
+        _check_fields(body, "context", "the field for a context is 'context'")
+        if isinstance(extra, dict):
+            _check_fields(extra, CONTEXT, f"the key of vllm_xargs for a context is {CONTEXT!r}")
         names = [body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None]
         names.append(split_salt(body.get("cache_salt"))[0])
         model = body.get("model")
@@ -274,6 +319,48 @@ class ContextRoutes:
         body["kv_transfer_params"] = {"prompt_token_ids": ids}
 
 
+class _Metrics:
+    """What /metrics shows beside vLLM's own."""
+
+    def __init__(self) -> None:
+        self._resident = Gauge("lkv_contexts_resident", "Contexts in the workers' memory")
+        self._bytes = Gauge("lkv_context_bytes", "Bytes of k and v of contexts in the workers' memory")
+        self._queries = CounterMetric("lkv_context_queries", "How often a worker needed a context")
+        self._hits = CounterMetric("lkv_context_hits", "How often that context was in the worker's memory")
+        self._stored = Gauge("lkv_contexts_stored", "Contexts in the store")
+        self._store_bytes = Gauge("lkv_store_bytes", "Bytes of all files in the store")
+        self.texts_waiting = Gauge("lkv_texts_waiting", "Texts that wait or are being compressed")
+        self._compressions = CounterMetric("lkv_compressions", "Texts compressed, or not", ["outcome"])
+        self._seconds = Histogram("lkv_compression_seconds", "From request to stored context", buckets=_BUCKETS)
+        self.requests = CounterMetric(
+            "lkv_context_requests", "Requests about contexts, by the HTTP status of their answers", ["code"]
+        )
+        self._counts = Counter[str]()  # of the workers at the last call
+        for outcome in ("succeeded", "failed"):  # a series from the start, as rates need
+            self._compressions.labels(outcome=outcome)
+        self.requests.labels(code="200")
+
+    def count_compression(self, seconds: float, is_stored: bool) -> None:
+        """Count a text that was compressed, in `seconds` from its request on, or could not be."""
+        self._compressions.labels(outcome="succeeded" if is_stored else "failed").inc()
+        if is_stored:
+            self._seconds.observe(seconds)
+
+    def set_workers(self, workers: list[dict[str, Any]]) -> None:
+        """Take the statistics of the workers: ranks of one model, which all need the same contexts."""
+        self._resident.set(max(len(worker["resident"]) for worker in workers))
+        self._bytes.set(sum(sum(worker["resident"].values()) for worker in workers))
+        for name, counter in (("queries", self._queries), ("hits", self._hits)):
+            count = workers[0][name]
+            counter.inc(max(0, count - self._counts[name]))
+            self._counts[name] = count
+
+    def set_store(self, contexts: int, nbytes: int) -> None:
+        """Take the size of the store."""
+        self._stored.set(contexts)
+        self._store_bytes.set(nbytes)
+
+
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them."""
 
@@ -289,10 +376,21 @@ class ContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        answer = _Answer(self._routes, send)
+        try:
+            await self._dispatch(scope, receive, answer.send)
+        except Exception:
+            if not self._routes.is_stopping or answer.is_started:
+                raise
+            await answer.refuse()
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, refusal = scope["path"], self._refusal(scope)
         if path == "/metrics":
             await self._routes.refresh_metrics()
-        if refusal is not None and path.startswith("/v1/contexts"):
+        if self._routes.is_stopping and scope["method"] == "POST":
+            await _stopping_response()(scope, receive, send)
+        elif refusal is not None and path.startswith("/v1/contexts"):
             await refusal(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
             await self._ask(scope, receive, send, refusal)
@@ -312,11 +410,22 @@ class ContextMiddleware:
             elif scope["path"] not in (_CHAT, _COMPLETIONS):
                 raise PromptError(f"{scope['path']} cannot use contexts; use {_CHAT} or {_COMPLETIONS}.")
             else:
+                send = self._counting(send)
                 async with self._routes.using(name):
                     await self._routes.rewrite(scope["path"], body, name)
                     await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
         except LkvError as error:
             await error_response(error)(scope, receive, send)
+
+    def _counting(self, send: Send) -> Send:
+        """`send`, which counts the answer by its status."""
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._routes.count_request(message["status"])
+            await send(message)
+
+        return send_counted
 
     async def _pass_on(self, data: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with the body `data`."""
@@ -340,6 +449,53 @@ class ContextMiddleware:
             message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
             return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
         return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
+
+
+_STOPPING = error_object(
+    "the server is shutting down; send the request again when it is back, or to another server.",
+    "service_unavailable_error",
+    "shutting_down",
+)
+
+
+def _stopping_response() -> JSONResponse:
+    """The answer to requests that the end of the server cuts off, or that come too late."""
+    return JSONResponse(_STOPPING, 503, {"Retry-After": "10"})
+
+
+class _Answer:
+    """An answer on its way to a client, which says that the server ends where vLLM would report a failed engine."""
+
+    def __init__(self, routes: ContextRoutes, send: Send):
+        self._routes, self._send = routes, send
+        self.is_started = self._is_refused = False
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if self._is_refused:
+            return
+        if self._routes.is_stopping:
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                await self.refuse()
+                return
+            if message.get("body", b"").startswith(b'data: {"error"'):  # in a stream
+                message = {**message, "body": b"data: %b\n\n" % json.dumps(_STOPPING).encode()}
+        self.is_started = True
+        await self._send(message)
+
+    async def refuse(self) -> None:
+        """Send 503 instead of the answer."""
+        self.is_started = self._is_refused = True
+        answer = _stopping_response()
+        await self._send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        await self._send({"type": "http.response.body", "body": answer.body})
+
+
+def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
+    """Raise PromptError for a field that is not `name` but resembles what names a context."""
+    for field in set(fields) - {name, COMPRESS}:
+        if field.startswith(_PREFIX) or get_close_matches(field.lower(), _CONTEXT_FIELDS, 1, _RESEMBLANCE):
+            raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
 
 
 def _naming(name: str, send: Send) -> Send:
@@ -380,11 +536,15 @@ def _question_ids(contexts: VllmContexts, messages: Any) -> list[int]:
     """The tokens of a chat that follow a context. Raises PromptError for messages that cannot."""
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages: give a list with at least one message of the user.")
-    try:
-        plain = [ChatMessage.model_validate(message).plain() for message in messages]
-    except ValueError as error:
-        reason = str(error).splitlines()[-2].strip() if "\n" in str(error) else str(error)
-        raise PromptError(f"messages: {reason}; give a role and a text each.") from None
+    plain = []
+    for number, message in enumerate(messages):
+        try:
+            plain.append(ChatMessage.model_validate(message).plain())
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            place = ".".join(map(str, ("messages", number, *problem["loc"])))
+            example = 'such as {"role": "user", "content": "..."}'
+            raise PromptError(f"{place}: {problem['msg']}; a message has a role and a text, {example}.") from None
     if not plain[-1]["content"].strip():
         raise PromptError("the question is empty; ask something.")
     return encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))

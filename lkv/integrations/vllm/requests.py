@@ -9,6 +9,7 @@ A request names its context by `extra_args` of its sampling parameters, or its p
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -75,9 +76,13 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
         raise PromptError("contexts are asked questions; a pooled request has none.")
     salted, salt = split_salt(request.cache_salt)
     extra = ({} if salted is None else {CONTEXT: salted}) | (params.extra_args or {})
-    unknown = {name for name in extra if name.startswith("lkv_")} - {CONTEXT, COMPRESS}
-    if unknown or (CONTEXT in extra and COMPRESS in extra):
-        raise PromptError(f"give {CONTEXT} or {COMPRESS}, one of them, and not {', '.join(sorted(unknown)) or 'both'}.")
+    if unknown := {name for name in extra if name.startswith("lkv_")} - {CONTEXT, COMPRESS}:
+        raise PromptError(
+            f"extra_args (vllm_xargs over HTTP) has the key {min(unknown)[:80]!r}, which is not known; to ask about a "
+            f"context write {CONTEXT!r}, with its id."
+        )
+    if CONTEXT in extra and COMPRESS in extra:
+        raise PromptError(f"extra_args has {CONTEXT!r} and {COMPRESS!r}; give one of them.")
     contexts, ids = front_contexts(processor), request.prompt_token_ids
     if ids is None or request.prompt_embeds is not None or request.mm_features:
         raise PromptError("questions about contexts are text; leave embeddings, images and sound out.")
@@ -115,7 +120,7 @@ def compress(
         llm: The engine.
         text: The text itself.
         retention: The share of its KV entries to keep; by default as the plugin's settings say.
-        name: A title for lists.
+        name: A title for lists; a stored text takes it too.
         system: A system prompt before the text.
         memory: Instead of `retention`, the share of the full cache's bytes (0.1 or "10%"), or bytes ("2MB"), to keep.
         protect: Parts of the text that every head keeps, as in `lkv.compress`.
@@ -131,11 +136,12 @@ def compress(
     contexts = front_contexts(llm.llm_engine.input_processor)
     new_context = contexts.encode(text, retention, system, memory, protect)
     new_context.name = name
-    try:
+    stored = None
+    with suppress(LkvError):  # none yet, or a damaged one, which is made anew
         contexts.tokens(new_context.id)
-        return new_context.id
-    except LkvError:  # none yet, or a damaged one, which is made anew
-        pass
+        stored = contexts.store.describe(new_context.id)
+    if stored is not None:
+        return contexts.store.rename(stored, name).id
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
     contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
