@@ -20,6 +20,7 @@ from lkv.cli.options import (
     RunOptions,
     check_pattern,
     find_needs,
+    format_seconds,
     load_pattern,
 )
 from lkv.errors import CacheError, DocumentError, LkvError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
+_SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = (
     "memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect", "compare",
@@ -136,7 +138,7 @@ class Ask(PolicyOptions, RunOptions):
 
         text = read_document(self.words[0])
         from lkv.context.compression import compress
-        from lkv.methods.registry import FULL, POLICY
+        from lkv.methods.registry import FULL, POLICY, SECOND_PASS
         from lkv.policy.lookup import policy_for
         from lkv.utils.prompts import encode_context
 
@@ -152,7 +154,8 @@ class Ask(PolicyOptions, RunOptions):
         memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
-        with _show_progress(model, len(encode_context(tokenizer, text))):
+        readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
+        with _show_progress(model, len(encode_context(tokenizer, text)), readings):
             context = compress(
                 model, tokenizer, text, memory=memory, retention=retention, method=self.method, policy=policy,
                 chunk=chunk, protect=self.protect, **options,
@@ -176,11 +179,14 @@ def _describe_size(context: "Context") -> str:
 
 
 @contextmanager
-def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
-    """Show how far the text is read while the block runs: a bar if stderr is a terminal, else a line before it."""
+def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> Iterator[None]:
+    """Print what the block will cost, and show how far the text is read in it by a bar if stderr is a terminal.
+
+    `readings`: its time, in those of reading the text once.
+    """
     from tqdm import tqdm
 
-    from lkv.integrations.transformers.progress import report_progress
+    from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes, report_progress
 
     form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
     bar = tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None)
@@ -188,8 +194,10 @@ def _show_progress(model: "PreTrainedModel", tokens: int) -> Iterator[None]:
     def advance(count: float) -> None:
         bar.update(min(count, tokens - bar.n))  # a second pass over the text does not count
 
-    if bar.disable:
-        print(f"[reading {tokens:,} tokens]", file=sys.stderr, flush=True)
+    duration = format_seconds(readings * estimate_reading_seconds(model, tokens))
+    size = full_cache_nbytes(model, tokens) / 1e6
+    cost = f"about {duration}; the full KV cache takes {size:,.1f} MB"
+    print(f"[reading {tokens:,} tokens: {cost}]", file=sys.stderr, flush=True)
     with bar, report_progress(model, advance):
         yield
 

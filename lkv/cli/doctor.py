@@ -73,6 +73,10 @@ def _check_packages() -> Iterator[Finding]:
         fix = "" if fits else f"pip install '{name}>={'.'.join(map(str, least))}'"
         yield Finding(name, OK if fits else BAD, installed, fix)
     for extra, packages in EXTRAS.items():
+        if extra == "vllm" and find_spec("vllm") is None:
+            advice = "only `lkv serve --engine vllm` needs it: docs/guides/vllm.md"
+            yield Finding("extra vllm", OFF, "vLLM, which this extra extends, is not installed", advice)
+            continue
         missing = [name for name in packages if find_spec(name) is None]
         detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
         yield Finding(f"extra {extra}", OFF if missing else OK, detail, install_command(extra) if missing else "")

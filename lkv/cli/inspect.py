@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from os.path import exists, isfile
 from pathlib import Path
@@ -20,6 +21,7 @@ from lkv.cli.options import (
     RunOptions,
     check_pattern,
     find_needs,
+    format_seconds,
 )
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
@@ -144,18 +146,24 @@ def _write_page(options: Inspect, source: str) -> None:
     text = read_document(source)
     from lkv.config import MemoryTarget
     from lkv.context.inspection import inspect_text, render_page
+    from lkv.integrations.transformers.progress import estimate_reading_seconds
     from lkv.utils.files import check_writable_file, write_text
+    from lkv.utils.prompts import encode_context
 
     check_writable_file(out, LkvError, "the page")
     policy = options.load_policy()
     model, tokenizer = options.load_model()
-    _log("reading the text, to see what every head keeps of it")
+    tokens = len(encode_context(tokenizer, text))
+    duration = format_seconds(estimate_reading_seconds(model, tokens))
+    _log(f"reading {tokens:,} tokens, to see what every head keeps of them: about {duration}")
+    started = time.perf_counter()
     inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
     memory = options.memory or DEFAULT_MEMORY
     share = options.retention or MemoryTarget.parse(memory).share_of(full)
     budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
-    answers = _answer(options, model, tokenizer, text, policy, budget) if options.question else {}
+    seconds = time.perf_counter() - started
+    answers = _answer(options, model, tokenizer, text, policy, budget, seconds) if options.question else {}
     model_name = Path(options.model_name).name if exists(options.model_name) else options.model_name
     write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")
     _log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
@@ -169,16 +177,29 @@ def _answer(
     text: str,
     policy: "Policy | None",
     budget: "dict[str, Any]",
+    seconds: float,
 ) -> "dict[str, list[MethodAnswer]]":
-    """Answer each question with the full cache, the inspected method and the baselines."""
+    """Answer each question with the full cache, the inspected method and the baselines.
+
+    `seconds`: how long the text was read before, for an estimate.
+    """
     from lkv.context.compression import compress
     from lkv.context.inspection import MethodAnswer
     from lkv.methods.registry import FULL, POLICY, method_label
 
     answers: dict[str, list[MethodAnswer]] = {question: [] for question in options.question}
-    for method in dict.fromkeys((FULL, options.method, *options.against)):
+    methods = tuple(dict.fromkeys((FULL, options.method, *options.against)))
+    plural = "s" * (len(answers) > 1)
+    _log(
+        f"{len(answers)} question{plural}, {len(methods)} methods: each reads the text again, about "
+        f"{format_seconds(seconds)}, and writes up to {options.max_new_tokens} tokens an answer"
+    )
+    started = time.perf_counter()
+    for number, method in enumerate(methods):
         title = "Full cache" if method == FULL else method_label(method)
-        _log(f"{title}: reading, then {len(answers)} answer{'s' * (len(answers) > 1)}")
+        left = (time.perf_counter() - started) / max(1, number) * (len(methods) - number)
+        remaining = f"; about {format_seconds(left)} left" if number else ""
+        _log(f"{number + 1} of {len(methods)}, {title}: reading, then {len(answers)} answer{plural}{remaining}")
         context = compress(
             model,
             tokenizer,

@@ -95,6 +95,9 @@ class Policies(Command):
         for policy in (*shipped_policies(), *fitted_policies()):
             print(_describe_policy(policy) + "\n")
         print(
+            "R (retention) is the share of the KV entries that is kept; in the model's dtype it is the share of the "
+            "memory too.\n`--memory 10%` sets the memory instead: entries are stored in 8 to 3 bits, and more of them "
+            "fit. KL and agreement\nare to the full cache's next-token predictions (0 and 1: no difference).\n"
             "Other models: `lkv fit NAME` makes a policy in minutes; `lkv policies --model NAME` estimates how many; "
             "`lkv methods` lists the methods that need no policy."
         )
@@ -102,11 +105,14 @@ class Policies(Command):
 
 def _describe_model(name: str) -> str:
     """Load a model, which policies recognise by its weights, and describe its policies or the alternatives."""
+    from lkv.cli.options import format_seconds
     from lkv.integrations.transformers.attention import patch_attention
+    from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes
     from lkv.methods.registry import methods
     from lkv.models.loading import load_model
     from lkv.policy.lookup import estimate_fit_minutes
     from lkv.policy.model_match import model_difference
+    from lkv.utils.devices import dtype_name
 
     model, _ = load_model(name)
     spec = patch_attention(model).spec
@@ -117,6 +123,8 @@ def _describe_model(name: str) -> str:
     free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
     return (
         f"There is no policy for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
+        f"  reading   1,000 tokens take about {format_seconds(estimate_reading_seconds(model, 1000))} here, and "
+        f"{full_cache_nbytes(model, 1000) / 1e6:,.1f} MB uncompressed in {dtype_name(model.dtype)}\n"
         f"  methods   without a policy: {free}\n"
         f"  fit       `lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
     )

@@ -3,14 +3,12 @@
 import math
 import os
 import sys
-import time
 from typing import TYPE_CHECKING
-
-import torch
 
 from lkv.config import ModelSpec
 from lkv.errors import PolicyFileError, PolicyMismatchError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.progress import estimate_reading_seconds
 from lkv.models.loading import DEFAULT
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FIT_MINUTES, _FIT_TOKENS = 10, 200_000  # of `lkv fit` at least, and how many tokens it reads for a good policy
-_PROBE_SIZE = 512
 
 
 def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False) -> Policy:
@@ -152,15 +149,8 @@ def resolve_policy(
 
 
 def estimate_fit_minutes(model: "PreTrainedModel") -> int:
-    """About how long `lkv fit` takes on this machine for a good policy, from the speed of one matrix product."""
-    weight = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=model.dtype, device=model.device)
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        (weight @ weight).sum().item()
-        seconds.append(time.perf_counter() - start)
-    flops = 2 * _PROBE_SIZE**3 / min(seconds)
-    return max(_FIT_MINUTES, math.ceil(2 * model.num_parameters() * _FIT_TOKENS / flops / 60))
+    """About how long `lkv fit` takes on this machine for a good policy."""
+    return max(_FIT_MINUTES, math.ceil(estimate_reading_seconds(model, _FIT_TOKENS) / 60))
 
 
 def _no_policy(about: str, worse: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:

@@ -11,6 +11,7 @@ from lkv.config import ModelSpec, ScorerInputs, from_dict
 from lkv.utils.files import cache_folder
 
 _POLICIES = Path(__file__).parent / "checkpoints"
+_RETENTION = 0.15  # the paper's
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
     return [
         f"model     {', '.join(card.get('hub', ())) or card.get('model', 'not told')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
+        f"memory    {_describe_memory(spec)}",
         f"trained   {trained}, at R {_retentions(card)}",
         f"overlap   {describe_overlap(card)}",
         *(
@@ -81,6 +83,12 @@ def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
             for row in card.get("fidelity", [])
         ),
     ]
+
+
+def _describe_memory(spec: ModelSpec) -> str:
+    """What the cache of 1,000 tokens takes in 16 bits, whole and at the default retention."""
+    full = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim * 1000 / 1e6
+    return f"1,000 tokens take {full:.1f} MB uncompressed in 16 bits, {_RETENTION * full:.1f} MB at R {_RETENTION:g}"
 
 
 def shipped_policies() -> list[StoredPolicy]:

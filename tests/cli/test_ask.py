@@ -176,12 +176,14 @@ def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, 
 
 
 def test_reading_shows_its_progress(folder, asked, monkeypatch):
-    """A line where stderr is no terminal, and a bar where it is."""
+    """A line with an estimate, and a bar where stderr is a terminal."""
     _, _, said = asked(folder / "text.md", "When?")
-    assert said.splitlines().count(f"[reading {len(TEXT)} tokens]") == 1 and "reading " not in asked("nothing")[2]
+    (full,) = re.findall(r"KV cache [\d.]+ of ([\d.]+) MB", said)
+    line = f"[reading {len(TEXT)} tokens: about 1 s; the full KV cache takes {full} MB]"
+    assert said.splitlines().count(line) == 1 and "reading " not in asked("nothing")[2]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, _, said = asked(folder / "text.md", "When?")
-    assert "[reading" not in said and re.search(rf"reading .*% \|.*of {len(TEXT)} tokens", said)
+    assert line in said and re.search(rf"reading .*% \|.*of {len(TEXT)} tokens", said)
 
 
 def test_help_says_which_budget_applies_by_default(capsys):

@@ -91,6 +91,9 @@ def test_policies_list_what_is_shipped_and_the_alternatives(capsys):
     assert main(["policies"]) == 0
     output = capsys.readouterr().out
     assert "texts of up to 4,096 tokens, at R 0.15" in output
+    # Two values in two bytes for each of 64 channels, in 3 heads of 30 layers.
+    assert "1,000 tokens take 23.0 MB uncompressed in 16 bits, 3.5 MB at R 0.15" in output
+    assert "R (retention) is the share of the KV entries that is kept" in output
     assert "KL 0.079, top-1 agreement 0.886 to the full cache at R 0.15, 1,000 to 2,000 tokens" in output
     for command in ("`lkv methods`", "`lkv fit NAME`", "`lkv policies --model NAME`"):
         assert command in output
@@ -102,3 +105,6 @@ def test_the_alternatives_for_a_model_without_a_policy_are_listed(tmp_path, caps
     output = capsys.readouterr().out
     assert f"There is no policy for {folder} (LlamaForCausalLM, 3 layers of 2 KV heads)." in output
     assert "snapkv, pyramidkv" in output and f"`lkv fit {folder} --minutes 10`" in output
+    shape = json.loads((folder / "config.json").read_text())
+    nbytes = 1000 * 2 * 4 * shape["head_dim"] * shape["num_key_value_heads"] * shape["num_hidden_layers"]
+    assert f"1,000 tokens take about 1 s here, and {nbytes / 1e6:.1f} MB uncompressed in float32" in output

@@ -1,12 +1,18 @@
-"""Progress of a forward pass, counted as the decoder layers run."""
+"""Progress of a forward pass, counted as the decoder layers run, and what it will cost."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from lkv.integrations.transformers.attention import patch_attention
+
+_PROBE_SIZE, _PROBES = 512, 20  # rows of the matrices, and products: the fastest counts
 
 
 @contextmanager
@@ -35,3 +41,20 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def estimate_reading_seconds(model: PreTrainedModel, tokens: int) -> float:
+    """About how long the model takes to read `tokens` tokens here, from the speed of one matrix product."""
+    weight = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=model.dtype, device=model.device)
+    seconds = []
+    for _ in range(_PROBES):
+        start = time.perf_counter()
+        (weight @ weight).sum().item()
+        seconds.append(time.perf_counter() - start)
+    return model.num_parameters() * tokens * min(seconds) / _PROBE_SIZE**3
+
+
+def full_cache_nbytes(model: PreTrainedModel, tokens: int) -> int:
+    """Bytes of k and v of `tokens` tokens in the model's dtype, if nothing is evicted."""
+    spec = patch_attention(model).spec
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim * tokens * model.dtype.itemsize
