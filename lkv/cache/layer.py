@@ -150,9 +150,9 @@ class RaggedLayer(AttentionCacheLayer):
         if total == prompt_length:
             return out
         # Tokens that follow the prompt in the same pass see what was kept of it, like all later ones.
-        late = total - prompt_length
-        rows = self._extend(query[:, :, -late:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
-        return torch.cat([out[:, :-late], rows.transpose(1, 2)], 1)
+        num_appended = total - prompt_length
+        rows = self._extend(query[:, :, -num_appended:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
+        return torch.cat([out[:, :-num_appended], rows.transpose(1, 2)], 1)
 
     def _compress(self, prompt: LayerKV, padding: list[int] | None) -> None:
         """Evict from a whole prompt."""
@@ -186,8 +186,8 @@ class RaggedLayer(AttentionCacheLayer):
                 store.drop_scores()
         if count == new:
             return out
-        late = self._extend(query[:, :, count:], key[:, :, count:], value[:, :, count:], scale)
-        return torch.cat([out, late], 2)
+        tail_output = self._extend(query[:, :, count:], key[:, :, count:], value[:, :, count:], scale)
+        return torch.cat([out, tail_output], 2)
 
     def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
         """Append k, v [B, H, T, d] and attend over everything stored: [B, Hq, T, d].
@@ -383,11 +383,11 @@ def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
 
     Raises ValueError, KeyError or CacheError for anything else.
     """
-    kept, real, length = state["kept"], state["real"], state["length"]
-    if any(counts.dtype != torch.long for counts in (kept, real, length)):
+    kept_counts, real, length = state["kept"], state["real"], state["length"]
+    if any(counts.dtype != torch.long for counts in (kept_counts, real, length)):
         raise ValueError("its counts are no whole numbers")
-    if kept.shape != (1, spec.kv_heads) or int(kept.min()) < 0 or int(kept.max()) > tokens:
-        raise ValueError(f"its counts of kept entries are {tuple(kept.shape)}, or more than {tokens} tokens")
+    if kept_counts.shape != (1, spec.kv_heads) or int(kept_counts.min()) < 0 or int(kept_counts.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(kept_counts.shape)}, or more than {tokens} tokens")
     if any(count.shape != (1,) or int(count) != tokens for count in (real, length)):
         raise ValueError(f"its lengths are not the {tokens} of its text")
-    check_store(state, kept, spec.head_dim)
+    check_store(state, kept_counts, spec.head_dim)

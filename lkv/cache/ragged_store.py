@@ -72,8 +72,8 @@ class RaggedStore:
     @property
     def free_slots(self) -> int:
         """How many tokens can be appended before a reallocation."""
-        left = self._capacity - self._appended_entries
-        return left if isinstance(left, int) else int(left.min())
+        free_slots = self._capacity - self._appended_entries
+        return free_slots if isinstance(free_slots, int) else int(free_slots.min())
 
     @property
     def dtype(self) -> torch.dtype:

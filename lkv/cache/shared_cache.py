@@ -73,11 +73,11 @@ class SharedLayer(AttentionCacheLayer):
         batch, _, new, _ = query.shape
         query, key, value = query.to(self._value.dtype), self._key, self._value
         visible = expand_mask(mask, new, key.shape[2], key.device)
-        late, late_lse = masked_attention(query, key, value, visible, scale)
+        new_output, new_lse = masked_attention(query, key, value, visible, scale)
         # To the prompt all rows are new tokens of one row: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None]
         out, lse = self._prompt.store.attend_compressed(rows, scale)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
-        out, lse = merge_attention(out, lse, late, late_lse)
+        out, lse = merge_attention(out, lse, new_output, new_lse)
         sinks = self._prompt.sinks
         return (out if sinks is None else join_sinks(out, lse, sinks)).transpose(1, 2)

@@ -256,7 +256,7 @@ class MethodComparison:
     def realised_retentions(self) -> list[float]:
         """The share of the prompt's KV entries that each method keeps."""
         entries = sum(layer.kept_counts.shape[1] for layer in self._cache.ragged_layers) * self._prompt_tokens
-        return [kept / entries for kept in self.kept_entries()]
+        return [count / entries for count in self.kept_entries()]
 
     @torch.no_grad()
     def append(self, ids: list[int]) -> None:

@@ -140,16 +140,16 @@ def _check_layers(source: Path) -> None:
 
 
 def _read_gguf(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    where: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
+    options: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     # Newer ones leave weights packed where they have kernels for them.
     plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _KEEPS_PACKED else {}
     try:
         _check_layers(source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent, dtype=dtype, output_loading_info=True, **where, **plain
+            source.parent, dtype=dtype, output_loading_info=True, **options, **plain
         )
         model, report = loaded
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
         reason = shorten(str(error), 160) or type(error).__name__
         raise ModelLoadError(

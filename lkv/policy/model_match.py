@@ -24,12 +24,12 @@ _VALUE_TOLERANCE = 2.0**-7
 
 def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
     """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `other`."""
-    mine, theirs = _decode(expected), _decode(other)
-    shared = [position for position in mine if len(mine[position]) == len(theirs.get(position, ())) > 0]
+    columns, other_columns = _decode(expected), _decode(other)
+    shared = [position for position in columns if len(columns[position]) == len(other_columns.get(position, ())) > 0]
     if not shared or len(shared) < _SHARED * len(expected):
         return None
     cosines = []
-    for a, b in ((mine[position], theirs[position]) for position in shared):
+    for a, b in ((columns[position], other_columns[position]) for position in shared):
         norms = math.hypot(*a) * math.hypot(*b)
         cosines.append(sum(map(mul, a, b)) / norms if norms else 0.0)
     return sum(cosines) / len(cosines)
@@ -38,9 +38,9 @@ def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
 def model_difference(expected: ModelSpec, actual: ModelSpec) -> str | None:
     """How the model `actual` differs from `expected`; None if they are the same model."""
     for name in ("architecture", "layers", "heads", "kv_heads", "head_dim"):
-        mine, theirs = getattr(expected, name), getattr(actual, name)
-        if mine != theirs:
-            return f"{name} {repr(mine)[:80]}, but the model given has {theirs!r}"
+        expected_value, actual_value = getattr(expected, name), getattr(actual, name)
+        if expected_value != actual_value:
+            return f"{name} {repr(expected_value)[:80]}, but the model given has {actual_value!r}"
     if _rope_settings(expected.rope) != _rope_settings(actual.rope):
         return f"rope {expected.rope[:400]!r}, but the model given has {actual.rope!r}"
     if not (expected.directions and actual.directions):

@@ -385,6 +385,8 @@ class IncrementalDetokenizer:
         return self._text
 
     def _certain(self, text: str) -> int:
-        """How many characters of `text` stay: all but half characters, trailing white space and a begun stop."""
-        begun = (len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return len(text[: min([len(text), *begun])].rstrip(_INCOMPLETE).rstrip())
+        """How many characters of `text` stay: half characters, white space and a begun stop at its end may change."""
+        stop_starts = (
+            len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])
+        )
+        return len(text[: min([len(text), *stop_starts])].rstrip(_INCOMPLETE).rstrip())

@@ -83,11 +83,11 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
     async def create(request: Request, response: Response) -> dict[str, Any]:
         kind = request.headers.get("content-type", "")
         body = await asyncio.to_thread(parse_context, await _read_body(request), kind, request.url.query)
-        made = await asyncio.to_thread(
+        context = await asyncio.to_thread(
             service.add, body.text, body.name, body.system, body.retention, body.memory, body.protect
         )
-        response.status_code = 200 if isinstance(made, StoredContext) else 202
-        return made.as_object()
+        response.status_code = 200 if isinstance(context, StoredContext) else 202
+        return context.as_object()
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
@@ -235,11 +235,11 @@ class _AnswerResponse:
             is_ended = False
             while not is_ended:
                 while not self._changed.is_set():
-                    if (left := deadline - clock()) <= 0:
+                    if (seconds_left := deadline - clock()) <= 0:
                         self._is_late = True
                         raise LkvError(f"the answer took more than {seconds:g} seconds; ask for fewer tokens.")
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, left))
+                        await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, seconds_left))
                     if await self._request.is_disconnected():
                         raise LkvError("the client has gone.")
                 self._changed.clear()

@@ -122,9 +122,9 @@ class RequestGuard:
             nonlocal size, is_complete
             if is_complete:
                 return await receive()
-            left = deadline - asyncio.get_running_loop().time()
+            seconds_left = deadline - asyncio.get_running_loop().time()
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, min(self.idle_seconds, left)))
+                message = await asyncio.wait_for(receive(), max(0.0, min(self.idle_seconds, seconds_left)))
             except TimeoutError:
                 raise HTTPException(408, "the body was not sent in time") from None
             new = len(message.get("body", b""))

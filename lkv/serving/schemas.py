@@ -212,7 +212,7 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
     parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"), _MAX_PARTS + 2)
     if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
         raise PromptError(f"the form is incomplete, or has more than {_MAX_PARTS} fields; send it again.")
-    found = []
+    form_parts = []
     for part in parts[1:-1]:
         head, end, data = part.partition(b"\r\n\r\n")
         if not end or len(head) > _MAX_PART_HEADERS:
@@ -222,8 +222,8 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
             name, _, value = line.partition(":")
             if name.strip().lower() == "content-disposition":
                 headers["content-disposition"] = value.strip()
-        found.append((headers, data))
-    return found
+        form_parts.append((headers, data))
+    return form_parts
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

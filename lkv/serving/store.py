@@ -144,7 +144,7 @@ class ContextStore:
             raise StoreError(f"contexts cannot be stored at {url} ({error}); give a folder or a fsspec URL.") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._loaded: OrderedDict[str, Context] = OrderedDict()
-        self._asked: dict[str, float] = {}  # when contexts of the store were last asked, in seconds since 1970
+        self._last_asked: dict[str, float] = {}  # when contexts of the store were last asked, in seconds since 1970
         self._lock = threading.Lock()
         self._loading: dict[str, threading.Lock] = {}
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
@@ -165,9 +165,9 @@ class ContextStore:
         with self._lock:
             if not is_stored:  # perhaps deleted by another process
                 self._loaded.pop(name, None)
-                self._asked.pop(name, None)
+                self._last_asked.pop(name, None)
                 raise unknown_context(name)
-            self._asked[name] = time.time()
+            self._last_asked[name] = time.time()
             self.queries += 1
             self.hits += name in self._loaded
             if name in self._loaded:
@@ -242,7 +242,7 @@ class ContextStore:
         """Delete a context; running answers continue. False if there is none."""
         with self._lock:
             is_stored = self._loaded.pop(name, None) is not None
-            self._asked.pop(name, None)
+            self._last_asked.pop(name, None)
         if not _ID.fullmatch(name):
             return False
         for suffix in (_DESCRIPTION, _CONTEXT):
@@ -289,7 +289,7 @@ class ContextStore:
         if seconds is None:
             return
         for stored in self.list_contexts():
-            if max(stored.created, self._asked.get(stored.id, 0.0)) < time.time() - seconds:
+            if max(stored.created, self._last_asked.get(stored.id, 0.0)) < time.time() - seconds:
                 yield self.delete, stored.id
 
     def resident(self) -> dict[str, int]:

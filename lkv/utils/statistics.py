@@ -77,9 +77,9 @@ def _draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndar
         spread += (group[random.integers(0, size, (draws, size))].mean(1) - mean) * np.sqrt(size / (size - 1))
     # Satterthwaite's degrees of freedom, by the first column.
     variances = np.array([group[:, 0].var(ddof=1) / len(group) for group in groups])
-    less = np.array([len(group) - 1 for group in groups])
-    total = float((variances**2 / less).sum())
-    freedom = float(variances.sum()) ** 2 / total if total else float(less.sum())
+    degrees = np.array([len(group) - 1 for group in groups])
+    total = float((variances**2 / degrees).sum())
+    freedom = float(variances.sum()) ** 2 / total if total else float(degrees.sum())
     return point, point + spread / len(groups) * (t.ppf(0.975, freedom) / norm.ppf(0.975))
 
 

@@ -280,7 +280,7 @@ def test_one_description_that_cannot_be_read_breaks_no_listing(parts, tmp_path, 
         service.store._files, "cat_file", lambda path, **range_: refuse() if foreign in path else plain(path, **range_)
     )
     assert [stored.id for stored in service.store.list_contexts()] == [name] and list(service.collect())
-    service.store._asked.clear()
+    service.store._last_asked.clear()
     time.sleep(0.01)
     service.store.expire(0.001)
     assert sorted(os.listdir(tmp_path)) == sorted([folder, link, pipe, foreign])

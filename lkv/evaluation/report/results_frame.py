@@ -301,9 +301,9 @@ class Scores:
                 where = join_some([task if at is None else f"{task} at {at:,}" for task, at in units])
                 self.notes.append(f"{_format_pair(pair)} is not there for {where}, and in no average that counts them.")
         total = results.frame.key.nunique()
-        if left := total - sum(self.sizes):
+        if left_out := total - sum(self.sizes):
             short = ", ".join(f"{_format_pair(pair)} {count}" for pair, count in missing.items() if count)
-            self.notes.append(f"{left} of {total} samples left out, which not all methods have (missing: {short}).")
+            self.notes.append(f"{left_out} of {total} samples left out, which not all methods have (missing: {short}).")
         if min_full > 0:
             self._drop_hard_tasks(min_full)
 

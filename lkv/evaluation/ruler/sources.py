@@ -93,7 +93,7 @@ class Sources:
     def words(self) -> tuple[str, ...]:
         """The words of the haystack."""
         if self.haystack is not None:
-            text, where = self.haystack, "the haystack"
+            text, source = self.haystack, "the haystack"
         elif self.essays is None:
             raise DataError(
                 "this task hides its needles in essays, which have no official place on the hub: put "
@@ -101,11 +101,11 @@ class Sources:
                 "name a text file or such a folder with --haystack."
             )
         else:
-            where = str(self.essays)
+            source = str(self.essays)
             files = sorted(self.essays.glob("*.txt")) if self.essays.is_dir() else [self.essays]
             text = "\n".join(_read_essay(path) for path in files)
         if not text.split():
-            raise DataError(f"{where} has no text to hide needles in.")
+            raise DataError(f"{source} has no text to hide needles in.")
         return tuple(text.split())
 
     def questions(self, name: str) -> QuestionSet:

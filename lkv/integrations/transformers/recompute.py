@@ -21,14 +21,14 @@ def checkpoint_layers(model: PreTrainedModel) -> Iterator[None]:
     decoder = unwrap_model(model).get_decoder()
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
     # accelerate gives a layer that it moved a `forward` of its own.
-    own = [vars(layer).get("forward") for layer in layers]
+    own_forwards = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         # Not `__call__`: hooks, such as those of FSDP, stay outside and run once.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, own, strict=True):
+        for layer, forward in zip(layers, own_forwards, strict=True):
             if forward is None:
                 del layer.forward
             else:

@@ -80,8 +80,8 @@ class LearnedScores(Selector):
                 positions=entries.positions,
             )  # fmt: skip
             if entries.new:
-                late = kernels.Entries.of_pools(*pools, entries.new)
-                score(late, weights, key_tables, None, entries.start, eviction=False)
+                appended_entries = kernels.Entries.of_pools(*pools, entries.new)
+                score(appended_entries, weights, key_tables, None, entries.start, eviction=False)
             every = kernels.Entries.of_pools(*pools, width)
             scores.append(score(every, weights, None, mean_tables, 0, arrival=False))
         return (scores[0] if len(scores) == 1 else torch.cat(scores)).flatten(0, 1)
