@@ -1,7 +1,7 @@
 """Gradient checkpointing of decoder layers that read a cache."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lkv.integrations.transformers.spec import unwrap_model
+from lkv.utils.overrides import override_method
 
 
 @contextmanager
@@ -20,16 +21,9 @@ def checkpoint_layers(model: PreTrainedModel) -> Iterator[None]:
     """
     decoder = unwrap_model(model).get_decoder()
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # accelerate gives a layer that it moved a `forward` of its own.
-    own_forwards = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        # Not `__call__`: hooks, such as those of FSDP, stay outside and run once.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            # Not `__call__`: hooks, such as those of FSDP, stay outside and run once.
+            forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            stack.enter_context(override_method(layer, "forward", forward))
         yield
-    finally:
-        for layer, forward in zip(layers, own_forwards, strict=True):
-            if forward is None:
-                del layer.forward
-            else:
-                layer.forward = forward
