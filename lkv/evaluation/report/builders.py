@@ -92,13 +92,15 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
         f"Intervals are 95%, by bootstrap over the {' to '.join(map(str, sizes))} samples of each task, widened where "
-        "they are few; one without any width says that all samples of a task scored alike, and less than "
-        f"{MIN_SAMPLES} have none.",
+        f"they are few; fewer than {MIN_SAMPLES} samples have none. An interval has no width where all samples of a task "
+        "scored alike. Where two intervals overlap, these samples show no difference.",
     ]
     if results.amount == MEMORY:
         notes.append("memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each.")
     if scores.against:
-        notes.append(f"Differences are to {method_label(scores.against)}, on the same samples.")
+        notes.append(
+            f"Differences are to {method_label(scores.against)}, on the same samples: an interval without 0 shows one."
+        )
     suite_tasks = {task for tasks in names.CATEGORIES.get(scores.suite, {}).values() for task in tasks}
     measured = {task for task, _ in scores.units}
     if suite_tasks - measured:

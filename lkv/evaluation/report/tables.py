@@ -124,7 +124,7 @@ def add_rows(table: Table, rows: list[TableRow], *notes: str) -> Table:
 
 
 def to_terminal(table: Table) -> str:
-    """Aligned columns; * marks the best measured value of a group, > the rows of LKV."""
+    """Aligned columns; * marks the best measured value of a group, > the rows of LKV, and the first note says so."""
     text = _format(table, best="{}*", strong="> {}")
     widths = [max(map(len, [name, *text[name]])) for name in text.columns]
 
@@ -135,7 +135,8 @@ def to_terminal(table: Table) -> str:
     for group, rows in text.groupby(text.index, sort=False):
         out += (["", group] if out[-1][0] != "-" else [group]) if group else []
         out += [line(row) for row in rows.itertuples(index=False)]
-    return "\n".join([*out, "", *table.notes]) + "\n"
+    legend = "* marks the best value of a column, the full cache not counted, in each group of rows; > marks LKV."
+    return "\n".join([*out, "", legend, *table.notes]) + "\n"
 
 
 def to_markdown(table: Table) -> str:

@@ -212,6 +212,7 @@ def test_one_table_shows_all_budgets(tmp_path):
         assert len(winners) == 2 * (2 if name == "fidelity" else 1), winners
     shown = to_terminal(table_of(tmp_path, "main", lines))
     assert shown.index("R = 0.15\n") < shown.index("R = 0.05\n") and shown.count("Full cache") == 2
+    assert "* marks the best value of a column" in shown
 
 
 def test_one_retention_is_chosen_or_asked_for(tmp_path):
