@@ -92,8 +92,8 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
         f"Intervals are 95%, by bootstrap over the {' to '.join(map(str, sizes))} samples of each task, widened where "
-        f"they are few; fewer than {MIN_SAMPLES} samples have none. An interval has no width where all samples of a task "
-        "scored alike. Where two intervals overlap, these samples show no difference.",
+        f"they are few; fewer than {MIN_SAMPLES} samples have none. An interval has no width where all samples of a "
+        "task scored alike. Two intervals that overlap show no difference.",
     ]
     if results.amount == MEMORY:
         notes.append("memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each.")
