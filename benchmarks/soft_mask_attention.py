@@ -5,7 +5,7 @@ the augmented column against plain causal flash attention, which has no mask at 
 
 python -m benchmarks.soft_mask_attention    (writes soft_mask_attention.json; --tune compares Triton's block sizes)
 
---tokens are 2048 on a CPU by default and 8192 on CUDA; --out is a folder; --tune writes nothing.
+--tokens are 2048 on a CPU by default and 8192 on CUDA; --tune writes nothing.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.common import RESULTS, interleaved, paired_ratio, parse_options, wall_clock
+from benchmarks.common import interleaved, paired_ratio, parse_options, wall_clock
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.devices import dtype_name
 from lkv.utils.results import write_results
@@ -44,7 +44,7 @@ LLAMA_8B = Shape(32, 8, 128, torch.bfloat16)
 def main() -> None:
     options = parse_options(
         __doc__, "soft_mask_attention", device="cuda" if torch.cuda.is_available() else "cpu", tokens=int, repeats=10,
-        tune=False, out=RESULTS,
+        tune=False,
     )  # fmt: skip
     on_cuda = options.device.startswith("cuda")
     shape = LLAMA_8B if on_cuda else SMOLLM2
@@ -63,7 +63,7 @@ def main() -> None:
             f"{row['method']:20} {row['value']:.3f} of the time, {row['seconds'] * 1e3:.1f} ms, {row['peak_bytes']} B"
         )
     write_results(
-        options.out / "soft_mask_attention.json", "soft_mask_attention", rows, 0,
+        options.out, "soft_mask_attention", rows, 0,
         f"python -m benchmarks.soft_mask_attention --tokens {tokens} --repeats {options.repeats}",
     )  # fmt: skip
 

@@ -40,7 +40,7 @@ def timings(model: str, out: Path) -> list[tuple[list[str], float]]:
     return [
         (["benchmarks.gpu_steps", "--config", model, "--out", f"{out}/gpu_steps.json"], 360),
         (["benchmarks.ragged_attention", "--out", f"{out}/ragged_attention.json"], 120),
-        (["benchmarks.soft_mask_attention", "--device", "cuda", "--out", str(out)], 120),
+        (["benchmarks.soft_mask_attention", "--device", "cuda", "--out", f"{out}/soft_mask_attention.json"], 120),
         (["benchmarks.quantised_decode", *decode, "--out", f"{out}/quantised_decode.json"], 120),
     ]
 

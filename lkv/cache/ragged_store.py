@@ -55,7 +55,7 @@ class RaggedStore:
             self._device_starts, self._device_compressed = devices.stack_to_device(key.device, self.starts, lens)
             self._device_lens = self._device_compressed.clone()  # appended entries included; changed in place
         if self.appended_tokens:
-            self._count_on_device()
+            self.count_on_device()
 
     @property
     def _appended_entries(self) -> Tensor | int:
@@ -135,9 +135,10 @@ class RaggedStore:
         if self._padding is not None:
             self._padding = self._padding[:, : self.appended_tokens]
         # From the compressed lengths: an interrupted step may have counted its tokens on the device alone.
-        self._count_on_device()
+        self.count_on_device()
 
-    def _count_on_device(self) -> None:
+    def count_on_device(self) -> None:
+        """Set the lengths on the device to those that the host has counted; waits for nothing."""
         appended = self._appended_entries
         if isinstance(appended, Tensor):
             (appended,) = devices.stack_to_device(self.k.device, appended)

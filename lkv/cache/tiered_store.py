@@ -250,6 +250,8 @@ class TieredStore:
 
     def reallocate(self, free_slots: int) -> "TieredStore":
         """As `RaggedStore.reallocate`; the quantised entries are shared."""
+        # Steps count what they append in the lengths of this store alone.
+        self._rest.count_on_device()
         return TieredStore(self.basis, self.tiers, self._rest.reallocate(free_slots))
 
     def state(self) -> dict[str, Tensor]:

@@ -217,11 +217,12 @@ def test_a_decode_step_is_one_launch_and_one_allocation_a_layer(on_fake, options
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("slack", [9, 1])
 @pytest.mark.parametrize("options", TIERED.values(), ids=TIERED)
-def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, options):
-    """Steps of one token and of more, and a step back."""
+def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, options, slack):
+    """Steps of one token and of more, and a step back; with a slack of 1 the tokens are moved to larger pools."""
     text = ids(66).to("fake")
-    cache = RaggedCache(on_fake, slack=9, **options)
+    cache = RaggedCache(on_fake, slack=slack, **options)
     on_fake.base_model(text[:, :60], past_key_values=cache)
     found = []
     for own, devices_are_gpus in ((cache.fork(), nullcontext), (cache, fake_gpus)):

@@ -143,9 +143,9 @@ def test_a_last_dimension_with_a_stride_and_expanded_batches_are_read_right():
 def test_triton_by_name_says_why_it_cannot_run(change, message):
     dim = change.get("dim", 64)
     dtype = change.get("dtype", torch.float32)
-    q, v = torch.randn(1, 1, 2, dim).to(dtype), torch.randn(1, 1, 2, change.get("value_dim", dim)).to(dtype)
+    q, v = (torch.randn(1, 1, 2, size, device=DEVICE).to(dtype) for size in (dim, change.get("value_dim", dim)))
     with pytest.raises(BackendError, match=f"'triton' cannot run: .*{message}"):
-        soft_mask_attention(q, q, v, torch.zeros(1, 1, 2), backend="triton")
+        soft_mask_attention(q, q, v, torch.zeros(1, 1, 2, device=DEVICE), backend="triton")
 
 
 def gpu(monkeypatch, major, shared):

@@ -52,6 +52,16 @@ def test_all_is_checked_and_then_timed_within_a_quarter_of_an_hour(tmp_path, cap
     assert status == 1 and len(commands) == 1
 
 
+def test_training_attention_is_measured_into_the_file_that_is_given(tmp_path):
+    """The command that `gpu_check` runs, on a CPU and a short text."""
+    (words,) = [words for words, _ in gpu_check.timings("llama-3.2-1b", tmp_path) if "soft_mask" in words[0]]
+    small = ["--device", "cpu", "--tokens", "64", "--repeats", "1"]
+    subprocess.run([sys.executable, "-m", *words, *small], cwd=gpu_check.ROOT, check=True, capture_output=True)
+    (file,) = tmp_path.iterdir()
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert file.name == "soft_mask_attention.json" and {row["tokens"] for row in rows} == {64}
+
+
 def test_the_sanitizer_sees_every_kernel():
     """The tests named are there: a few of each file."""
     *files, option, words = gpu_check.SANITIZED
