@@ -51,7 +51,7 @@ def headline() -> str:
         f"{_shares('lkv', lengths)} of cases; with KVzip, which reads\nthe text twice, in "
         f"{_shares('kvzip', lengths)}, with SnapKV in {_shares('snapkv', lengths)} (SmolLM2-135M-Instruct; "
         f"{' / '.join(contexts)} texts; bytes of a 16-bit cache;\nevery method stores what it keeps in 8 to 3 bits a "
-        "value).\n\n"
+        "value; `memory.json`).\n\n"
         "* **For** many questions about one long text, and for serving more of them in the same memory.\n"
         f"* **Costs** {time['value'] - 1:.0%} more time to read the text, once. An answer token then takes "
         f"{token['value']:.2f} of the full cache's time ([measured](#results) at 15% of the entries, unquantised, and "
