@@ -38,7 +38,8 @@ class Build(ModelOptions):
                 f"--min-tokens {self.min_tokens} is not below --max-tokens {self.max_tokens}; change one of them."
             )
         from lkv.models.loading import load_tokenizer
-        from lkv.training.data.build import DataBuildConfig, build_dataset, describe_dataset
+        from lkv.training.data.build import DataBuildConfig, build_dataset
+        from lkv.training.data.built_dataset import describe_dataset
 
         config = DataBuildConfig(**self.model_dump(exclude={"model", "revision"}))
         build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
@@ -52,7 +53,7 @@ class Stats(Command):
 
     def run(self) -> None:
         """Print the statistics."""
-        from lkv.training.data.build import describe_dataset
+        from lkv.training.data.built_dataset import describe_dataset
 
         print("\n".join(describe_dataset(self.folder)))
 

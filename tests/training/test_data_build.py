@@ -11,14 +11,8 @@ from lkv.cli.main import main
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
 from lkv.training.data import build as building
-from lkv.training.data.build import (
-    BuiltDataset,
-    DatasetBuilder,
-    build_dataset,
-    describe_dataset,
-    read_manifest,
-    split_samples,
-)
+from lkv.training.data.build import DatasetBuilder, build_dataset, split_samples
+from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, Passage, ShortQuestion, read_dataset
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset

@@ -113,15 +113,7 @@ def read_results(paths: Sequence[Path]) -> Results:
             f"there are no finished samples in {join_some([str(path) for path in paths], 5)}; run `lkv eval` again, "
             "which also merges what several interrupted processes left."
         )
-    if counts["torn"]:
-        notes.append(f"{counts['torn']} torn last line{'s' * (counts['torn'] > 1)} of interrupted runs left out.")
-    if counts["unusable"]:
-        notes.append(f'{counts["unusable"]} more could not be made into a prompt, see "unusable" in the file.')
-    if counts["truncated"]:
-        notes.append(
-            f"{counts['truncated']} of {len(samples)} contexts were truncated; {counts['answer_lost']} of them lost "
-            "their answer."
-        )
+    notes += _describe_counts(counts, len(samples))
     policies = {name: digest for header in headers.values() for name, digest in (header.get("policies") or {}).items()}
     notes += [f"Policy {name}: {str(digest)[:12]}." for name, digest in policies.items()]
     # A file whose methods read no pattern may come first.
@@ -134,6 +126,21 @@ def read_results(paths: Sequence[Path]) -> Results:
     ]
     frame = pd.DataFrame(rows, columns=list(_COLUMNS))
     return Results(header, frame.astype(dict.fromkeys(("realised", *ROW_METRICS), float)), tuple(notes))
+
+
+def _describe_counts(counts: Mapping[str, int], num_samples: int) -> list[str]:
+    """Notes on samples that were left out or truncated."""
+    notes = []
+    if counts["torn"]:
+        notes.append(f"{counts['torn']} torn last line{'s' * (counts['torn'] > 1)} of interrupted runs left out.")
+    if counts["unusable"]:
+        notes.append(f'{counts["unusable"]} more could not be made into a prompt, see "unusable" in the file.')
+    if counts["truncated"]:
+        notes.append(
+            f"{counts['truncated']} of {num_samples} contexts were truncated; {counts['answer_lost']} of them lost "
+            "their answer."
+        )
+    return notes
 
 
 def join_some(items: Sequence[str], most: int = 6) -> str:

@@ -6,12 +6,10 @@ they were made, and what was rejected and why. While a build runs, progress.json
 
 import hashlib
 import json
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lkv.errors import DataError
+from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset
-from lkv.training.data.packing import fill_continuations
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
@@ -34,7 +32,7 @@ from lkv.training.data.public_datasets import (
     sha256_of,
 )
 from lkv.training.data.recipes import LOOM_RATIOS, Loom, Mixture, is_usable, split_held_out
-from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.training.data.samples import tokenize_sample
 from lkv.utils.data_files import read_json, read_records
 from lkv.utils.files import check_writable_folder, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
@@ -42,8 +40,6 @@ from lkv.utils.prompts import encode, tokenizer_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MANIFEST, PROGRESS = "build.json", "progress.json"
-_FORMAT = 1
 _SHARD_SAMPLES = 200  # in a file, after which a stopped build continues
 _UNLIMITED = 2**40  # tokens
 _CHARS_SAMPLE = 40  # items of which characters a token are counted
@@ -142,31 +138,13 @@ def _open_loom(
             origin = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
             sources[name] = _describe_source(name, paths, origin)
         else:
-            hub = PUBLIC_DATASETS[name].hub
-            assert hub is not None
-            rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
-            commit: str | None = None
-            if config.lock:
-                try:
-                    commit = read_json(config.lock)["sources"][name].get("commit")
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise DataError(
-                        f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
-                    ) from error
-            print(
-                f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
-                file=sys.stderr,
-            )
-            path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
-            all_items = list(ROW_READERS[name](read_records(path)))
-            origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
-            sources[name] = {**_describe_source(name, (), origin), "commit": commit}
+            all_items, sources[name] = _fetch_from_hub(name, config, load)
         usable = [item for item in all_items if is_usable(name, item)]
         sources[name]["items"] = len(usable)
         items[name] = remove_overlapping(name, usable)
         if len(items[name]) < 2:
             title = PUBLIC_DATASETS[name].title
-            raise DataError(f"{title} has {len(items[name])} usable items ({origin}); give more of it.")
+            raise DataError(f"{title} has {len(items[name])} usable items ({sources[name]['from']}); give more of it.")
     chars: dict[str, float] = {}
     for name, group in items.items():
         texts = [max(item_texts(item), key=len)[:20_000] for item in group[:_CHARS_SAMPLE]]
@@ -175,6 +153,28 @@ def _open_loom(
     sides = [{name: split_held_out(group, side) for name, group in items.items()} for side in (False, True)]
     training, held_out = (Loom(side, chars, bounds, config.seed, is_literal) for side in sides)
     return training, held_out
+
+
+def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
+    """Items drawn over all rows of a set on the hub, at the commit of `config.lock` if any; and its manifest entry."""
+    hub = PUBLIC_DATASETS[name].hub
+    assert hub is not None
+    rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
+    commit: str | None = None
+    if config.lock:
+        try:
+            commit = read_json(config.lock)["sources"][name].get("commit")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
+            ) from error
+    print(
+        f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
+        file=sys.stderr,
+    )
+    path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
+    origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
+    return list(ROW_READERS[name](read_records(path))), {**_describe_source(name, (), origin), "commit": commit}
 
 
 def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class DatasetBuilder:
                     f"{reasons or 'there were none'}); give other --min-tokens and --max-tokens, or more data, and "
                     "another folder for --out."
                 )
-        manifest = {"format": _FORMAT, **self._plan, "streams": streams}
+        manifest = {"format": FORMAT, **self._plan, "streams": streams}
         text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
         write_text(self._out / MANIFEST, text, DataError, "the manifest")
         (self._out / PROGRESS).unlink(missing_ok=True)
@@ -322,123 +322,3 @@ def _quantiles(tokens: list[int]) -> dict[str, float]:
         return {}
     at = {"least": 0, "quarter": len(ordered) // 4, "median": len(ordered) // 2, "most": len(ordered) - 1}
     return {name: ordered[i] for name, i in at.items()} | {"mean": round(sum(ordered) / len(ordered), 1)}
-
-
-def describe_dataset(folder: Path) -> list[str]:
-    """Lines that describe a built folder. Raises DataError for one that is none."""
-    manifest = read_manifest(folder)
-    columns = {"least": 8, "median": 8, "mean": 10, "most": 8}
-    heading = "".join(f"{name:>{width}}" for name, width in columns.items())
-    lines = [f"{'':24}{'wanted':>8}{'samples':>8}{'share':>8}{heading}  rejected"]
-    totals: Counter[str] = Counter()
-    for name, stream in manifest["streams"].items():
-        totals[name.split("-")[0]] += stream["samples"]
-    for name, stream in manifest["streams"].items():
-        share = stream["samples"] / max(1, totals[name.split("-")[0]])
-        rejected = ", ".join(f"{count} {reason}" for reason, count in stream["rejected"].items()) or "none"
-        numbers = "".join(f"{stream['tokens'].get(key, 0):>{width},}" for key, width in columns.items())
-        lines.append(f"{name:24}{stream['wanted']:>8,}{stream['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
-    lines.append(
-        f"recipe {manifest['recipe']}, seed {manifest['seed']}, lengths counted by {manifest['tokenizer']['name']}"
-    )
-    for name, source in manifest["sources"].items():
-        dropped = f", {source['dropped']} dropped for overlap" if "dropped" in source else ""
-        lines.append(
-            f"{name}: {source['title']} ({source['licence']}), {source['items']:,} items{dropped}; {source['from']}"
-        )
-    return lines
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a built folder. Raises DataError where the build is missing or not finished."""
-    if (folder / PROGRESS).is_file() and not (folder / MANIFEST).is_file():
-        raise DataError(f"the build in {folder} is not finished; run its `lkv data build` again to continue.")
-    manifest = read_json(folder / MANIFEST)
-    is_valid = isinstance(manifest, dict) and manifest.get("format") == _FORMAT
-    if not is_valid or not isinstance(manifest.get("streams"), dict):
-        raise DataError(
-            f"{folder / MANIFEST} is not a manifest of this version's `lkv data build`; build the data again."
-        )
-    return manifest
-
-
-def is_built(folder: Path) -> bool:
-    """Whether `folder` is one of `lkv data build`, finished or not."""
-    return (folder / MANIFEST).is_file() or (folder / PROGRESS).is_file()
-
-
-class BuiltDataset:
-    """The samples of one side of a finished build, in an order that is shuffled anew for every epoch."""
-
-    def __init__(self, folder: Path, seed: int = 0, validation: bool = False):
-        self._folder, self._seed = folder, seed
-        self.manifest = read_manifest(folder)
-        side, title = ("heldout-", "held-out") if validation else ("train-", "training")
-        streams = [stream for name, stream in self.manifest["streams"].items() if name.startswith(side)]
-        self._lines: list[tuple[Path, int]] = []  # file and first byte of each sample
-        for path in (folder / name for stream in streams for name in stream["files"]):
-            try:
-                with path.open("rb") as file:
-                    sizes = [len(line) for line in file]
-            except OSError as error:
-                raise DataError(f"{path} cannot be read ({error.strerror}); build the data again.") from error
-            self._lines += [(path, end - size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        expected = sum(stream["samples"] for stream in streams)
-        if len(self._lines) != expected:
-            raise DataError(f"{folder} holds {len(self._lines)} of {expected} samples; build it again.")
-        if not self._lines:
-            raise DataError(f"{folder} holds no {title} samples; build more.")
-        self._epoch, self._order = -1, list[int]()
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
-        """Sample number `index`; arguments are those of `Mixture.sample`."""
-        epoch, position = divmod(index, len(self))
-        if epoch != self._epoch:
-            self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))
-            self._epoch = epoch
-        path, start = self._lines[self._order[position]]
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                row = json.loads(file.readline())
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is not what was built ({error}); build it again.") from error
-        answers = [Continuation(c["question"], c["target"]) for c in row["continuations"]]
-        rng = random.Random(f"{self._seed}-{index}")
-        answers = fill_continuations(rng, row["context"], answers, row["tokens"], continuations, tokens_a_continuation)
-        return Sample(row["source"], row["context"], tuple(answers))
-
-    @property
-    def max_tokens(self) -> int:
-        """The greatest number of tokens that a sample can have."""
-        return int(self.manifest["bounds"][1])
-
-    @property
-    def digest(self) -> str:
-        """Digest of the manifest, which has those of the files."""
-        return digest_of([self._folder / MANIFEST])
-
-    @property
-    def origins(self) -> dict[str, str]:
-        """Sources with their data sets and licences, for a policy's card."""
-        return {name: f"{source['title']} ({source['licence']})" for name, source in self.manifest["sources"].items()}
-
-    @property
-    def lines(self) -> list[str]:
-        """Lines that list the sources."""
-        return [f"{name}: {origin}" for name, origin in self.origins.items()]
-
-    @property
-    def decontamination(self) -> dict[str, Any] | None:
-        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
-        if self.manifest["decontamination"] is None:
-            return None
-        sets = {
-            name: {"compared": source["compared"], "shared": source["shared"], "overlapping": source["dropped"]}
-            for name, source in self.manifest["sources"].items()
-            if "compared" in source
-        }
-        return {**self.manifest["decontamination"], "removed": True, "sets": sets}

@@ -1,0 +1,137 @@
+"""A folder that `lkv data build` wrote: its manifest, what it holds, and its samples."""
+
+import json
+import random
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from lkv.errors import DataError
+from lkv.training.data.packing import fill_continuations
+from lkv.training.data.public_datasets import digest_of
+from lkv.training.data.samples import Continuation, Sample
+from lkv.utils.data_files import read_json
+
+MANIFEST, PROGRESS = "build.json", "progress.json"
+FORMAT = 1
+
+
+def describe_dataset(folder: Path) -> list[str]:
+    """Lines that describe a built folder. Raises DataError for one that is none."""
+    manifest = read_manifest(folder)
+    columns = {"least": 8, "median": 8, "mean": 10, "most": 8}
+    heading = "".join(f"{name:>{width}}" for name, width in columns.items())
+    lines = [f"{'':24}{'wanted':>8}{'samples':>8}{'share':>8}{heading}  rejected"]
+    totals: Counter[str] = Counter()
+    for name, stream in manifest["streams"].items():
+        totals[name.split("-")[0]] += stream["samples"]
+    for name, stream in manifest["streams"].items():
+        share = stream["samples"] / max(1, totals[name.split("-")[0]])
+        rejected = ", ".join(f"{count} {reason}" for reason, count in stream["rejected"].items()) or "none"
+        numbers = "".join(f"{stream['tokens'].get(key, 0):>{width},}" for key, width in columns.items())
+        lines.append(f"{name:24}{stream['wanted']:>8,}{stream['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
+    lines.append(
+        f"recipe {manifest['recipe']}, seed {manifest['seed']}, lengths counted by {manifest['tokenizer']['name']}"
+    )
+    for name, source in manifest["sources"].items():
+        dropped = f", {source['dropped']} dropped for overlap" if "dropped" in source else ""
+        lines.append(
+            f"{name}: {source['title']} ({source['licence']}), {source['items']:,} items{dropped}; {source['from']}"
+        )
+    return lines
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a built folder. Raises DataError where the build is missing or not finished."""
+    if (folder / PROGRESS).is_file() and not (folder / MANIFEST).is_file():
+        raise DataError(f"the build in {folder} is not finished; run its `lkv data build` again to continue.")
+    manifest = read_json(folder / MANIFEST)
+    is_valid = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    if not is_valid or not isinstance(manifest.get("streams"), dict):
+        raise DataError(
+            f"{folder / MANIFEST} is not a manifest of this version's `lkv data build`; build the data again."
+        )
+    return manifest
+
+
+def is_built(folder: Path) -> bool:
+    """Whether `folder` is one of `lkv data build`, finished or not."""
+    return (folder / MANIFEST).is_file() or (folder / PROGRESS).is_file()
+
+
+class BuiltDataset:
+    """The samples of one side of a finished build, in an order that is shuffled anew for every epoch."""
+
+    def __init__(self, folder: Path, seed: int = 0, validation: bool = False):
+        self._folder, self._seed = folder, seed
+        self.manifest = read_manifest(folder)
+        side, title = ("heldout-", "held-out") if validation else ("train-", "training")
+        streams = [stream for name, stream in self.manifest["streams"].items() if name.startswith(side)]
+        self._lines: list[tuple[Path, int]] = []  # file and first byte of each sample
+        for path in (folder / name for stream in streams for name in stream["files"]):
+            try:
+                with path.open("rb") as file:
+                    sizes = [len(line) for line in file]
+            except OSError as error:
+                raise DataError(f"{path} cannot be read ({error.strerror}); build the data again.") from error
+            self._lines += [(path, end - size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        expected = sum(stream["samples"] for stream in streams)
+        if len(self._lines) != expected:
+            raise DataError(f"{folder} holds {len(self._lines)} of {expected} samples; build it again.")
+        if not self._lines:
+            raise DataError(f"{folder} holds no {title} samples; build more.")
+        self._epoch, self._order = -1, list[int]()
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
+        """Sample number `index`; arguments are those of `Mixture.sample`."""
+        epoch, position = divmod(index, len(self))
+        if epoch != self._epoch:
+            self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))
+            self._epoch = epoch
+        path, start = self._lines[self._order[position]]
+        try:
+            with path.open("rb") as file:
+                file.seek(start)
+                row = json.loads(file.readline())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} is not what was built ({error}); build it again.") from error
+        answers = [Continuation(c["question"], c["target"]) for c in row["continuations"]]
+        rng = random.Random(f"{self._seed}-{index}")
+        answers = fill_continuations(rng, row["context"], answers, row["tokens"], continuations, tokens_a_continuation)
+        return Sample(row["source"], row["context"], tuple(answers))
+
+    @property
+    def max_tokens(self) -> int:
+        """The greatest number of tokens that a sample can have."""
+        return int(self.manifest["bounds"][1])
+
+    @property
+    def digest(self) -> str:
+        """Digest of the manifest, which has those of the files."""
+        return digest_of([self._folder / MANIFEST])
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """Sources with their data sets and licences, for a policy's card."""
+        return {name: f"{source['title']} ({source['licence']})" for name, source in self.manifest["sources"].items()}
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines that list the sources."""
+        return [f"{name}: {origin}" for name, origin in self.origins.items()]
+
+    @property
+    def decontamination(self) -> dict[str, Any] | None:
+        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
+        if self.manifest["decontamination"] is None:
+            return None
+        sets = {
+            name: {"compared": source["compared"], "shared": source["shared"], "overlapping": source["dropped"]}
+            for name, source in self.manifest["sources"].items()
+            if "compared" in source
+        }
+        return {**self.manifest["decontamination"], "removed": True, "sets": sets}
