@@ -16,8 +16,8 @@ from benchmarks.tables import interval, read, table
 from lkv.config import TrainingConfig
 from lkv.policy.shipped import shipped_policies
 from lkv.training.cost import CALIBRATION_SAMPLES
+from lkv.training.data.loom import NEXT_CODE
 from lkv.training.data.public_datasets import PUBLIC_DATASETS
-from lkv.training.data.recipes import NEXT_CODE
 from lkv.training.trainer import ADAMW_BETAS
 
 CLAIMS = Path(__file__).with_name("claims.json")

@@ -20,7 +20,7 @@ from benchmarks.common import parse_options, save_rows
 from lkv.models.loading import DEFAULT, load_tokenizer
 from lkv.training.data.build import DataBuildConfig, build_dataset
 from lkv.training.data.built_dataset import MANIFEST
-from lkv.training.data.recipes import LOOM_RATIOS
+from lkv.training.data.loom import LOOM_RATIOS
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 
 STAND_INS = {

@@ -16,8 +16,8 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import item_texts, mmlu, read_standard_library
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.public_datasets import PUBLIC_DATASETS
-from lkv.training.data.recipes import Mixture
 from lkv.utils.data_files import read_records
 from lkv.utils.results import write_results
 

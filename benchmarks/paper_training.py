@@ -22,7 +22,7 @@ from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_curve
 from lkv.training.data.built_dataset import BuiltDataset
-from lkv.training.data.recipes import Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from lkv.utils.results import write_results

@@ -21,7 +21,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
-from lkv.training.data.recipes import Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer

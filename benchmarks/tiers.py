@@ -19,7 +19,7 @@ from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
-from lkv.training.data.recipes import Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.utils.fidelity import kl_divergence
 

@@ -27,8 +27,8 @@ from lkv.methods.budgets import read_pattern
 from lkv.models.loading import load_config, load_tokenizer
 from lkv.models.shapes import Shape
 from lkv.policy.lookup import load_policy
+from lkv.training.data.loom import LOOM_RATIOS
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
-from lkv.training.data.recipes import LOOM_RATIOS
 from lkv.utils.extras import EXTRAS, require
 from lkv.utils.files import nearest_folder
 

@@ -27,7 +27,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
-from lkv.training.data.recipes import BUILTIN_SOURCES, Mixture
+from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
 from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan

@@ -21,7 +21,7 @@ from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, kvzip_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
-from lkv.training.data.recipes import Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model

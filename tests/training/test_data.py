@@ -8,10 +8,10 @@ import random
 import pytest
 
 from lkv.errors import DataError
-from lkv.training.data.documents import read_dataset
+from lkv.training.data.documents import read_dataset, split_held_out
 from lkv.training.data.facts import insert_sentences, make_fact
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.public_datasets import index_folder, read_name_map
-from lkv.training.data.recipes import Mixture, split_held_out
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.data_files import read_records, split_lines
 

@@ -15,8 +15,8 @@ from lkv.training.data.build import DatasetBuilder, build_dataset, split_samples
 from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, Passage, ShortQuestion, read_dataset
+from lkv.training.data.loom import LOOM_RATIOS, Loom
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset
-from lkv.training.data.recipes import LOOM_RATIOS, Loom
 from lkv.training.data.samples import Continuation, Sample
 from lkv.utils.data_files import read_records
 from tests.training.made_sets import Tokens, lines_of, prose, rows_of, settings

@@ -22,7 +22,7 @@ from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fitting
-from lkv.training.data.recipes import BUILTIN_SOURCES
+from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit_plan import Plan, make_plan
 from lkv.training.fitting import RECIPE, fit, open_texts

@@ -19,7 +19,9 @@ from tqdm import tqdm
 from lkv.errors import DataError
 from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
-from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset
+from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
+from lkv.training.data.loom import LOOM_RATIOS, Loom, is_usable
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
@@ -31,7 +33,6 @@ from lkv.training.data.public_datasets import (
     read_name_map,
     sha256_of,
 )
-from lkv.training.data.recipes import LOOM_RATIOS, Loom, Mixture, is_usable, split_held_out
 from lkv.training.data.samples import tokenize_sample
 from lkv.utils.data_files import read_json, read_records
 from lkv.utils.files import check_writable_folder, write_text

@@ -4,9 +4,10 @@ A row's columns decide how it is read: a set's own files and the hub's Parquet d
 set, from (position, row) pairs to items; sets whose files have no rows have one in `FILE_READERS`.
 """
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from lkv.utils.data_files import Row, read_records, read_text, require_field, sp
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
+_VALIDATION_SHARE = 20  # one item in 20 is held out
 LocatedRows = Iterable[tuple[str, Row]]
 
 
@@ -64,6 +66,21 @@ def item_texts(item: Item) -> list[str]:
     if isinstance(item, ShortQuestion):
         return [item.question]
     return [item.text, *(question for question, _ in item.questions)]
+
+
+def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
+    """The items that training never sees, or the others; an item's text decides, not its file."""
+    if len(items) == 1:
+        return [] if validation else list(items)
+    chosen = []
+    for item in items:
+        digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
+        if (int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0) == validation:
+            chosen.append(item)
+    # A handful of texts may all have fallen on one side: then the first one alone is held out.
+    if len(chosen) in (0, len(items)):
+        chosen = list(items[:1] if validation else items[1:])
+    return chosen
 
 
 def read_dataset(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
