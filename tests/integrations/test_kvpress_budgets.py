@@ -1,7 +1,9 @@
 """Parity with kvpress: AdaKV and PyramidKV keep what its presses keep, and LKV in its pipeline answers as ours does."""
 
+import re
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -284,3 +286,13 @@ def test_the_ids_are_those_of_kvpress(context, question, prefix, chat):
     ours = make_prompt(example(context, question=question, prefix=prefix), tokenizer, "kvpress", 10**6)
     assert ours.context == theirs["context_ids"][0].tolist()
     assert ours.question == theirs["questions_ids"][0][0].tolist()
+
+
+@pytest.mark.slow
+def test_the_guide_shows_what_its_example_prints(monkeypatch, capsys):
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "guides" / "evaluating.md").read_text(encoding="utf-8")
+    code, shown = re.search(r"```python\n(import kvpress.*?)```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    monkeypatch.chdir(root)
+    exec(code, {})
+    assert capsys.readouterr().out == shown
