@@ -118,7 +118,7 @@ def fit(
                 )
             longest //= 2
             rmtree(folder / _RUN / "state", ignore_errors=True)
-            _say(f"out of memory with contexts of {2 * longest:,} tokens: starting again with at most {longest:,}")
+            _log(f"out of memory with contexts of {2 * longest:,} tokens: starting again with at most {longest:,}")
 
 
 @contextmanager
@@ -221,11 +221,11 @@ class FitRun:
             self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
             self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
         except (LkvError, KeyError, RuntimeError) as error:
-            _say(f"the interrupted run in {self._state} is of no use here ({error}): starting anew")
+            _log(f"the interrupted run in {self._state} is of no use here ({error}): starting anew")
             rmtree(self._state, ignore_errors=True)
             self._stage = 0
             return
-        _say(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
+        _log(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
 
     def _save(self) -> None:
         self.policy.card["progress"] = {
@@ -243,22 +243,22 @@ class FitRun:
         reading = tokens * _seconds_per_token(self._model, min(_PROBE_TOKENS, config.max_tokens))
         self._plan = plan = make_plan(reading, self._seconds)
         for line in self._data.lines:
-            _say(line)
+            _log(line)
         own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
         builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
         spec = self.policy.spec
-        _say(
+        _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
             f"{dtype_name(self._model.dtype)}) from {own_text}"
             + (" and Python's own manual and library" if builtin else "")
         )
-        _say(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
-        _say(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
-        _say(
+        _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
+        _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
+        _log(
             f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
             f"{format_duration(plan.distillation)}"
         )
-        _say(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
+        _log(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
 
     def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
         """`count` samples from number `start` on that have something to predict."""
@@ -307,7 +307,7 @@ class FitRun:
         self._curve.append({"seconds": round(self._elapsed, 1), "contexts": self._contexts, **point})
         text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
         minutes, seconds = divmod(int(self._elapsed), 60)
-        _say(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
+        _log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
         self._save()
 
     def _distill(self) -> None:
@@ -330,7 +330,7 @@ class FitRun:
                         f"{self._state}; run the same command to continue."
                     )
         if not self._contexts:
-            _say("3. the distillation did not run: no time was left for it; give more --minutes")
+            _log("3. the distillation did not run: no time was left for it; give more --minutes")
 
     def _step(self, now: Schedule) -> None:
         """One update on a batch of contexts, and one of the averaged weights."""
@@ -422,5 +422,5 @@ def _seconds_per_token(model: "PreTrainedModel", tokens: int) -> float:
     return min(seconds[1:]) / tokens
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
