@@ -12,9 +12,9 @@ from benchmarks import length
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.tables import read
-from lkv.evaluation.report.builders import read_profile
 from lkv.evaluation.report.figures import plot_memory, plot_table, save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
+from lkv.evaluation.report.profile_table import read_profile
 from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
 
 _MODEL = "SmolLM2-135M-Instruct"

@@ -100,8 +100,8 @@ def _evaluate(
     options: Eval, methods: list[str], paths: dict[str, str], make_examples: Callable[[Any], list[Example]]
 ) -> None:
     """Load policies and model, measure, and print the table."""
-    from lkv.evaluation.report.builders import TableRequest, build_table
     from lkv.evaluation.report.results_frame import read_results
+    from lkv.evaluation.report.score_tables import TableRequest, build_table
     from lkv.evaluation.report.tables import to_terminal
     from lkv.evaluation.runner import EvaluationConfig, evaluate
     from lkv.integrations.transformers.attention import patch_attention

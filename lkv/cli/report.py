@@ -64,9 +64,9 @@ class Report(Command):
             print(f"the figure is in {self.figure}", file=sys.stderr)
 
     def _report_eval(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.builders import TableRequest, build_table, with_published
         from lkv.evaluation.report.figures import plot_table
         from lkv.evaluation.report.results_frame import read_results
+        from lkv.evaluation.report.score_tables import TableRequest, build_table, with_published
 
         results = read_results(self.files)
         flag = "--memory" if self.memory else "--retention" if self.retention else results.option
@@ -81,8 +81,8 @@ class Report(Command):
         return table, plot_table(table) if self.figure else None
 
     def _report_profile(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.builders import build_prefill, read_profile
         from lkv.evaluation.report.figures import plot_memory
+        from lkv.evaluation.report.profile_table import build_prefill, read_profile
 
         assert self.profile is not None
         profile = read_profile(self.profile)
@@ -90,8 +90,8 @@ class Report(Command):
         return build_prefill(profile, model), plot_memory(profile, model, self.weights) if self.figure else None
 
     def _report_training(self) -> tuple["Table", Any]:
-        from lkv.evaluation.report.builders import build_training, read_curves
         from lkv.evaluation.report.figures import plot_training
+        from lkv.evaluation.report.training_table import build_training, read_curves
 
         curves = read_curves(list(self.training))
         return build_training(curves), plot_training(curves) if self.figure else None

@@ -9,9 +9,9 @@ from transformers import DynamicCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison
-from lkv.evaluation.report.builders import TableRequest, build_table
 from lkv.evaluation.report.figures import method_styles
 from lkv.evaluation.report.results_frame import read_results
+from lkv.evaluation.report.score_tables import TableRequest, build_table
 from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt

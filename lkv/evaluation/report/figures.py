@@ -11,8 +11,8 @@ import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import ProfileResults
 from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, is_lkv, method_label
+from lkv.evaluation.report.profile_table import ProfileResults
 from lkv.evaluation.report.results_frame import DEFAULT_RETENTION
 from lkv.evaluation.report.tables import MEASURED, PUBLISHED, Table
 from lkv.methods.registry import METHODS, find_method

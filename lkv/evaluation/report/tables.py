@@ -1,6 +1,6 @@
 """Tables as DataFrames of cells, and their text: terminal, Markdown, CSV, LaTeX (booktabs)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
@@ -110,6 +110,12 @@ def make_cells(rows: Iterable[TableRow], columns: Iterable[Column], shows_realis
             )
     frame = pd.DataFrame(records).astype(dict.fromkeys([*Cell._fields, "retention", "row_realised"], float))
     return frame.assign(realised=frame.realised.fillna(frame.row_realised)).astype({"n": "Int64"})
+
+
+def make_table(name: str, title: str, columns: Sequence[Column], rows: Iterable[TableRow], **more: Any) -> Table:
+    """Build a table from rows; `more` are further fields of `Table`."""
+    cells = make_cells(rows, columns, more.get("shows_realised", False))
+    return Table(name, title, tuple(columns), cells, **more)
 
 
 def add_rows(table: Table, rows: list[TableRow], *notes: str) -> Table:

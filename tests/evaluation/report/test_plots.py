@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import build_prefill, build_training, read_curves, read_profile, with_published
 from lkv.evaluation.report.figures import (
     LKV_COLOUR,
     draw_budgets,
@@ -22,6 +21,9 @@ from lkv.evaluation.report.figures import (
     plot_training,
     save_figure,
 )
+from lkv.evaluation.report.profile_table import build_prefill, read_profile
+from lkv.evaluation.report.score_tables import with_published
+from lkv.evaluation.report.training_table import build_training, read_curves
 from lkv.methods import registry
 from tests.results import GRID, cells, many, mean_of_means, table_of, values
 

@@ -10,8 +10,8 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import with_published
 from lkv.evaluation.report.names import paper_model_like, paper_numbers
+from lkv.evaluation.report.score_tables import with_published
 from lkv.evaluation.report.tables import WRITERS
 from tests.results import GRID, line, many, row, table_of, write
 

@@ -1,13 +1,8 @@
-"""The tables: the paper's Tables 1 to 3, sweeps, RULER's curves, fidelity, training runs; with published numbers."""
+"""Tables of `lkv eval`: the paper's Tables 1 and 2, sweeps, RULER's curves, fidelity; with published numbers."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
-from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
@@ -23,7 +18,7 @@ from lkv.evaluation.report.results_frame import (
     method_pairs,
     retentions_of,
 )
-from lkv.evaluation.report.tables import MIN_SAMPLES, PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_cells
+from lkv.evaluation.report.tables import MIN_SAMPLES, PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_table
 from lkv.methods.registry import find_method
 
 _SHARE = "of full, %"
@@ -33,23 +28,6 @@ _FIDELITY = {  # metric: title, which side is better
     "kl": ("KL(full || compressed), nats", -1),
     "agreement": ("top-1 agreement", 1),
     "hidden_error": ("relative hidden-state error", -1),
-}
-_PREFILL = {  # column: field of the profile and its scale
-    Column("prefill, s", 0): ("prefill_seconds", 1.0),
-    Column("overhead, %", -1, 1, signed=True): ("prefill_ratio", 100.0),
-    Column("decode, ms a token", -1): ("decode_ms", 1.0),
-    Column("decode of full", 0): ("decode_ratio", 1.0),
-    Column("k and v, MiB", -1, 1): ("kv_bytes", 2**-20),
-    Column("peak, MiB", 0, 1): ("peak_bytes", 2**-20),
-}
-_CURVE = "curve.jsonl"
-_TRAINING = {  # field of the curve: column
-    "step": Column("step", 0, 0),
-    "contexts": Column("contexts", 0, 0),
-    "validation_kl": Column("KL, final R", -1, 4),
-    "validation_agreement": Column("agreement, final R", 1, 3),
-    "validation_kl_third": Column("KL, R / 3", -1, 4),
-    "validation_agreement_third": Column("agreement, R / 3", 1, 3),
 }
 
 
@@ -130,7 +108,7 @@ def _build_main(scores: Scores) -> Table:
         notes = [f"All tasks are of the category {columns.popitem()[0]}."]
     rows = [_make_row(scores, pair, columns, group) for group, pair in _by_budget(scores)]
     columns_shown = _make_columns(columns, scores)
-    return _make_table("main", "by category", columns_shown, rows, notes=tuple(notes), group_title="budget")
+    return make_table("main", "by category", columns_shown, rows, notes=tuple(notes), group_title="budget")
 
 
 def _by_budget(scores: Scores, group: str = "") -> Iterator[tuple[str, Pair]]:
@@ -151,7 +129,7 @@ def _build_tasks(scores: Scores) -> Table:
         title = f"{length:,} tokens" if length else ""
         rows += [_make_row(scores, pair, by_task, group) for group, pair in _by_budget(scores, title)]
     columns = _make_columns([AVERAGE, *dict.fromkeys(task for task, _ in scores.units)], scores)
-    return _make_table("tasks", "by task", columns, rows, group_title="length, budget")
+    return make_table("tasks", "by task", columns, rows, group_title="length, budget")
 
 
 def _build_sweep(scores: Scores) -> Table:
@@ -166,7 +144,7 @@ def _build_sweep(scores: Scores) -> Table:
     axis = "memory (of the full cache's bytes)" if by_memory else "retention (kept / all entries)"
     title = f"{AVERAGE} over {'memory' if by_memory else 'retention'}"
     more: dict[str, Any] = {"notes": notes, "axis": axis, "shows_realised": True}
-    return _make_table("sweep", title, list(columns.values()), rows, **more)
+    return make_table("sweep", title, list(columns.values()), rows, **more)
 
 
 def _build_ruler(scores: Scores) -> Table:
@@ -184,7 +162,7 @@ def _build_ruler(scores: Scores) -> Table:
     ]
     columns = [replace(column, x=places.get(column.name)) for column in _make_columns(units, scores)]
     more = {"group_title": "retention", "axis": "context length (tokens)"}
-    return _make_table("ruler", "over length and retention", columns, rows, **more)
+    return make_table("ruler", "over length and retention", columns, rows, **more)
 
 
 def _build_fidelity(scores: Scores) -> Table:
@@ -200,7 +178,7 @@ def _build_fidelity(scores: Scores) -> Table:
     columns = [replace(column, digits=3) for column in _make_columns(units, scores)]
     notes = tuple(f"Not measured: {title}." for metric, (title, _) in _FIDELITY.items() if metric not in scores.metrics)
     more = {"notes": notes, "group_title": "measure", "value": "", "best_in": best_in}
-    return _make_table("fidelity", "fidelity to the full cache", columns, rows, **more)
+    return make_table("fidelity", "fidelity to the full cache", columns, rows, **more)
 
 
 def _ablation_grid(pairs: Sequence[Pair]) -> dict[tuple[str, str], Pair]:
@@ -253,7 +231,7 @@ def _build_ablation(scores: Scores) -> Table:
     missing = [f"{rule}+{selector}" for rule in RULES for selector in SELECTORS if (rule, selector) not in grid]
     notes = (f"Not measured: {', '.join(missing)}.",) if missing else ()
     columns = [Column(AVERAGE), Column(_GAIN, best=0, signed=True), *map(Column, list(units)[1:])]
-    return _make_table("ablation", "budget rule by selector", columns, rows, notes=notes)
+    return make_table("ablation", "budget rule by selector", columns, rows, notes=notes)
 
 
 _BUILDERS: dict[str, Callable[[Scores], Table]] = {
@@ -264,11 +242,6 @@ _BUILDERS: dict[str, Callable[[Scores], Table]] = {
     "ruler": _build_ruler,
     "fidelity": _build_fidelity,
 }
-
-
-def _make_table(name: str, title: str, columns: Sequence[Column], rows: Iterable[TableRow], **more: Any) -> Table:
-    cells = make_cells(rows, columns, more.get("shows_realised", False))
-    return Table(name, title, tuple(columns), cells, **more)
 
 
 def _make_row(
@@ -329,122 +302,3 @@ def with_published(table: Table, model: str, suite: str, measured: str = "") -> 
         "of kvpress."
     )
     return add_rows(table, rows, note)
-
-
-@dataclass(frozen=True)
-class ProfileResults:
-    """What one `lkv profile` run measured, a row a method and length; a number is missing where it was not measured."""
-
-    machine: str
-    model: str
-    device: str
-    batch: int
-    frame: pd.DataFrame
-
-
-def read_profile(path: Path) -> ProfileResults:
-    """Read the JSON that `lkv profile` wrote. Raises ReportError for a missing or malformed file, or several models."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        rows = list(document["rows"]) if document["name"] == "profile" else []
-        numbers = ("tokens", *(name for name, _ in _PREFILL.values()))
-        for number, row in enumerate(rows, 1):
-            for name in ("model", "device", "method", "batch", "retention", *numbers):
-                value = row.get(name, "missing")
-                is_number = isinstance(value, int | float) and isfinite(value)
-                if name not in row or (name in numbers and value is not None and not is_number):
-                    raise ReportError(
-                        f"{path}, row {number}: {name} is {value!r}; make the file anew with `lkv profile`."
-                    )
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv profile` wrote.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ReportError(f"{path} is not a profile ({error}); give a file that `lkv profile` wrote.") from error
-    if not rows:
-        raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")
-    for name in ("model", "device", "batch"):
-        if len(values := {str(row[name]) for row in rows}) > 1:
-            raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")
-    frame = pd.DataFrame(rows).astype(dict.fromkeys(numbers[1:], float))
-    machine, first = str(document.get("machine", "")), rows[0]
-    return ProfileResults(machine, str(first["model"]), str(first["device"]), first["batch"], frame)
-
-
-def build_prefill(profile: ProfileResults, published: str = "") -> Table:
-    """Prefill and decode times and bytes of k and v of each method, by context length (Table 3).
-
-    Args:
-        profile: What was measured.
-        published: A model of the paper whose prefill times are added as a group of their own.
-    """
-    methods = names.sort_methods(profile.frame.method)
-    frame = profile.frame.assign(place=profile.frame.method.map(methods.index)).sort_values(["tokens", "place"])
-    rows = []
-    for row in frame.to_dict("records"):
-        numbers = row | {"prefill_ratio": None if row["method"] == FULL else row["prefill_ratio"] - 1}
-        cells = {c.name: Cell(scale * numbers[f]) for c, (f, scale) in _PREFILL.items() if pd.notna(numbers[f])}
-        group, label = f"{row['tokens']:,} tokens", method_label(row["method"])
-        rows.append(TableRow(row["method"], label, cells, group, row["retention"], row.get("realised")))
-    title = f"Prefill and decode, {profile.model} on {profile.device}, batch {profile.batch}"
-    notes = (f"Measured on {profile.machine}.", "Overhead and ratios are to the full cache in the same run.")
-    table = _make_table("prefill", title, list(_PREFILL), rows, notes=notes, group_title="context")
-    if not published:
-        return table
-    paper, name = names.paper_numbers()["prefill"].get(published), names.paper_models()[published]
-    if paper is None:
-        raise ReportError(f"the paper prints no prefill times with {name}; use --published llama-3.1-8b.")
-    group, rows = f"{paper['context']} tokens, {name} on {paper['device']} ({PUBLISHED})", []
-    for method, (seconds, overhead) in paper["rows"].items():
-        cells = {"prefill, s": Cell(seconds)} | ({} if overhead is None else {"overhead, %": Cell(overhead)})
-        retention = 1.0 if method == FULL else paper["retention"]
-        label = f"{method_label(method)} ({PUBLISHED})"
-        rows.append(TableRow(method, label, cells, group, retention, source=PUBLISHED))
-    costs = ", ".join(f"{method_label(method)} {cost}" for method, cost in paper["complexity"].items())
-    memory = names.paper_numbers()["memory"][published]
-    reached = ", ".join(f"{method_label(method)} {tokens}" for method, tokens in memory["reached"].items())
-    return add_rows(
-        table,
-        rows,
-        f"Cost of selection as the paper gives it (T tokens, W observed): {costs}.",
-        f"Context that fits in memory as the paper gives it ({memory['device']}): {reached}.",
-    )
-
-
-def read_curves(folders: Sequence[Path]) -> dict[str, pd.DataFrame]:
-    """The rows of each run by its name; `folders` are runs of `lkv train`, or their curve files.
-
-    Raises:
-        ReportError: For a folder without a curve, a malformed file, or a run without an evaluation yet.
-    """
-    curves: dict[str, pd.DataFrame] = {}
-    for folder in folders:
-        path = folder / _CURVE if folder.is_dir() else folder
-        name = path.parent.name if path.name == _CURVE else path.stem
-        try:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError, RecursionError) as error:
-            raise ReportError(
-                f"{path} is not a training curve ({error}); give the --out folder of `lkv train`."
-            ) from error
-        malformed = any(not isinstance(row, dict) or not isinstance(row.get("step"), int) for row in rows)
-        if malformed or not rows:
-            why = "holds lines that are not steps" if malformed else "has no evaluation yet"
-            raise ReportError(f"{path} {why}; give the --out folder of a run of `lkv train`.")
-        curves[name if name not in curves else str(folder)] = pd.DataFrame(rows)
-    return curves
-
-
-def build_training(curves: Mapping[str, pd.DataFrame]) -> Table:
-    """Each run at its last evaluation."""
-    last = {name: run.iloc[-1].dropna() for name, run in curves.items()}
-    columns = {key: column for key, column in _TRAINING.items() if any(key in row for row in last.values())}
-    rows = [
-        TableRow(name, name, {column.name: Cell(row[key]) for key, column in columns.items() if key in row})
-        for name, row in last.items()
-    ]
-    note = (
-        "Held-out samples, the same for every run of one data folder; KL in nats a token and top-1 agreement with the "
-        "full cache, at the preset's final retention R and at a third of it."
-    )
-    title = "training runs at their last evaluation"
-    return _make_table("training", title, list(columns.values()), rows, notes=(note,), row_title="run")

@@ -8,9 +8,9 @@ import pytest
 from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
-from lkv.evaluation.report.builders import build_table
 from lkv.evaluation.report.figures import plot_table
 from lkv.evaluation.report.results_frame import read_results
+from lkv.evaluation.report.score_tables import build_table
 from lkv.evaluation.report.tables import to_terminal
 from lkv.utils.statistics import macro_mean
 from tests.results import (
