@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from lkv.context.compression import compress
-from lkv.errors import ContextPendingError
+from lkv.errors import ContextPendingError, PromptError
 from lkv.integrations.vllm.contexts import NewContext
 from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.schemas import error_response
@@ -250,6 +250,17 @@ def test_every_error_has_the_form_of_openai(server):
         assert message.startswith(f"{method} {path}: Method Not Allowed; contexts take GET and POST at /v1/contexts")
     answer = server.http.get("/v1/nothing")
     assert answer.status_code == 404 and answer.json()["error"]["message"] == "GET /v1/nothing: Not Found."
+
+
+@pytest.mark.parametrize(
+    "body", [{"extra_body": {"context": "a"}}, {"vllm_xarg": {"lkv_context": "a"}}, {"extra_args": {"lkv_context": 1}}]
+)
+def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
+    with pytest.raises(
+        PromptError, match=f"'{next(iter(body))}' is no field that names a context; put 'context' beside"
+    ):
+        ContextRoutes().split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body})
+    assert ContextRoutes().split_name({"model": "tiny", "metadata": {"context": "a"}}) is None
 
 
 @pytest.mark.parametrize("schema", ["chat_completion:ChatCompletionRequest", "completion:CompletionRequest"])

@@ -279,6 +279,13 @@ class ContextRoutes:
         _check_fields(body, "context", "the field for a context is 'context'")
         if isinstance(extra, dict):
             _check_fields(extra, CONTEXT, f"the key of vllm_xargs for a context is {CONTEXT!r}")
+        for field, value in body.items():
+            is_nested = isinstance(value, dict) and (CONTEXT in value or (field == "extra_body" and "context" in value))
+            if is_nested and field != "vllm_xargs":
+                raise PromptError(
+                    f"{field[:80]!r} is no field that names a context; put 'context' beside 'model', or {CONTEXT!r} "
+                    "into 'vllm_xargs' (extra_body is an argument of OpenAI's Python client)."
+                )
         names = [body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None]
         names.append(split_salt(body.get("cache_salt"))[0])
         model = body.get("model")
