@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lkv.integrations.transformers.attention import patch_attention
 
-_PROBE_SIZE, _PROBES = 512, 20  # rows of the matrices, and products: the fastest counts
+_PROBE_SIZE, _PROBES = 512, 40  # rows of the matrices, and products of them
 
 
 @contextmanager
@@ -47,11 +47,12 @@ def estimate_reading_seconds(model: PreTrainedModel, tokens: int) -> float:
     """About how long the model takes to read `tokens` tokens here, from the speed of one matrix product."""
     weight = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=model.dtype, device=model.device)
     seconds = []
-    for _ in range(_PROBES):
+    for _ in range(_PROBES + 1):
         start = time.perf_counter()
         (weight @ weight).sum().item()
         seconds.append(time.perf_counter() - start)
-    return model.num_parameters() * tokens * min(seconds) / _PROBE_SIZE**3
+    # The mean, and not the fastest: other programs slow reading down as well. The first one starts the threads.
+    return model.num_parameters() * tokens * sum(seconds[1:]) / _PROBES / _PROBE_SIZE**3
 
 
 def full_cache_nbytes(model: PreTrainedModel, tokens: int) -> int:
