@@ -36,6 +36,8 @@ from tests.families import build
 
 IDS = torch.arange(3, 53)[None]
 TEXT = " ".join(["one two three four five six"] * 10)
+# peft 0.21 asks transformers 5.24 by a deprecated name.
+peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def state_of(model):
@@ -373,6 +375,7 @@ def test_learned_prompts_are_refused_unless_they_are_switched_off(policy):
     assert compress(model, Words(), TEXT, policy=policy).ask("who?", 4)
 
 
+@peft_warns
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_learned_prompts_of_peft_itself(kind):
     peft = pytest.importorskip("peft")
@@ -383,6 +386,7 @@ def test_learned_prompts_of_peft_itself(kind):
         RaggedCache(model, method="knorm")
 
 
+@peft_warns
 def test_adapters_of_peft_itself(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
