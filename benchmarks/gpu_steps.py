@@ -4,8 +4,10 @@ python -m benchmarks.gpu_steps    (needs CUDA; writes gpu_steps.json)
 python -m benchmarks.gpu_steps --device cpu --dtype float32 --config CONFIG.json --tokens 64 --train-tokens 40
 
 Random weights of a published shape, or of a model's config.json. The full cache is a StaticCache under every fast
-attention that is installed. Decode steps are launched by the host (eager), and replayed as a CUDA graph (graphed). What
-does not fit into the memory, or cannot run, has a `reason` in its row.
+attention that is installed. Decode steps are launched by the host (eager), and replayed as a CUDA graph (graphed); over
+as many entries as the retention says, and over as many bytes of entries in tiers of precision. Prompts longer than
+--longest-prompt are not read: their k and v are random. What does not fit into the memory, or cannot run, has a
+`reason` in its row.
 """
 
 import argparse
@@ -66,12 +68,14 @@ class Bench:
     def draw_ids(self, *shape: int) -> Tensor:
         return torch.randint(self.model.get_input_embeddings().weight.shape[0], shape, device=self.device)
 
-    def make_cache(self) -> RaggedCache:
-        return RaggedCache(self.model, policy=self.policy, retention=self.retention)
+    def make_cache(self, by_memory: bool = False) -> RaggedCache:
+        """An empty cache of LKV; `by_memory`: of as many bytes, in tiers of precision."""
+        budget = {"memory" if by_memory else "retention": self.retention}
+        return RaggedCache(self.model, policy=self.policy, **budget)
 
-    def compress(self, batch: int, tokens: int) -> RaggedCache:
+    def compress(self, batch: int, tokens: int, by_memory: bool = False) -> RaggedCache:
         """A cache that evicted from random k and v, layer by layer: those of all layers need not fit at once."""
-        cache, spec = self.make_cache(), self.spec
+        cache, spec = self.make_cache(by_memory), self.spec
         shape, options = (batch, spec.kv_heads, tokens, spec.head_dim), {"dtype": self.model.dtype}
         for layer, rotation in zip(cache.ragged_layers, self._rotations, strict=True):
             key, value = (torch.randn(shape, device=self.device, **options) for _ in range(2))
@@ -156,22 +160,26 @@ def decode_rows(bench: Bench, tokens: int, batch: int) -> Iterator[Row]:
         return devices.capture(step, bench.device)[0]
 
     @functools.cache
-    def given() -> dict[str, Any]:
-        return {"input_ids": ids, **cache_argument(bench.compress(batch, tokens)), "use_cache": True}
+    def given(by_memory: bool) -> dict[str, Any]:
+        return {"input_ids": ids, **cache_argument(bench.compress(batch, tokens, by_memory)), "use_cache": True}
 
-    def graphed_step() -> Step:
-        step = GraphedStep(bench.model, find_cache(given()), bench.slots)
-        reason = step.refusal((), given()) or step.capture(bench.model.forward, given())
+    def eager_step(by_memory: bool) -> Step:
+        return partial(bench.model, **given(by_memory))
+
+    def graphed_step(by_memory: bool) -> Step:
+        step = GraphedStep(bench.model, find_cache(given(by_memory)), bench.slots)
+        reason = step.refusal((), given(by_memory)) or step.capture(bench.model.forward, given(by_memory))
         if reason:
             raise LkvError(reason)
-        return partial(step.replay, given())
+        return partial(step.replay, given(by_memory))
 
     ways = Ways(bench)
     for attention in ATTENTIONS:
         ways.add(("full", attention, _EAGER), partial(full_step, attention))
         ways.add(("full", attention, _GRAPHED), partial(graphed_full_step, attention))
-    ways.add(("lkv", "ragged", _GRAPHED), graphed_step)
-    ways.add(("lkv", "ragged", _EAGER), lambda: partial(bench.model, **given()))
+    for attention, by_memory in (("ragged", False), ("tiers", True)):
+        ways.add(("lkv", attention, _GRAPHED), partial(graphed_step, by_memory))
+        ways.add(("lkv", attention, _EAGER), partial(eager_step, by_memory))
     yield from ways.rows()
 
 
@@ -246,7 +254,8 @@ def markdown(row: Row) -> str:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(
         __doc__, "gpu_steps", "", arguments, device="cuda", config="llama-3.1-8b", dtype="bfloat16",
-        tokens=[4096, 32_768, 131_072], batches=[1, 8], train_tokens=[2000, 16_000], repeats=10, retention=0.15,
+        tokens=[4096, 32_768, 131_072], batches=[1, 8], longest_prompt=32_768, train_tokens=[2000, 16_000], repeats=10,
+        retention=0.15,
     )  # fmt: skip
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("this benchmark times a GPU, but PyTorch sees no CUDA device here; run it where it does.")
@@ -263,7 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
         for batch in options.batches:
             shape = about | {"tokens": tokens, "batch": batch}
             rows += measured(bench, "decode", shape, partial(decode_rows, bench, tokens, batch))
-        rows += measured(bench, "prefill", about | {"tokens": tokens}, partial(prefill_rows, bench, tokens))
+        if tokens <= options.longest_prompt:
+            rows += measured(bench, "prefill", about | {"tokens": tokens}, partial(prefill_rows, bench, tokens))
         save_rows(options, "gpu_steps", rows)
     for tokens in options.train_tokens:
         rows += measured(bench, "training", about | {"tokens": tokens}, partial(training_rows, bench, tokens))

@@ -31,7 +31,7 @@ import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels.ragged_attention import QuantizedKV
+from lkv.kernels.ragged_attention import Basis, QuantizedKV
 from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
 
@@ -162,7 +162,9 @@ def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) 
         sides = [(on_gpu(4096, dim * number // 8, dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
                  for number in bits]  # fmt: skip
         quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
-    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=quantized)
+    by_head, rotation = on_gpu(1, 8, dim, dtype=torch.bfloat16), on_gpu(dim, dim)
+    basis = Basis(by_head, by_head, rotation, rotation)
+    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=quantized, basis=basis)
 
 
 def eviction_rows(dim: int, dtype: torch.dtype) -> None:

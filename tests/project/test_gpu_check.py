@@ -189,7 +189,7 @@ def test_steps_of_a_model_are_measured(tmp_path, packages, capsys, monkeypatch):
     assert all(row["seconds"] > 0 for row in timed)
     for shape in ((64, 1), (64, 2), (96, 1), (96, 2)):
         decoded = {row["attention"]: row["value"] for row in timed if (row["tokens"], row.get("batch")) == shape}
-        assert decoded.keys() == {*static_cache.ATTENTIONS, "ragged"}
+        assert decoded.keys() == {*static_cache.ATTENTIONS, "ragged", "tiers"}
         assert min(decoded[name] for name in static_cache.ATTENTIONS) == pytest.approx(1.0, abs=0.5)
     assert {row["reason"] for row in rows if row.get("launch") == "graphed"} == {
         "LkvError: the model is on 'cpu', but CUDA graphs need a CUDA device."

@@ -29,8 +29,7 @@ from lkv.utils import devices
 
 BACKENDS = ("cpp", "fa3", "loop", "reference", "triton", "varlen")
 _GPU_BACKENDS = ("triton", "fa3", "varlen", "loop")  # in the order in which "auto" tries them
-_FUSED = ("cpp", "triton")  # append and attend in one, over codes too
-_IN_BASIS = ("cpp",)  # also enters and leaves a basis in the same call
+_FUSED = ("cpp", "triton")  # append and attend in one, over codes and in a basis too
 _READ_FREE_SLOTS = ("fa3", "varlen")
 # Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
@@ -95,14 +94,14 @@ def ragged_attention(
         out = q.new_zeros((*q.shape[:3], v_pool.shape[1]))
         return (out, out.new_zeros(q.shape[:3])) if lse else out
     options: dict[str, Any] = {"quantized": quantized} if quantized else {}
-    if chosen in _IN_BASIS:
+    if chosen in _FUSED:
         options["basis"] = basis
     entered, has_lse = q, lse or sinks is not None
-    if basis is not None and chosen not in _IN_BASIS:
+    if basis is not None and chosen not in _FUSED:
         check_entering(basis, q=q)
         entered = basis.enter_queries(q)
     out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, has_lse, **options)
-    if basis is not None and chosen not in _IN_BASIS:
+    if basis is not None and chosen not in _FUSED:
         out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if has_lse else None
     if sinks is not None:
         return join_sinks(out, log_sum_exp, sinks)
@@ -151,17 +150,14 @@ def append_and_attend(
     if not q.numel():
         return q.new_zeros((*q.shape[:3], v_pool.shape[1]))
     module = _module(chosen)
-    if chosen in _IN_BASIS:
+    if chosen in _FUSED:
         return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized, basis)
+    check_none_quantized(chosen, quantized)
     if basis is not None:
         check_entering(basis, q=q, key=key, value=value)
         q, (key, value) = basis.enter_queries(q), basis.enter_entries(key, value)
-    if chosen in _FUSED:
-        out = module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized)
-    else:
-        check_none_quantized(chosen, quantized)
-        _append(key, value, k_pool, v_pool, starts, lens)
-        out = ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
+    _append(key, value, k_pool, v_pool, starts, lens)
+    out = ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
     return out if basis is None else basis.leave_outputs(out)
 
 

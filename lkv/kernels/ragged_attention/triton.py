@@ -18,16 +18,18 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV, check_entering
+from lkv.kernels.ragged_attention.basis import Basis
 from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 _APPEND_BLOCK = 16
+_ROTATED_ROWS = 16  # new tokens that enter or leave a basis at once
 # Below this many entries a program has too little to read to be worth starting.
 _MIN_SLICE = 128
 _JOINED_ROWS = 16  # packed rows whose parts are joined at once
-_JOINED_AT_ONCE = 4096  # numbers of these parts
+_JOINED_AT_ONCE = 16_384  # numbers of these parts; each round waits for the memory once
 _PROGRAMS_WITHOUT_GPU = 7
 # Shared memory that Triton takes for exchanges between warps, in addition to blocks, queries and probabilities.
 _OWN_SHARED_MEMORY = 4096
@@ -37,14 +39,14 @@ _NONE, _SINGLE, _COUNT = 0, 1, 2
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
-class CompiledStep(NamedTuple):
-    """The kernel of a step as it is compiled, and its constants.
+class Compiled(NamedTuple):
+    """A kernel as it is compiled, and its constants.
 
-    Launched like this, a step takes the host less than half of the time of Triton's own launch, which binds some forty
-    arguments anew. `python -m tests.cache.host_time` measures it.
+    Launched like this, a kernel takes the host less than half of the time of Triton's own launch, which binds some
+    forty arguments anew. `python -m tests.cache.host_time` measures it.
     """
 
-    slices: Any
+    kernel: Any
     constants: tuple[Any, ...]
 
 
@@ -56,7 +58,25 @@ class Launch:
     tiles: int
     slice_options: dict[str, Any]
     append_options: dict[str, Any]
-    compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+    enter_options: dict[str, Any]
+    leave_options: dict[str, Any]
+    compiled: dict[Any, Compiled] = field(default_factory=dict)
+
+    def start(
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any],
+        variant: tuple[Any, ...], is_aligned: bool,
+    ) -> None:  # fmt: skip
+        """Launch `kernel`; `variant` is what else of the arguments is compiled in, if the tensors are aligned."""
+        place = kernel, *variant
+        known = self.compiled.get(place) if is_aligned else None
+        if known is not None:
+            known.kernel[grid](*arguments, *known.constants)
+            return
+        started = kernel[grid](*arguments, **options)
+        if is_aligned and isinstance(started, CompiledKernel):
+            # The constexpr arguments come last.
+            constants = tuple(options[name] for name in kernel.arg_names if name in options)
+            self.compiled[place] = Compiled(started, constants)
 
 
 def interpreted() -> bool:
@@ -89,29 +109,71 @@ def unfit(*tensors: Tensor) -> str | None:
 
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (),
+    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
+    given = q
+    if basis is not None:
+        check_entering(basis, q=q)
+        q = basis.enter_queries(q)
     with devices.device_guard(q.device):
-        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse), lse
+        out = _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse)
+    if basis is None:
+        return out, lse
+    return basis.leave_outputs(out), None if lse is None else basis.leave_lse(lse, given, scale)
 
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
+    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `api.append_and_attend`. One launch for one new token, two for more; nothing waits for the device."""
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    rows = key.shape[2]
+    """As `api.append_and_attend`; nothing waits for the device.
+
+    One launch for one new token, two for more. Two more enter and leave a basis.
+    """
     with devices.device_guard(q.device):
-        if rows == 1:
-            return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _SINGLE, buffers, quantized)
-        kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](
-            key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
-            **_launch_for(q, starts, value.shape[-1], 1).append_options,
-        )  # fmt: skip
-        return _attend(q, key, value, k_pool, v_pool, starts, lens, scale, _COUNT, buffers, quantized)
+        if basis is not None:
+            q, key, value = _enter(basis, q, key, value, starts)
+        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+        rows, new = key.shape[2], _SINGLE
+        if rows > 1:
+            new = _COUNT
+            kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](
+                key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
+                **_launch_for(q, starts, value.shape[-1], 1).append_options,
+            )  # fmt: skip
+        out = _attend(q, key, value, k_pool, v_pool, starts, lens, scale, new, buffers, quantized)
+        return out if basis is None else _leave(basis, out, starts)
+
+
+def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q', k' and v' of new tokens, contiguous; see `Basis`."""
+    check_entering(basis, q=q, key=key, value=value)
+    q, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, key, value))
+    (batch, heads, rows, _), kv_heads = q.shape, key.shape[1]
+    launch = _launch_for(q, starts, value.shape[-1], rows * (heads // kv_heads))
+    new = [x.new_empty(x.shape) for x in (q, key, value)]
+    strides = q.stride(), key.stride(), value.stride()
+    arguments = (*(q, key, value), *new, *basis, heads, kv_heads, rows, *(x for by in strides for x in by[:3]))
+    launch.start(
+        kernels.enter_kernel, (batch * (heads + 2 * kv_heads), -(-rows // _ROTATED_ROWS), 1), arguments,
+        launch.enter_options, (kv_heads, strides, basis.mean.dtype), _are_aligned(q, key, value, *basis),
+    )  # fmt: skip
+    return new[0], new[1], new[2]
+
+
+def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
+    """The model's outputs [B, Hq, Tq, dv] from those over v', laid out by token."""
+    batch, heads, rows, value_dim = x.shape
+    launch = _launch_for(x, starts, value_dim, rows * (heads // starts.shape[1]), basis.key_rotation.shape[0])
+    out = torch.empty_like(x)
+    arguments = (x, out, basis.value_rotation, heads, rows, *x.stride()[:3])
+    launch.start(
+        kernels.leave_kernel, (batch * heads, -(-rows // _ROTATED_ROWS), 1), arguments, launch.leave_options,
+        (x.stride(),), _are_aligned(x, basis.value_rotation),
+    )  # fmt: skip
+    return out
 
 
 def _attend(
@@ -139,17 +201,11 @@ def _attend(
         scale * _LOG2_E, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
         *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
-    grid = (launch.programs, launch.tiles, 1)
-    variant = new, strides, bits, causal, lse is None
-    is_aligned = _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes)
-    step = launch.compiled.get(variant) if is_aligned else None
-    if step is not None:
-        step.slices[grid](*arguments, *step.constants)
-        return out
-    options = launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new}
-    slices = kernels.slice_kernel[grid](*arguments, **options)
-    if is_aligned and isinstance(slices, CompiledKernel):
-        launch.compiled[variant] = CompiledStep(slices, _constants(kernels.slice_kernel, options))
+    launch.start(
+        kernels.slice_kernel, (launch.programs, launch.tiles, 1), arguments,
+        launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new},
+        (new, strides, bits, causal, lse is None), _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
+    )  # fmt: skip
     return out
 
 
@@ -159,11 +215,6 @@ def _are_aligned(*tensors: Tensor) -> bool:
     for tensor in tensors:
         places |= tensor.data_ptr()
     return not places & 15
-
-
-def _constants(kernel: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-    """The constexpr arguments, which come last."""
-    return tuple(options[name] for name in kernel.arg_names if name in options)
 
 
 def _work_space(
@@ -191,10 +242,10 @@ def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
     return buffer
 
 
-def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int) -> Launch:
+def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int | None = None) -> Launch:
     """How to launch the kernels for the queries `q` with `packed` rows a span; see `_launch`."""
     spans, kv_heads = starts.numel(), starts.shape[1]
-    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, q.shape[-1], value_dim)
+    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, dim or q.shape[-1], value_dim)
 
 
 @functools.lru_cache(maxsize=256)
@@ -226,6 +277,8 @@ def _launch(
             "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
         },
         sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
+        sizes | {"GROUP": group, "BLOCK_R": _ROTATED_ROWS, "num_warps": 4},
+        {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"], "BLOCK_R": _ROTATED_ROWS, "num_warps": 4},
     )  # fmt: skip
 
 

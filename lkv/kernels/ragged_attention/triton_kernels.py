@@ -329,3 +329,91 @@ def append_kernel(
     inside = (row[:, None] < rows) & (value_dims[None, :] < VALUE_DIM)
     new = tl.load(value + batch * v_batch + head * v_head + row[:, None] * v_row + value_dims[None, :], mask=inside)
     tl.store(v_pool + (end + row[:, None]) * VALUE_DIM + value_dims[None, :], new, mask=inside)
+
+
+@triton.jit
+def _rotated(
+    x, row_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """Rows [BLOCK_R, WIDTH] at `row_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, in float32.
+
+    Before that, channels are multiplied by `factor`; or, where there is a `mean`, that is taken off them, and they are
+    divided by `factor`. Both are None for neither.
+    """
+    channels = tl.arange(0, BLOCK_W)
+    turned = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
+    for first in tl.static_range(0, BLOCK_W, 16):
+        channel = first + tl.arange(0, 16)
+        real = channel < WIDTH
+        part = tl.load(x + row_at[:, None] + channel[None, :], mask=is_row[:, None] & real[None, :], other=0.0)
+        part = part.to(tl.float32)
+        if factor is not None:
+            by = tl.load(factor + channel, mask=real, other=1.0).to(tl.float32)
+            if mean is not None:
+                part = (part - tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)[None, :]) / by[None, :]
+            else:
+                part = part * by[None, :]
+        matrix = tl.load(
+            rotation + channel[:, None] * step_in + channels[None, :] * step_out,
+            mask=real[:, None] & (channels[None, :] < WIDTH),
+            other=0.0,
+        )
+        turned = tl.dot(part, matrix, turned, input_precision="tf32x3")
+    return turned
+
+
+@triton.jit
+def _store_rows(out, row_at, is_row, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
+    channels = tl.arange(0, BLOCK_W)
+    inside = is_row[:, None] & (channels[None, :] < WIDTH)
+    tl.store(out + row_at[:, None] + channels[None, :], rows.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def enter_kernel(
+    q, key, value, new_q, new_key, new_value, mean, scale, key_rotation, value_rotation, heads, kv_heads, rows, q_batch,
+    q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, GROUP: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """New tokens of one head of q, of k or of v in the coordinates of a `Basis`; the results are contiguous."""
+    number = tl.program_id(0)
+    batch, head = (number // (heads + 2 * kv_heads)).to(tl.int64), number % (heads + 2 * kv_heads)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row, row = row < rows, row.to(tl.int64)
+    if head < heads:
+        factor = scale + (batch * kv_heads + head // GROUP) * DIM
+        turned = _rotated(
+            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM, BLOCK_R,
+            BLOCK_D,
+        )  # fmt: skip
+        _store_rows(new_q + (batch * heads + head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
+    elif head < heads + kv_heads:
+        kv_head = head - heads
+        channel = (batch * kv_heads + kv_head) * DIM
+        turned = _rotated(
+            key + batch * k_batch + kv_head * k_head, row * k_row, is_row, mean + channel, scale + channel,
+            key_rotation, DIM, 1, DIM, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
+        _store_rows(new_key + (batch * kv_heads + kv_head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
+    else:
+        kv_head = head - heads - kv_heads
+        turned = _rotated(
+            value + batch * v_batch + kv_head * v_head, row * v_row, is_row, None, None, value_rotation, VALUE_DIM, 1,
+            VALUE_DIM, BLOCK_R, BLOCK_V,
+        )  # fmt: skip
+        place = new_value + (batch * kv_heads + kv_head) * rows * VALUE_DIM
+        _store_rows(place, row * VALUE_DIM, is_row, turned, VALUE_DIM, BLOCK_V)
+
+
+@triton.jit
+def leave_kernel(
+    x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The model's outputs of one head from those over rotated values, in the layout of `x`."""
+    batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row, at = row < rows, batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride
+    turned = _rotated(x, at, is_row, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, BLOCK_R, BLOCK_V)
+    _store_rows(out, at, is_row, turned, VALUE_DIM, BLOCK_V)

@@ -12,7 +12,7 @@ from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
-_RANKED_AT_ONCE = 2048
+_RANKED_AT_ONCE = 4096  # scores of a span, at most; fewer for short ones
 _MOVED_AT_ONCE = 64
 
 
@@ -78,9 +78,10 @@ def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Te
     """
     scores = scores.contiguous()
     places = torch.empty_like(scores, dtype=torch.int32)
+    block = min(_RANKED_AT_ONCE, max(256, triton.next_power_of_2(scores.shape[-1])))
     with devices.device_guard(scores.device):
         kernels.rank_kernel[(keep.numel(), 1)](
-            scores, counts, keep, places, has_nan, scores.shape[-1], BLOCK=_RANKED_AT_ONCE, num_warps=8
+            scores, counts, keep, places, has_nan, scores.shape[-1], BLOCK=block, num_warps=8
         )
     return places
 
@@ -142,8 +143,9 @@ def score(
     group = 0 if weights.normaliser is None else weights.normaliser.shape[1]
     rows = 0 if weights.queries is None else weights.queries.shape[1]
     knots = 0 if weights.start is None else weights.start.shape[1]
-    # Products in float32 take registers, and larger tiles spill them.
-    block = 16 if weights.weight.dtype == torch.float32 else 64
+    # Products of the MLP in float32 take registers, and larger tiles spill them.
+    is_float32 = weights.weight.dtype == torch.float32
+    block, warps = (16, 8 if dim > 64 else 4) if is_float32 else (64, 4)
     with devices.device_guard(key.device):
         kernels.score_kernel[(-(-entries.width // block), entries.spans)](
             key, entries.value, entries.starts, entries.counts, *entries.arguments, scores, positions, out, cos, sin,
@@ -151,8 +153,8 @@ def score(
             weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, padding, scale,
             ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
             # The interpreter knows bfloat16 as bits, and would multiply those.
-            WIDEN=interpreted(), BLOCK=block, BLOCK_H=_padded(dim // 2), BLOCK_U=_padded(dim), BLOCK_R=_padded(rows),
-            BLOCK_K=_padded(knots), num_warps=8 if dim > 64 else 4,
+            WIDEN=interpreted(), PRECISION="ieee" if is_float32 else "tf32x3", BLOCK=block, BLOCK_H=_padded(dim // 2),
+            BLOCK_U=_padded(dim), BLOCK_R=_padded(rows), BLOCK_K=_padded(knots), num_warps=warps,
         )  # fmt: skip
     return out
 
