@@ -30,6 +30,7 @@ CHECKS = [
 SANITIZED = [*CHECKS[:3], "-k", "much_shorter or tiles_in_use or continuations or highest or move or scores"]
 TOOLS = ("memcheck", "racecheck", "initcheck")
 SECONDS = 900
+_PROCESSES = 14  # that share the GPU's memory
 _LARGE = 40 * 2**30  # bytes of a GPU that holds 8 billion weights and their caches
 Run = Callable[[list[str], float], int]
 
@@ -77,8 +78,9 @@ class Check:
             options = ["--tool", tool, "--error-exitcode", "9"]
             if self._call([str(self._sanitizer), *options, *pytest, *SANITIZED], 90):
                 return self._stop(f"{tool} found something")
-        # Every assertion, and no more: a first run also compiles all kernels.
-        if self._call([*pytest, *CHECKS], 300):
+        # Every assertion, and no more. A first run also compiles all kernels, in several processes; each test is named as
+        # it ends, also where the time does not suffice for all.
+        if self._call([*pytest, "-v", "-n", str(min(_PROCESSES, os.cpu_count() or 1)), *CHECKS], 300):
             return self._stop("something is wrong")
         commands = timings(self._model, self._out)
         failed = [words[0] for words, limit in commands if self._call([sys.executable, "-m", *words], limit)]

@@ -263,6 +263,8 @@ def _launch(
     tiles = -(-packed // block_m)
     programs = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
+    # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
+    rotated = {"BLOCK_R": _ROTATED_ROWS, "PRECISION": "ieee" if dtype == torch.float32 else "tf32x3", "num_warps": 4}
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles fill a GPU by themselves, and every slice takes memory for its partial result.
@@ -277,8 +279,8 @@ def _launch(
             "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
         },
         sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
-        sizes | {"GROUP": group, "BLOCK_R": _ROTATED_ROWS, "num_warps": 4},
-        {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"], "BLOCK_R": _ROTATED_ROWS, "num_warps": 4},
+        sizes | rotated | {"GROUP": group},
+        rotated | {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"]},
     )  # fmt: skip
 
 

@@ -333,8 +333,8 @@ def append_kernel(
 
 @triton.jit
 def _rotated(
-    x, row_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    x, row_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
     """Rows [BLOCK_R, WIDTH] at `row_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, in float32.
 
@@ -359,7 +359,7 @@ def _rotated(
             mask=real[:, None] & (channels[None, :] < WIDTH),
             other=0.0,
         )
-        turned = tl.dot(part, matrix, turned, input_precision="tf32x3")
+        turned = tl.dot(part, matrix, turned, input_precision=PRECISION)
     return turned
 
 
@@ -374,7 +374,8 @@ def _store_rows(out, row_at, is_row, rows, WIDTH: tl.constexpr, BLOCK_W: tl.cons
 def enter_kernel(
     q, key, value, new_q, new_key, new_value, mean, scale, key_rotation, value_rotation, heads, kv_heads, rows, q_batch,
     q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, GROUP: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """New tokens of one head of q, of k or of v in the coordinates of a `Basis`; the results are contiguous."""
     number = tl.program_id(0)
@@ -384,8 +385,8 @@ def enter_kernel(
     if head < heads:
         factor = scale + (batch * kv_heads + head // GROUP) * DIM
         turned = _rotated(
-            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM, BLOCK_R,
-            BLOCK_D,
+            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM, PRECISION,
+            BLOCK_R, BLOCK_D,
         )  # fmt: skip
         _store_rows(new_q + (batch * heads + head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
     elif head < heads + kv_heads:
@@ -393,14 +394,14 @@ def enter_kernel(
         channel = (batch * kv_heads + kv_head) * DIM
         turned = _rotated(
             key + batch * k_batch + kv_head * k_head, row * k_row, is_row, mean + channel, scale + channel,
-            key_rotation, DIM, 1, DIM, BLOCK_R, BLOCK_D,
+            key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
         )  # fmt: skip
         _store_rows(new_key + (batch * kv_heads + kv_head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
     else:
         kv_head = head - heads - kv_heads
         turned = _rotated(
             value + batch * v_batch + kv_head * v_head, row * v_row, is_row, None, None, value_rotation, VALUE_DIM, 1,
-            VALUE_DIM, BLOCK_R, BLOCK_V,
+            VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V,
         )  # fmt: skip
         place = new_value + (batch * kv_heads + kv_head) * rows * VALUE_DIM
         _store_rows(place, row * VALUE_DIM, is_row, turned, VALUE_DIM, BLOCK_V)
@@ -409,11 +410,11 @@ def enter_kernel(
 @triton.jit
 def leave_kernel(
     x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The model's outputs of one head from those over rotated values, in the layout of `x`."""
     batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row, at = row < rows, batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride
-    turned = _rotated(x, at, is_row, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, BLOCK_R, BLOCK_V)
+    turned = _rotated(x, at, is_row, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V)
     _store_rows(out, at, is_row, turned, VALUE_DIM, BLOCK_V)
