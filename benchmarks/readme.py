@@ -59,8 +59,8 @@ def headline() -> str:
         "* **Needs** a *policy*, a small network that is trained once for each model. Two are included; `lkv fit` "
         "makes others in minutes.\n"
         "* **Not for** short prompts, which leave little to save, or for work in which no detail may be lost.\n"
-        "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; on one [GPU](docs/gpu.md) times alone, "
-        "with\nrandom weights. Not on the paper's 8B models ([scripts](runs/README.md))."
+        "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; of a [GPU](docs/gpu.md) times alone. "
+        "Not on the paper's 8B models ([scripts](runs/README.md))."
     )
 
 

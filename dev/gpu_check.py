@@ -78,8 +78,8 @@ class Check:
             options = ["--tool", tool, "--error-exitcode", "9"]
             if self._call([str(self._sanitizer), *options, *pytest, *SANITIZED], 90):
                 return self._stop(f"{tool} found something")
-        # Every assertion, and no more. A first run also compiles all kernels, in several processes; each test is named as
-        # it ends, also where the time does not suffice for all.
+        # Every assertion, and no more. A first run also compiles all kernels, in several processes; each test is named
+        # as it ends, also where the time does not suffice for all.
         if self._call([*pytest, "-v", "-n", str(min(_PROCESSES, os.cpu_count() or 1)), *CHECKS], 300):
             return self._stop("something is wrong")
         commands = timings(self._model, self._out)

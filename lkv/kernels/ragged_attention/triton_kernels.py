@@ -385,8 +385,8 @@ def enter_kernel(
     if head < heads:
         factor = scale + (batch * kv_heads + head // GROUP) * DIM
         turned = _rotated(
-            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM, PRECISION,
-            BLOCK_R, BLOCK_D,
+            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM,
+            PRECISION, BLOCK_R, BLOCK_D,
         )  # fmt: skip
         _store_rows(new_q + (batch * heads + head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
     elif head < heads + kv_heads:
