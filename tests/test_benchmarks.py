@@ -37,7 +37,7 @@ from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
 from tests.training.conftest import folder  # noqa: F401

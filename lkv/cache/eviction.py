@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.cache.config import LayerContext
+from lkv.cache.cache_config import LayerContext
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError

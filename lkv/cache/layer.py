@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.cache.config import LayerContext, SharedState, mean_entries
+from lkv.cache.cache_config import LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
 from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.saved_state import check_store, restore_store

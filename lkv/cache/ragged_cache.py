@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.config import MAX_COUNT, CacheConfig, LayerContext, SharedState
+from lkv.cache.cache_config import MAX_COUNT, CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width

@@ -72,7 +72,7 @@ class Ask(PolicyOptions, RunOptions):
     def run(self) -> None:
         """Read and compress the document, or load it, then answer."""
         self._check()
-        from lkv.context.checks import check_text
+        from lkv.context.input_checks import check_text
         from lkv.utils.files import check_writable_file
 
         questions = self.words[0 if self.load else 1 :]

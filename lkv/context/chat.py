@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lkv.context.checks import check_text
 from lkv.context.context import Context
 from lkv.context.generation import answer_length, check_options, end_tokens, generate, is_truncated, stream_text
+from lkv.context.input_checks import check_text
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.utils.prompts import encode_next_question, encode_question

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.checks import check_model_and_tokenizer, check_text
 from lkv.context.context import Context
+from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention

@@ -15,7 +15,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.shared_cache import SharedCache
 from lkv.context import saved_context
-from lkv.context.checks import check_model_and_tokenizer, check_text
 from lkv.context.generation import (
     answer_length,
     check_options,
@@ -25,6 +24,7 @@ from lkv.context.generation import (
     stream_text,
     without_padding,
 )
+from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.cache_argument import cache_argument

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lkv.cache.config import CacheConfig
+from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt

@@ -12,9 +12,9 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from lkv.context.checks import check_text
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
+from lkv.context.input_checks import check_text
 from lkv.context.protection import protected_tokens
 from lkv.errors import BusyError, ContextPendingError, LkvError, PromptError, StoreError, check_retention
 from lkv.integrations.transformers.attention import patch_attention

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
-from lkv.cache.config import CacheConfig, LayerContext, SharedState
+from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.ragged_store import RaggedStore

@@ -11,7 +11,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.kernels.ragged_attention import cpp
 from lkv.utils import devices
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
 

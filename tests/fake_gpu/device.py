@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lkv.utils.cpp import build_library
+from lkv.utils.cpp_compiler import build_library
 
 NAME = "fake"
 PACKAGE = Path(__file__).parents[2] / "lkv"

@@ -9,7 +9,7 @@ import torch
 from lkv.cache.layer import RaggedLayer
 from lkv.evaluation import runner
 from lkv.evaluation.runner import EvaluationConfig, evaluate
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.fake_gpu.device import load, memory_limit
 from tests.fake_suite import Letters, make_examples, make_prompt, score
 from tests.gpu.test_gpu import policy_of
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, t
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(RaggedLayer, "_make_space", make_room)
-    monkeypatch.setattr("lkv.cache.config._MAX_SLACK_GPU", 4)
-    monkeypatch.setattr("lkv.cache.config._MIN_SLACK", 4)
+    monkeypatch.setattr("lkv.cache.cache_config._MAX_SLACK_GPU", 4)
+    monkeypatch.setattr("lkv.cache.cache_config._MIN_SLACK", 4)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected
     assert max(rows) > 2 and min(rows) <= 2

@@ -20,7 +20,7 @@ from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, LearnedScores
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 from tests.kernels.pools import in_tiers
@@ -298,7 +298,7 @@ def test_launches_of_eviction_a_layer(on_fake):
         with watched() as log:
             on_fake(tokens, past_key_values=cache)
         own = [event.place for event in log.ours("launch")]
-        shared = ("integrations/transformers/rotation", "cache/config")
+        shared = ("integrations/transformers/rotation", "cache/cache_config")
         others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets", *shared)
         counts = (sum(place.startswith(places) for place in own) for places in (others, shared))
         return (len(own) - next(counts)) / LAYERS, next(counts)

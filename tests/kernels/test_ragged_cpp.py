@@ -16,7 +16,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
 from lkv.kernels.ragged_attention.arguments import LEVELS
-from lkv.utils import cpp as build
+from lkv.utils import cpp_compiler as build
 from tests.conftest import tiny_llama
 from tests.kernels.pools import (
     TIERS,

@@ -18,7 +18,7 @@ from lkv.policy.policy import Policy
 from lkv.training import distillation
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, SampleGroup, distillation_losses, schedule, soft_mask
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import tiny_llama
 
 pytest.importorskip("triton")

@@ -24,7 +24,7 @@ from lkv.training.distillation import (
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
-from lkv.utils.cpp import find_compiler
+from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_training import CONFIG, run_in_two_processes, sample
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.checks import check_text
 from lkv.context.compression import describe_compression
 from lkv.context.context import Context
+from lkv.context.input_checks import check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lkv.kernels.ragged_attention.arguments import QuantizedKV
 from lkv.kernels.ragged_attention.basis import Basis
-from lkv.utils.cpp import build_library
+from lkv.utils.cpp_compiler import build_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
