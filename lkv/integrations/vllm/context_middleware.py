@@ -1,0 +1,185 @@
+"""The middleware that rewrites requests about contexts before vLLM parses them, and says when the server ends."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lkv.errors import LkvError, PromptError
+from lkv.serving.middleware import refuse
+from lkv.serving.schemas import error_object, error_response
+
+if TYPE_CHECKING:
+    from lkv.integrations.vllm.http import ContextRoutes
+
+PREFIX = "lkv_"  # of all that names contexts
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
+
+
+class ContextMiddleware:
+    """Rewrites requests about contexts before vLLM parses them."""
+
+    def __init__(self, app: ASGIApp, routes: "ContextRoutes", local: bool, has_key: bool):
+        """`local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
+        self._app, self._routes, self._local, self._has_key = app, routes, local, has_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] == "lifespan" and (server := getattr(scope["app"].state, "server", None)):
+            # Else a request whose engine has ended keeps the server from ending.
+            server.config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(self._routes, send)
+        try:
+            await self._dispatch(scope, receive, answer.send)
+        except Exception:
+            if not self._routes.is_stopping or answer.is_started:
+                raise
+            await answer.refuse()
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, refusal = scope["path"], self._refusal(scope)
+        if path == "/metrics":
+            await self._routes.refresh_metrics()
+        if self._routes.is_stopping and scope["method"] == "POST":
+            await _stopping_response()(scope, receive, send)
+        elif refusal is not None and path.startswith("/v1/contexts"):
+            await refusal(scope, receive, send)
+        elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
+            await self._ask(scope, receive, send, refusal)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None) -> None:
+        """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
+        try:
+            data = await read_body(receive, None)
+            body = _parse(data)
+            name = None if body is None else self._routes.split_name(body)
+            if refusal is not None and (name is not None or PREFIX in json.dumps(body)):
+                await refusal(scope, receive, send)
+            elif body is None or name is None:
+                await self._pass_on(data, scope, receive, send)
+            elif scope["path"] not in (CHAT, COMPLETIONS):
+                raise PromptError(f"{scope['path']} cannot use contexts; use {CHAT} or {COMPLETIONS}.")
+            else:
+                send = self._counting(send)
+                async with self._routes.using(name):
+                    await self._routes.rewrite(scope["path"], body, name)
+                    await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
+        except LkvError as error:
+            await error_response(error)(scope, receive, send)
+
+    def _counting(self, send: Send) -> Send:
+        """`send`, which counts the answer by its status."""
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._routes.count_request(message["status"])
+            await send(message)
+
+        return send_counted
+
+    async def _pass_on(self, data: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with the body `data`."""
+        headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(data)).encode())]}
+        sent = False
+
+        async def replay() -> Message:
+            nonlocal sent
+            if sent:
+                return await receive()
+            sent = True
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """The answer to clients and pages from elsewhere, and to those without the key; None for others."""
+        # vLLM asks for the key below /v1 and on few other paths, but answers chats on /invocations as well.
+        if self._has_key and not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/"):
+            message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
+            return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
+        return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
+
+
+_STOPPING = error_object(
+    "the server is shutting down; send the request again when it is back, or to another server.",
+    "service_unavailable_error",
+    "shutting_down",
+)
+
+
+def _stopping_response() -> JSONResponse:
+    """The answer to requests that the end of the server cuts off, or that come too late."""
+    return JSONResponse(_STOPPING, 503, {"Retry-After": "10"})
+
+
+class _Answer:
+    """An answer on its way to a client, which says that the server ends where vLLM would report a failed engine."""
+
+    def __init__(self, routes: "ContextRoutes", send: Send):
+        self._routes, self._send = routes, send
+        self.is_started = self._is_refused = False
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the answer."""
+        if self._is_refused:
+            return
+        if self._routes.is_stopping:
+            if message["type"] == "http.response.start" and message["status"] == 500:
+                await self.refuse()
+                return
+            if message.get("body", b"").startswith(b'data: {"error"'):  # in a stream
+                message = {**message, "body": b"data: %b\n\n" % json.dumps(_STOPPING).encode()}
+        self.is_started = True
+        await self._send(message)
+
+    async def refuse(self) -> None:
+        """Send 503 instead of the answer."""
+        self.is_started = self._is_refused = True
+        answer = _stopping_response()
+        await self._send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        await self._send({"type": "http.response.body", "body": answer.body})
+
+
+def _naming(name: str, send: Send) -> Send:
+    """`send`, with a header that names the context of the answer: vLLM ignores a misspelt field."""
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"lkv-context", name.encode())]}
+        await send(message)
+
+    return send_named
+
+
+async def read_body(receive: Receive, limit: int | None) -> bytes:
+    """A request's body. Raises HTTPException beyond `limit` bytes."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise PromptError("the client has gone.")
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if limit is not None and size > limit:
+            raise HTTPException(413, f"the request is larger than {limit:,} bytes; send a shorter text.")
+    return b"".join(parts)
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    """The object that a body is; None for others, of which vLLM says what is wrong with them."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
