@@ -11,6 +11,7 @@ On a version that does not fit, one line says so and vLLM runs as it would witho
 
 import functools
 import logging
+import signal
 from inspect import signature
 from typing import Any
 
@@ -45,6 +46,17 @@ def install_in_worker() -> None:
         if "determine_available_memory" in vars(worker):
             _wrap(worker, "determine_available_memory", _determine_available_memory)
     Worker.lkv_outcome, Worker.lkv_statistics, Worker.lkv_release = _outcome, _statistics, _release
+    _leave_the_end_to_the_engine()
+
+
+def _leave_the_end_to_the_engine() -> None:
+    """Ignore, in a worker's own process, the signals that a terminal or a service manager sends to all processes.
+
+    The engine gets them too, lets running requests end, and then ends its workers. vLLM's workers would end at once.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if getattr(signal.getsignal(number), "__qualname__", "").startswith("WorkerProc."):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _check(owner: type, name: str, *parameters: str) -> None:

@@ -48,7 +48,7 @@ class ContextMiddleware:
         path, refusal = scope["path"], self._refusal(scope)
         if path == "/metrics":
             await self._routes.refresh_metrics()
-        if self._routes.is_stopping and scope["method"] == "POST":
+        if self._routes.is_stopping and (scope["method"] == "POST" or path == "/health"):
             await _stopping_response()(scope, receive, send)
         elif refusal is not None and path.startswith("/v1/contexts"):
             await refusal(scope, receive, send)
