@@ -70,22 +70,26 @@ def verdict(claim: Mapping[str, Any]) -> str:
     if "holds" not in claim:
         return NOT_TESTABLE
     outcomes = [_compare(comparison, figures_of(claim)) for comparison in claim["holds"]]
-    if all(is_true for is_true, _ in outcomes):
-        return HELD if all(is_apart for _, is_apart in outcomes) else UNCLEAR
-    return PARTLY if any(is_true for is_true, _ in outcomes) else NOT_HELD
+    if set(outcomes) == {HELD}:
+        return HELD
+    if NOT_HELD not in outcomes:
+        return UNCLEAR
+    return PARTLY if HELD in outcomes else NOT_HELD
 
 
-def _compare(comparison: str, figures: Mapping[str, Figure]) -> tuple[bool, bool]:
-    """Whether "a < 0.5 b" or "a > 1" is true of the values, and whether both have intervals, which are apart."""
+def _compare(comparison: str, figures: Mapping[str, Figure]) -> str:
+    """What becomes of "a < 0.5 b" or "a > 1": undecided where intervals overlap; and true without intervals, too."""
     match = _COMPARISON.fullmatch(comparison)
     if not match:
         raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b', 'a < 0.5 b' or 'a > 1'.")
     left, factor = figures[match[1]], float(match[3] or 1)
     right = _constant(float(match[4])) if match[4].isdecimal() else figures[match[4]]
-    are_certain = left.is_certain and right.is_certain
-    if match[2] == ">":
-        return left.value > factor * right.value, are_certain and left.low > factor * right.high
-    return left.value < factor * right.value, are_certain and left.high < factor * right.low
+    sign = 1 if match[2] == "<" else -1
+    if left.is_certain and right.is_certain:
+        if left.low <= factor * right.high and factor * right.low <= left.high:
+            return UNCLEAR
+        return HELD if sign * (left.value - factor * right.value) < 0 else NOT_HELD
+    return UNCLEAR if sign * (left.value - factor * right.value) < 0 else NOT_HELD
 
 
 def _constant(value: float) -> Figure:
@@ -109,8 +113,8 @@ def claims_page() -> str:
             "has more inputs than the paper's, unless it says otherwise; where no model is named it is SmolLM2, the "
             "only one on which LongBench and the grid of Table 2 were run.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
-            "`benchmarks/claims.json`. Undecided: the means point the way that the paper claims, but the 95% intervals "
-            "overlap, or a figure has none, so that these measurements show no difference.",
+            "`benchmarks/claims.json`. Undecided: the 95% intervals overlap, whichever way the means point, or a "
+            "figure that points the way that the paper claims has none, so that these measurements show no difference.",
             table(["where", "verdict", "figures", "files"], _claim_lines(claims), "claim"),
             *training(),
             "## What is the paper's and what is ours",

@@ -43,6 +43,7 @@ def headline() -> str:
     tenth = _agreement("lkv", 0.1, lengths)
     contexts = [str(_best("lkv", 0.05)[length]["contexts"]) for length in lengths]
     (time,), (token,) = read("prefill", **AT_4096), read("decode", dtype="float32", what="token", threads=1, **AT_4096)
+    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **AT_4096 | {"method": "lkv, tiers"})
     return (
         "**LKV shrinks the KV cache of a long prompt to a tenth of its bytes, and the model still predicts the same "
         f"next token in {min(tenth)} to {max(tenth)}% of cases.**\nThe KV cache is what a transformer stores of the "
@@ -50,12 +51,13 @@ def headline() -> str:
         f"{' / '.join(f'{tokens:,}' for tokens in lengths)} tokens, the prediction is the same in "
         f"{_shares('lkv', lengths)} of cases; with KVzip, which reads\nthe text twice, in "
         f"{_shares('kvzip', lengths)}, with SnapKV in {_shares('snapkv', lengths)} (SmolLM2-135M-Instruct; "
-        f"{' / '.join(contexts)} texts; bytes of a 16-bit cache;\nevery method stores what it keeps in 8 to 3 bits a "
+        f"{' / '.join(contexts)} texts; bytes of a 16-bit cache,\nhalf of those of "
+        "the float32 that a CPU computes in by default; every method stores what it keeps in 8 to 3 bits a "
         "value; `memory.json`).\n\n"
         "* **For** many questions about one long text, and for serving more of them in the same memory.\n"
         f"* **Costs** {time['value'] - 1:.0%} more time to read the text, once. An answer token then takes "
-        f"{token['value']:.2f} of the full cache's time ([measured](#results) at 15% of the entries, unquantised, and "
-        "4,096 tokens).\n"
+        f"{token['value']:.2f} of the full cache's time over 15% of the entries, unquantised, and {tiers['value']:.2f} "
+        "over as many bytes in 8 to 3 bits ([measured](#results) at 4,096 tokens).\n"
         "* **Needs** a *policy*, a small network that is trained once for each model. Two are included; `lkv fit` "
         "makes others in minutes.\n"
         "* **Not for** short prompts, which leave little to save, or for work in which no detail may be lost.\n"

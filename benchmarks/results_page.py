@@ -54,7 +54,9 @@ def memory_name(label: str) -> str:
 def results_page() -> str:
     """The shipped policies by length, by needles, and in serving."""
     lead = (
-        "SmolLM2-135M-Instruct with the shipped policy, the question unknown at compression; intervals are 95%. Each "
+        "SmolLM2-135M-Instruct (the weights that LKV downloads, converted from 4 bits, Q4_1) with the shipped policy, "
+        "the question unknown at compression; intervals are 95%, those of few contexts somewhat too narrow "
+        "([how to read them](guides/evaluating.md#how-to-read-them)). Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
         "LKV's training data held invented facts hidden in text, not unlike needles, and "
         f"{overlapping_items()} (`overlap.json`); the baselines are untrained. More methods and "

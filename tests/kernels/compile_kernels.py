@@ -154,6 +154,8 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
 
 def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) -> None:
     """One step over 8 heads in groups of 4, whose first entries are in `tiers` of these bits of k and v."""
+    # What is compiled already would be launched.
+    ragged._launch.cache_clear()
     q, new = on_gpu(1, 32, 1, dim, dtype=dtype), on_gpu(1, 8, 1, dim, dtype=dtype)
     pool = on_gpu(256, dim, dtype=dtype)
     starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))

@@ -215,7 +215,7 @@ def test_no_offset_of_eviction_overflows(layout):
             kernels.score_kernel[(-(-tokens // 64), spans)](
                 key, value, where, counts, *strides, *strides, scores, positions, out, *tables[1:3], weight,
                 *tables[3:], heads, tokens, 0, tokens, 0, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9,
-                KNOTS=13, WIDEN=True, **sizes,
+                KNOTS=13, WIDEN=True, PRECISION="tf32x3", **sizes,
             )  # fmt: skip
         kernels.move_kernel[(-(-tokens // 64), spans)](
             key, value, scores, positions, where, *strides, *strides, counts, places, tokens, key, value, scores,

@@ -41,7 +41,8 @@ def compiled(arch, dim, dtype, kernels="attention"):
     ],
 )
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
-    assert {row["kernel"] for row in compiled(arch, dim, dtype)} == {"slice_kernel", "append_kernel"}
+    names = {row["kernel"] for row in compiled(arch, dim, dtype)}
+    assert names == {"slice_kernel", "append_kernel", "enter_kernel", "leave_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,8 @@ def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
     steps = [row for row in compiled(arch, dim, "bfloat16", "decode") if row["kernel"] == "slice_kernel"]
     assert [row["grid"][1] for row in steps] == [1, 1, 4]
     for new, row in zip((1, 16, 64), steps, strict=True):
-        assert row["local"] == row["stack"] == 0
+        # Joining the parts, once a head, may spill a few registers before sm_90.
+        assert row["stack"] <= (0 if arch >= 90 else 40) and row["local"] <= row["stack"]
         # All entries are copied asynchronously, 16 bytes at a time.
         assert row["copies"] == row["wide_copies"] >= 32
         # With 100 KiB of shared memory a multiprocessor holds one program of many tokens.

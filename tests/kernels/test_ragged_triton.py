@@ -278,7 +278,7 @@ def test_the_benchmark_runs(tmp_path, monkeypatch):
 
 def test_the_benchmark_times_no_wrong_kernel(tmp_path, monkeypatch):
     plain = triton.attend
-    monkeypatch.setattr(triton, "attend", lambda *args: (plain(*args)[0] * 1.001, None))
+    monkeypatch.setattr(triton, "attend", lambda *args, **options: (plain(*args)[0] * 1.001, None))
     monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})
     out = tmp_path / "ragged.json"
     with torch.device("cpu"), pytest.raises(SystemExit, match="nothing was timed"):

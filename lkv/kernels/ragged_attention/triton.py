@@ -264,7 +264,10 @@ def _launch(
     programs = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
-    rotated = {"BLOCK_R": _ROTATED_ROWS, "PRECISION": "ieee" if dtype == torch.float32 else "tf32x3", "num_warps": 4}
+    rotated = {
+        "BLOCK_R": _ROTATED_ROWS, "PRECISION": "ieee" if dtype == torch.float32 else "tf32x3",
+        "num_warps": 4 if max(blocks["BLOCK_D"], blocks["BLOCK_V"]) <= 128 else 8,
+    }  # fmt: skip
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles fill a GPU by themselves, and every slice takes memory for its partial result.
