@@ -43,7 +43,7 @@ def headline() -> str:
     tenth = _agreement("lkv", 0.1, lengths)
     contexts = [str(_best("lkv", 0.05)[length]["contexts"]) for length in lengths]
     (time,), (token,) = read("prefill", **AT_4096), read("decode", dtype="float32", what="token", threads=1, **AT_4096)
-    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **AT_4096 | {"method": "lkv, tiers"})
+    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **{**AT_4096, "method": "lkv, tiers"})
     return (
         "**LKV shrinks the KV cache of a long prompt to a tenth of its bytes, and the model still predicts the same "
         f"next token in {min(tenth)} to {max(tenth)}% of cases.**\nThe KV cache is what a transformer stores of the "
