@@ -78,7 +78,10 @@ def verdict(claim: Mapping[str, Any]) -> str:
 
 
 def _compare(comparison: str, figures: Mapping[str, Figure]) -> str:
-    """What becomes of "a < 0.5 b" or "a > 1": undecided where intervals overlap; and true without intervals, too."""
+    """The verdict on "a < 0.5 b" or "a > 1".
+
+    It is undecided where the intervals overlap, or where it is true but a figure has no interval.
+    """
     match = _COMPARISON.fullmatch(comparison)
     if not match:
         raise ValueError(f"{comparison!r} is no comparison; write it as 'a < b', 'a < 0.5 b' or 'a > 1'.")
@@ -114,7 +117,7 @@ def claims_page() -> str:
             "only one on which LongBench and the grid of Table 2 were run.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
             "`benchmarks/claims.json`. Undecided: the 95% intervals overlap, whichever way the means point, or a "
-            "figure that points the way that the paper claims has none, so that these measurements show no difference.",
+            "figure that supports the claim has none, so that these measurements show no difference.",
             table(["where", "verdict", "figures", "files"], _claim_lines(claims), "claim"),
             *training(),
             "## What is the paper's and what is ours",

@@ -57,11 +57,11 @@ def headline() -> str:
         "* **For** many questions about one long text, and for serving more of them in the same memory.\n"
         f"* **Costs** {time['value'] - 1:.0%} more time to read the text, once. An answer token then takes "
         f"{token['value']:.2f} of the full cache's time over 15% of the entries, unquantised, and {tiers['value']:.2f} "
-        "over as many bytes in 8 to 3 bits ([measured](#results) at 4,096 tokens).\n"
+        "over as many bytes in 8 to 3 bits ([measured](#results) at 4,096 tokens on a CPU).\n"
         "* **Needs** a *policy*, a small network that is trained once for each model. Two are included; `lkv fit` "
         "makes others in minutes.\n"
         "* **Not for** short prompts, which leave little to save, or for work in which no detail may be lost.\n"
-        "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; of a [GPU](docs/gpu.md) times alone. "
+        "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; on a [GPU](docs/gpu.md), times alone. "
         "Not on the paper's 8B models ([scripts](runs/README.md))."
     )
 

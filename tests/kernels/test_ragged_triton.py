@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import ragged_attention as benchmark
+from lkv.cache.quantization import rotation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import Basis, api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
@@ -334,6 +335,31 @@ def test_head_sizes_over_tiers(tiers, dim, dtype):
     torch.manual_seed(dim)
     pools = coded_pools([[[3, 60]], [[40, 0]], [[5, 7]]][-1 - len(tiers) :], tiers, 2, dim, 8 + 120 % dim, dtype)
     assert_equals_reference(pools, 4, 2, dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dim", "value_dim"), [(1, 1, 64, 64), (3, 5, 80, 24), (2, 20, 8, 40), (2, 33, 24, 80)]
+)
+def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
+    """Against PyTorch's operators, of heads behind tokens and before them."""
+    torch.manual_seed(dim)
+    rotations = [rotation(size, torch.float32, torch.empty(0).device) for size in (dim, value_dim)]
+    basis = Basis(torch.randn(batch, 2, dim).bfloat16(), (torch.rand(batch, 2, dim) + 0.3).bfloat16(), *rotations)
+    starts = torch.zeros(batch, 2, dtype=torch.int32)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    for order in (1, 2):  # the axis of the heads in memory
+        shapes = ((6, dim), (2, dim), (2, value_dim), (6, value_dim))
+        q, key, value, out = (
+            torch.randn((batch, heads, tokens, size) if order == 1 else (batch, tokens, heads, size)).to(dtype)
+            for heads, size in shapes
+        )
+        if order == 2:
+            q, key, value, out = (x.transpose(1, 2) for x in (q, key, value, out))
+        found = [*triton._enter(basis, q, key, value, starts), triton._leave(basis, out, starts)]
+        expected = [basis.enter_queries(q), *basis.enter_entries(key, value), basis.leave_outputs(out)]
+        for own, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, right, atol=tolerance * float(right.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), ((3, 3),)], ids=str)

@@ -54,6 +54,18 @@ def test_contexts_are_not_asked_where_vllm_asks_for_no_key(monkeypatch, key, pat
         assert (status, received) == (200, [body | named])
 
 
+@pytest.mark.parametrize("path", ["/v1/contexts", "/api/v1/contexts"])
+def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
+    app = FastAPI()
+    app.state.args = SimpleNamespace(host="127.0.0.1", allowed_origins=["*"], api_key=None)
+    routes = ContextRoutes()
+    routes.attach_router(app)
+    assert TestClient(app, "http://evil.example", root_path="/api").get(path).status_code == 421
+    routes.is_stopping = True
+    client = TestClient(app, "http://127.0.0.1", root_path="/api")
+    assert client.get(path.replace("/v1/contexts", "/health")).status_code == 503
+
+
 def test_texts_that_are_not_compressed_are_not_kept(parts, tmp_path, monkeypatch):
     contexts = VllmContexts.__new__(VllmContexts)
     contexts.model, contexts.tokenizer = parts

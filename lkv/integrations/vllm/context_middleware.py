@@ -45,7 +45,8 @@ class ContextMiddleware:
             await answer.refuse()
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path, refusal = scope["path"], self._refusal(scope)
+        path = _route_path(scope)
+        refusal = self._refusal(scope, path)
         if path == "/metrics":
             await self._routes.refresh_metrics()
         if self._routes.is_stopping and (scope["method"] == "POST" or path == "/health"):
@@ -53,11 +54,13 @@ class ContextMiddleware:
         elif refusal is not None and path.startswith("/v1/contexts"):
             await refusal(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
-            await self._ask(scope, receive, send, refusal)
+            await self._ask(path, scope, receive, send, refusal)
         else:
             await self._app(scope, receive, send)
 
-    async def _ask(self, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None) -> None:
+    async def _ask(
+        self, path: str, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None
+    ) -> None:  # fmt: skip
         """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
             data = await read_body(receive, None)
@@ -67,12 +70,12 @@ class ContextMiddleware:
                 await refusal(scope, receive, send)
             elif body is None or name is None:
                 await self._pass_on(data, scope, receive, send)
-            elif scope["path"] not in (CHAT, COMPLETIONS):
-                raise PromptError(f"{scope['path']} cannot use contexts; use {CHAT} or {COMPLETIONS}.")
+            elif path not in (CHAT, COMPLETIONS):
+                raise PromptError(f"{path} cannot use contexts; use {CHAT} or {COMPLETIONS}.")
             else:
                 send = self._counting(send)
                 async with self._routes.using(name):
-                    await self._routes.rewrite(scope["path"], body, name)
+                    await self._routes.rewrite(path, body, name)
                     await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
         except LkvError as error:
             await error_response(error)(scope, receive, send)
@@ -102,13 +105,13 @@ class ContextMiddleware:
 
         await self._app(scope, replay, send)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _refusal(self, scope: Scope, path: str) -> JSONResponse | None:
         """The answer to clients and pages from elsewhere, and to those without the key; None for others."""
         # vLLM asks for the key below /v1 and on few other paths, but answers chats on /invocations as well.
-        if self._has_key and not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/v1/"):
+        if self._has_key and not path.startswith("/v1/"):
             message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
             return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
-        return refuse(scope["path"], Headers(scope=scope), None, True, sys.maxsize) if self._local else None
+        return refuse(path, Headers(scope=scope), None, True, sys.maxsize) if self._local else None
 
 
 _STOPPING = error_object(
@@ -116,6 +119,12 @@ _STOPPING = error_object(
     "service_unavailable_error",
     "shutting_down",
 )
+
+
+def _route_path(scope: Scope) -> str:
+    """The path below vLLM's --root-path, which requests may have or not."""
+    path, root = scope["path"], scope.get("root_path", "").rstrip("/")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _stopping_response() -> JSONResponse:

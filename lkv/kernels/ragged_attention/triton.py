@@ -204,7 +204,8 @@ def _attend(
     launch.start(
         kernels.slice_kernel, (launch.programs, launch.tiles, 1), arguments,
         launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new},
-        (new, strides, bits, causal, lse is None), _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
+        (kv_heads, new, strides, bits, causal, lse is None),
+        _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
     )  # fmt: skip
     return out
 
@@ -265,7 +266,7 @@ def _launch(
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
     rotated = {
-        "BLOCK_R": _ROTATED_ROWS, "PRECISION": "ieee" if dtype == torch.float32 else "tf32x3",
+        "BLOCK_R": _ROTATED_ROWS, "PRECISION": devices.exact_products(dtype),
         "num_warps": 4 if max(blocks["BLOCK_D"], blocks["BLOCK_V"]) <= 128 else 8,
     }  # fmt: skip
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))

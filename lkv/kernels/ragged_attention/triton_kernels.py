@@ -379,7 +379,7 @@ def enter_kernel(
 ):  # fmt: skip
     """New tokens of one head of q, of k or of v in the coordinates of a `Basis`; the results are contiguous."""
     number = tl.program_id(0)
-    batch, head = (number // (heads + 2 * kv_heads)).to(tl.int64), number % (heads + 2 * kv_heads)
+    batch, head = (number // (heads + 2 * kv_heads)).to(tl.int64), (number % (heads + 2 * kv_heads)).to(tl.int64)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row, row = row < rows, row.to(tl.int64)
     if head < heads:

@@ -153,8 +153,9 @@ def score(
             weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, padding, scale,
             ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
             # The interpreter knows bfloat16 as bits, and would multiply those.
-            WIDEN=interpreted(), PRECISION="ieee" if is_float32 else "tf32x3", BLOCK=block, BLOCK_H=_padded(dim // 2),
-            BLOCK_U=_padded(dim), BLOCK_R=_padded(rows), BLOCK_K=_padded(knots), num_warps=warps,
+            WIDEN=interpreted(), PRECISION=devices.exact_products(weights.weight.dtype), BLOCK=block,
+            BLOCK_H=_padded(dim // 2), BLOCK_U=_padded(dim), BLOCK_R=_padded(rows), BLOCK_K=_padded(knots),
+            num_warps=warps,
         )  # fmt: skip
     return out
 
