@@ -30,6 +30,7 @@ from lkv.utils import devices
 BACKENDS = ("cpp", "fa3", "loop", "reference", "triton", "varlen")
 _GPU_BACKENDS = ("triton", "fa3", "varlen", "loop")  # in the order in which "auto" tries them
 _FUSED = ("cpp", "triton")  # append and attend in one, over codes and in a basis too
+_READ_IN_BASIS = ("cpp",)  # attend in a basis where nothing is appended
 _READ_FREE_SLOTS = ("fa3", "varlen")
 # Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
@@ -94,14 +95,14 @@ def ragged_attention(
         out = q.new_zeros((*q.shape[:3], v_pool.shape[1]))
         return (out, out.new_zeros(q.shape[:3])) if lse else out
     options: dict[str, Any] = {"quantized": quantized} if quantized else {}
-    if chosen in _FUSED:
+    if chosen in _READ_IN_BASIS:
         options["basis"] = basis
     entered, has_lse = q, lse or sinks is not None
-    if basis is not None and chosen not in _FUSED:
+    if basis is not None and chosen not in _READ_IN_BASIS:
         check_entering(basis, q=q)
         entered = basis.enter_queries(q)
     out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, has_lse, **options)
-    if basis is not None and chosen not in _FUSED:
+    if basis is not None and chosen not in _READ_IN_BASIS:
         out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if has_lse else None
     if sinks is not None:
         return join_sinks(out, log_sum_exp, sinks)

@@ -68,15 +68,15 @@ class Launch:
     ) -> None:  # fmt: skip
         """Launch `kernel`; `variant` is what else of the arguments is compiled in, if the tensors are aligned."""
         place = kernel, *variant
-        known = self.compiled.get(place) if is_aligned else None
-        if known is not None:
-            known.kernel[grid](*arguments, *known.constants)
+        launcher = self.compiled.get(place) if is_aligned else None
+        if launcher is not None:
+            launcher.kernel[grid](*arguments, *launcher.constants)
             return
-        started = kernel[grid](*arguments, **options)
-        if is_aligned and isinstance(started, CompiledKernel):
+        compiled_kernel = kernel[grid](*arguments, **options)
+        if is_aligned and isinstance(compiled_kernel, CompiledKernel):
             # The constexpr arguments come last.
             constants = tuple(options[name] for name in kernel.arg_names if name in options)
-            self.compiled[place] = Compiled(started, constants)
+            self.compiled[place] = Compiled(compiled_kernel, constants)
 
 
 def interpreted() -> bool:
@@ -109,19 +109,12 @@ def unfit(*tensors: Tensor) -> str | None:
 
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
+    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
-    given = q
-    if basis is not None:
-        check_entering(basis, q=q)
-        q = basis.enter_queries(q)
     with devices.device_guard(q.device):
-        out = _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse)
-    if basis is None:
-        return out, lse
-    return basis.leave_outputs(out), None if lse is None else basis.leave_lse(lse, given, scale)
+        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse), lse
 
 
 def append_and_attend(
