@@ -15,7 +15,9 @@ class Fit(Command):
         nargs="?",
         metavar="[MODEL]",
     )
-    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf (default: Python's own texts)")
+    data: Path | None = option(
+        "folder of documents (.txt, .md, code, .jsonl, .pdf) or of `lkv data build` (default: Python's own texts)"
+    )
     minutes: float = option("how long it may take", 10.0, gt=0)
     out: Path | None = option("folder for the policy (default: in the cache, where it is found for this model)")
     revision: str | None = option("commit, tag or branch of a model on the Hub")

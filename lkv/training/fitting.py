@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
@@ -27,6 +27,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
+from lkv.training.data.built_dataset import BuiltDataset, is_built, read_manifest
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
@@ -58,6 +59,8 @@ _RUN = ".fit"  # the folder of a run that is not finished
 
 clock = time.perf_counter  # the time that is counted
 
+Texts = Mixture | BuiltDataset
+
 
 def fit(
     model: "PreTrainedModel",
@@ -80,7 +83,8 @@ def fit(
         texts: documents to fit the policy to; with neither these nor `data`, Python's own manual and library are used,
             which also join texts of fewer than 400,000 characters.
         minutes: how long it may take.
-        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
+        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`), or one that
+            `lkv data build` wrote, whose samples are used as they are.
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
 
@@ -99,11 +103,17 @@ def fit(
     query_rotations(model, "`lkv fit`")
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
-    longest = RECIPE.max_tokens
+    shortest, longest = _context_bounds(data)
     check_writable_folder(folder / _RUN, TrainingError, "the policy")
-    with lock_folder(folder / _RUN), evaluation_mode(model), _frozen(model), torch.enable_grad():
+    with (
+        lock_folder(folder / _RUN),
+        _removed_if_unused(folder / _RUN),
+        evaluation_mode(model),
+        _frozen(model),
+        torch.enable_grad(),
+    ):
         while True:
-            config = _config_for(spec.max_positions, longest)
+            config = _config_for(spec.max_positions, shortest, longest)
             try:
                 return FitRun(
                     model, tokenizer, config, minutes * 60, folder, model_name, texts or (), data, started
@@ -122,6 +132,19 @@ def fit(
 
 
 @contextmanager
+def _removed_if_unused(run: Path) -> Iterator[None]:
+    """Where the block fails before anything was saved in `run`, leave no empty folders."""
+    try:
+        yield
+    except BaseException:
+        if not (run / "state").exists():
+            rmtree(run, ignore_errors=True)
+            with suppress(OSError):  # it holds a policy
+                run.parent.rmdir()
+        raise
+
+
+@contextmanager
 def _frozen(model: "PreTrainedModel") -> Iterator[None]:
     """Compute no gradients of the model's weights in the block."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -133,12 +156,20 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _config_for(positions: int, longest: int) -> TrainingConfig:
-    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
+def _context_bounds(data: str | Path | None) -> tuple[int, int]:
+    """The least and greatest length of contexts in tokens: the recipe's, or those of samples that are built already."""
+    if data is None or not is_built(folder := as_path(data, DataError, "the data folder")):
+        return RECIPE.min_tokens, RECIPE.max_tokens
+    shortest, longest = read_manifest(folder)["bounds"]
+    return shortest, longest
+
+
+def _config_for(positions: int, shortest: int, longest: int) -> TrainingConfig:
+    """The recipe for a model of `positions` positions with contexts of `shortest` to `longest` tokens, if it can."""
     # KVzip reads a text twice, the second time after a request of a few tokens.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(
-        replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
+        replace(RECIPE, max_tokens=longest, min_tokens=min(shortest, max(1, longest // 2))), positions
     )
 
 
@@ -163,13 +194,15 @@ class FitRun:
         self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
         self._folder, self._state, self._started = folder, folder / _RUN / "state", started
         self._earlier = 0.0
-        mixture = open_texts(texts, data, config)
-        self._data, self._held_out_data = mixture, open_texts(texts, data, config, validation=True)
+        self._data = open_texts(texts, data, config)
+        self._held_out_data = open_texts(texts, data, config, validation=True)
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
         is_local = Path(model_name).exists()
-        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": mixture.origins}
-        card |= {"data_digest": mixture.digest, "training": asdict(config), "trained_tokens": config.max_tokens}
+        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": self._data.origins}
+        card |= {"data_digest": self._data.digest, "training": asdict(config), "trained_tokens": config.max_tokens}
+        if isinstance(self._data, BuiltDataset):
+            card["decontamination"] = self._data.decontamination
         if "/" in model_name and not is_local:
             card["hub"] = [model_name]
         self.policy = Policy(spec, card, config.inputs).to(input_device(model))
@@ -244,13 +277,10 @@ class FitRun:
         self._plan = plan = make_plan(reading, self._seconds)
         for line in self._data.lines:
             _log(line)
-        own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
-        builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
         spec = self.policy.spec
         _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {own_text}"
-            + (" and Python's own manual and library" if builtin else "")
+            f"{dtype_name(self._model.dtype)}) from {describe_texts(self._data)}"
         )
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
@@ -260,7 +290,7 @@ class FitRun:
         )
         _log(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
 
-    def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
+    def _draw(self, data: Texts, start: int, count: int) -> list[TokenizedSample]:
         """`count` samples from number `start` on that have something to predict."""
         samples: list[TokenizedSample] = []
         for number in range(start, start + 20 * count):
@@ -273,7 +303,7 @@ class FitRun:
             raise DataError("the texts are too short to learn from; give longer ones.")
         return samples
 
-    def _sample(self, data: Mixture, number: int) -> TokenizedSample:
+    def _sample(self, data: Texts, number: int) -> TokenizedSample:
         sample = data.sample(number, self._config.continuations)
         return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
 
@@ -390,9 +420,13 @@ class FitRun:
 
 def open_texts(
     texts: Sequence[str], data: str | Path | None, config: TrainingConfig = RECIPE, validation: bool = False
-) -> Mixture:
+) -> Texts:
     """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
     folder = None if data is None else as_path(data, DataError, "the data folder")
+    if folder is not None and is_built(folder):
+        if texts:
+            raise DataError(f"{folder} holds samples that are built already; give no texts beside it.")
+        return BuiltDataset(folder, config.seed, validation)
 
     def mixture(builtin: Sequence[str]) -> Mixture:
         bounds = config.min_tokens, config.max_tokens
@@ -408,6 +442,15 @@ def open_texts(
             "or source files, or no data to use Python's own texts."
         )
     return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
+
+
+def describe_texts(data: Texts) -> str:
+    """Say in a few words what a policy is made from."""
+    if isinstance(data, BuiltDataset):
+        return f"{len(data):,} built samples"
+    own = f"{data.own_chars:,} characters of own text" if data.own_chars else "no own text"
+    has_builtin = any(name in data.names for name in BUILTIN_SOURCES)
+    return own + (" and Python's own manual and library" if has_builtin else "")
 
 
 @torch.no_grad()

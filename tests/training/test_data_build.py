@@ -259,8 +259,9 @@ def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     (sets / "book.txt").write_text(prose(random.Random(1), 9000))
     for out in ("one", "two"):
         made = build(tmp_path / out, sets, recipe="wide", samples=12, held_out=4)
-    assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text"}
+    assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text", "python"}
     assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
+    assert made["sources"]["python"]["licence"] == "PSF" and made["sources"]["python"]["items"] > 100
     (sets / "book.txt").write_text(prose(random.Random(2), 9000))
     with pytest.raises(DataError, match="other settings"):
         build(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4)

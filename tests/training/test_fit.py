@@ -1,5 +1,7 @@
 """A policy for any model in minutes: stages, time, resuming, and what is refused."""
 
+import json
+import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fitting
+from lkv.training.data.build import DataBuildConfig, build_dataset
 from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit_plan import Plan, make_plan
@@ -262,7 +265,7 @@ def run_out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_time_that_is_too_short_is_refused_before_it_starts(loaded, monkeypatch):
+def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monkeypatch):
     with pytest.raises(TrainingError, match=r"0.5 minutes are too short.*give --minutes 5 or more"):
         make_plan(10.0, 30.0)
     plan = make_plan(2.0, 600.0)
@@ -273,6 +276,7 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, monkeypatch)
     monkeypatch.setattr(fitting, "_seconds_per_token", lambda *_: 1.0)
     with pytest.raises(TrainingError, match="are too short"):
         fit(*loaded, minutes=1)
+    assert not list((cache / "policies").rglob("*"))
 
 
 def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
@@ -294,6 +298,31 @@ def test_large_folders_are_used_alone_and_small_ones_are_mixed():
     assert set(open_texts([TEXT], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
     assert set(open_texts([TEXT * 200], None).names) == {"prose", "facts"}
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
+
+
+def test_samples_that_are_built_are_used_as_they_are(loaded, tmp_path, cache):
+    model, tokenizer = loaded
+    texts, built, evaluated = tmp_path / "texts", tmp_path / "built", tmp_path / "evaluated.jsonl"
+    texts.mkdir()
+    rng = random.Random(4)
+    books = [" ".join(f"word{rng.randint(0, 999)}" for _ in range(3000)) for _ in range(4)]
+    for number, text in enumerate(books):
+        (texts / f"{number}.txt").write_text(text)
+    evaluated.write_text(json.dumps({"context": books[2], "input": "", "answers": []}))
+    settings = DataBuildConfig(
+        "wide", built, texts, samples=24, held_out=12, min_tokens=40, max_tokens=480, against=(evaluated,)
+    )
+    build_dataset(settings, tokenizer, "tiny")
+    with pytest.raises(DataError, match="holds samples that are built already; give no texts beside it"):
+        open_texts([TEXT], built)
+    policy = fit(model, tokenizer, data=built, minutes=0.08, name="tiny")
+    assert policy.trained_tokens == 480 and policy.card["training"]["min_tokens"] == 40
+    checked = policy.card["decontamination"]
+    assert checked["removed"] and checked["sets"]["text"]["overlapping"] >= 1
+    assert checked["sets"]["python"]["compared"] > 100
+    (built / "build.json").rename(built / "progress.json")
+    with pytest.raises(DataError, match="is not finished"):
+        fit(model, tokenizer, data=built, minutes=0.08)
 
 
 def test_a_document_of_the_extra_is_read(tmp_path):

@@ -6,6 +6,7 @@ they were made, and what was rejected and why. While a build runs, progress.json
 
 import hashlib
 import json
+import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_man
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.loom import LOOM_RATIOS, Loom, is_usable
-from lkv.training.data.mixture import Mixture
+from lkv.training.data.mixture import OWN_SOURCES, Mixture
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
@@ -201,6 +202,10 @@ def _open_wide(
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
         origin += f" (SHA-256 of all {digest_of(paths)})"
         about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
+        sources[name] = about | sources.get(name, {})
+    for name, count in training.builtin_counts.items():
+        title, _, licence = OWN_SOURCES[name].rstrip(")").rpartition(" (")
+        about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
         sources[name] = about | sources.get(name, {})
     return training, held_out
 

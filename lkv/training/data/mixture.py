@@ -43,7 +43,7 @@ from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
 
-_OWN_SOURCES = {
+OWN_SOURCES = {
     "python": "Python standard library (PSF)",
     "manual": "Python's language reference in pydoc_data (PSF)",
     "prose": "texts of the caller",
@@ -80,6 +80,7 @@ class Mixture:
         self._seed = f"{seed}-{'validation' if validation else 'train'}"
         self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
+        self.builtin_counts: dict[str, int] = {}
         items: dict[str, list[Any]] = {}
         for source, (_, _, sets) in _SOURCES.items():
             items[source] = []
@@ -89,7 +90,10 @@ class Mixture:
                 items[source] += filter_items(name, rows)
         items["prose"] += [piece for text in texts for piece in split_text("", text)]
         builtin_items = {"python": read_standard_library, "manual": read_python_manual}
-        items |= {name: builtin_items[name]() for name in builtin}
+        for name in builtin:
+            own = builtin_items[name]()
+            self.builtin_counts[name] = len(own)
+            items[name] = filter_items(name, own)
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
         self.own_chars = sum(len(text) for item in own_items for text in item_texts(item))
         items = {source: split_held_out(group, validation) for source, group in items.items()}
@@ -152,7 +156,7 @@ class Mixture:
         for source in self.names:
             sets = [PUBLIC_DATASETS[name] for name in _SOURCES[source][2] if name in self.index.used]
             titles = [f"{dataset.title} ({dataset.licence})" for dataset in sets]
-            origins[source] = ", ".join(titles) or _OWN_SOURCES[source]
+            origins[source] = ", ".join(titles) or OWN_SOURCES[source]
         return origins
 
 
