@@ -20,10 +20,10 @@ from lkv.cli.options import (
     RunOptions,
     check_pattern,
     find_needs,
-    format_seconds,
     load_pattern,
 )
 from lkv.errors import CacheError, DocumentError, LkvError
+from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -194,9 +194,9 @@ def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> It
     def advance(count: float) -> None:
         bar.update(min(count, tokens - bar.n))  # a second pass over the text does not count
 
-    duration = format_seconds(readings * estimate_reading_seconds(model, tokens))
+    duration = format_duration(readings * estimate_reading_seconds(model, tokens))
     size = full_cache_nbytes(model, tokens) / 1e6
-    cost = f"about {duration}; the full KV cache takes {size:,.1f} MB"
+    cost = f"{duration}; the full KV cache takes {size:,.1f} MB"
     print(f"[reading {tokens:,} tokens: {cost}]", file=sys.stderr, flush=True)
     with bar, report_progress(model, advance):
         yield

@@ -21,10 +21,10 @@ from lkv.cli.options import (
     RunOptions,
     check_pattern,
     find_needs,
-    format_seconds,
 )
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, shipped_policies
+from lkv.utils.durations import format_duration
 from lkv.utils.extras import optional_import
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ def _write_page(options: Inspect, source: str) -> None:
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))
-    duration = format_seconds(estimate_reading_seconds(model, tokens))
-    _log(f"reading {tokens:,} tokens, to see what every head keeps of them: about {duration}")
+    duration = format_duration(estimate_reading_seconds(model, tokens))
+    _log(f"reading {tokens:,} tokens, to see what every head keeps of them: {duration}")
     started = time.perf_counter()
     inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
@@ -191,14 +191,14 @@ def _answer(
     methods = tuple(dict.fromkeys((FULL, options.method, *options.against)))
     plural = "s" * (len(answers) > 1)
     _log(
-        f"{len(answers)} question{plural}, {len(methods)} methods: each reads the text again, about "
-        f"{format_seconds(seconds)}, and writes up to {options.max_new_tokens} tokens an answer"
+        f"{len(answers)} question{plural}, {len(methods)} methods: each reads the text again, "
+        f"{format_duration(seconds)}, and writes up to {options.max_new_tokens} tokens an answer"
     )
     started = time.perf_counter()
     for number, method in enumerate(methods):
         title = "Full cache" if method == FULL else method_label(method)
         left = (time.perf_counter() - started) / max(1, number) * (len(methods) - number)
-        remaining = f"; about {format_seconds(left)} left" if number else ""
+        remaining = f"; {format_duration(left)} left" if number else ""
         _log(f"{number + 1} of {len(methods)}, {title}: reading, then {len(answers)} answer{plural}{remaining}")
         context = compress(
             model,

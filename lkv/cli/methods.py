@@ -105,7 +105,6 @@ class Policies(Command):
 
 def _describe_model(name: str) -> str:
     """Load a model, which policies recognise by its weights, and describe its policies or the alternatives."""
-    from lkv.cli.options import format_seconds
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes
     from lkv.methods.registry import methods
@@ -113,6 +112,7 @@ def _describe_model(name: str) -> str:
     from lkv.policy.lookup import estimate_fit_minutes
     from lkv.policy.model_match import model_difference
     from lkv.utils.devices import dtype_name
+    from lkv.utils.durations import format_duration
 
     model, _ = load_model(name)
     spec = patch_attention(model).spec
@@ -123,7 +123,7 @@ def _describe_model(name: str) -> str:
     free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
     return (
         f"There is no policy for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
-        f"  reading   1,000 tokens take about {format_seconds(estimate_reading_seconds(model, 1000))} here, and "
+        f"  reading   1,000 tokens take {format_duration(estimate_reading_seconds(model, 1000))} here, and "
         f"{full_cache_nbytes(model, 1000) / 1e6:,.1f} MB uncompressed in {dtype_name(model.dtype)}\n"
         f"  methods   without a policy: {free}\n"
         f"  fit       `lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"

@@ -36,11 +36,6 @@ def check_memory(value: str) -> str:
     return value
 
 
-def format_seconds(seconds: float) -> str:
-    """A duration as an estimate is worth: whole seconds, minutes from 90 s on."""
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(1.0, seconds):.0f} s"
-
-
 PositiveInt = Annotated[int, Field(ge=1)]
 Retention = Annotated[float, AfterValidator(check_retention)]
 Memory = Annotated[str, AfterValidator(check_memory)]

@@ -112,13 +112,6 @@ def mean_length(least: float, most: float) -> float:
     return least if most <= least else (most - least) / math.log(most / least)
 
 
-def format_duration(seconds: float) -> str:
-    """Seconds in the unit that reads best."""
-    if seconds < 90:
-        return f"about {seconds:.0f} s"
-    return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
-
-
 def _continuation_flops(shape: Shape, tokens: float, length: float, whole: bool) -> float:
     """One forward pass over a continuation behind its context, or over both."""
     if whole:

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from lkv.errors import TrainingError
-from lkv.training.cost import format_duration
+from lkv.utils.durations import format_duration
 
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported

@@ -26,7 +26,7 @@ from lkv.policy.lookup import shipped_policy
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
-from lkv.training.cost import WARM_START_TOKENS, format_duration, mean_length
+from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.built_dataset import BuiltDataset, is_built, read_manifest
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
@@ -36,6 +36,7 @@ from lkv.training.heldout import HeldOutTexts, better_baselines, compare, descri
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory
+from lkv.utils.durations import format_duration
 from lkv.utils.files import as_path, check_writable_folder
 
 if TYPE_CHECKING:

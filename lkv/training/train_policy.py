@@ -19,7 +19,7 @@ from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
-from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, kvzip_flops
+from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, kvzip_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
@@ -28,6 +28,7 @@ from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, kvzip_targets, warm_start_from_kvzip
 from lkv.utils.devices import distributed_state
+from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder
 
 if TYPE_CHECKING:

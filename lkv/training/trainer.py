@@ -27,7 +27,7 @@ from lkv.training.checkpoint import (
     read_curve,
     save_checkpoint,
 )
-from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate, format_duration
+from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import (
     SampleDistillation,
@@ -40,6 +40,7 @@ from lkv.training.distillation import (
 from lkv.training.processes import all_reduce, average_gradients, split_by_cost
 from lkv.training.warm_start import calibrate
 from lkv.utils.devices import distributed_state
+from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder
 
 if TYPE_CHECKING:

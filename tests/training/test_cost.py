@@ -14,9 +14,10 @@ from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.random_models import CONFIGS, read_config
 from lkv.models.loading import load_model
 from lkv.models.shapes import Shape
-from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, format_duration, mean_length
+from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, mean_length
 from lkv.training.processes import split_by_cost
 from lkv.training.train_policy import measure_speed
+from lkv.utils.durations import format_duration
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
