@@ -2,10 +2,11 @@
 
 python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.json; fit-NAME.json with --model NAME)
 
-Policies are made from no data ("none"), from texts of one kind alone ("meetings", "code": what such a user would
-have) and from all of TRAIN_FOLDER ("mixture"), and are measured on the evaluation files, which no stage reads. Minutes
-are of one thread's processor time, so that other work on the machine does not count. The command resumes: each fit from
-its last saved state, finished policies from --work.
+--fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind alone ("meetings", "code": what
+such a user would have, without what overlaps with the evaluation files), from all of TRAIN_FOLDER ("mixture") and from
+--built, a folder of `lkv data build --against` made from it ("clean"). They are measured on the evaluation files, which
+no stage reads. Minutes are of one thread's processor time, so that other work on the machine does not count. The
+command resumes: each fit from its last saved state, finished policies from --work.
 """
 
 import time
@@ -22,6 +23,7 @@ from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.training import fitting
+from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.fit_plan import PROGRESS_TEXTS
@@ -33,15 +35,15 @@ SHIPPED = "shipped"
 
 def main() -> None:
     options = parse_options(
-        __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path, minutes=10.0,
-        kinds=["none", "mixture"], tokens=[1000, 2000, 4000], retention=[0.15, 0.05], contexts=[2], tasks=TASKS,
+        __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path, built=Path,
+        fits=["none:10", "clean:10"], tokens=[1000, 2000, 4000], retention=[0.15, 0.05], contexts=[2], tasks=TASKS,
         work=Path("runs-local/fit"), seed=0, out=Path,
     )  # fmt: skip
     torch.set_num_threads(1)
     fitting.clock = time.process_time
     subject = subject_of(options)
     options.out = options.out or subject.results("fit")
-    policies = {kind: fitted(subject, kind, options) for kind in options.kinds}
+    policies = {fit: fitted(subject, fit, options) for fit in options.fits}
     names = [f"lkv@{name}" for name in (*policies, SHIPPED)] + ["kvzip"]
     grid = MethodGrid(
         subject.model, subject.tokenizer, names, options.retention, subject.policy,
@@ -57,39 +59,51 @@ def main() -> None:
 
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
-        about = {"model": subject.name, "minutes": options.minutes}
-        about |= {"lr": next(iter(policies.values())).card["training"]["lr"]}
-        return [{**about, **row} for row in rows] + [
-            {**about, **row} for kind, policy in policies.items() for row in curve(kind, policy)
-        ]
+        rows += [row for fit, policy in policies.items() for row in curve(fit, policy)]
+        return [{"model": subject.name, **row, **about(row["method"])} for row in rows]
+
+    def about(method: str) -> dict[str, Any]:
+        """The kind of data as the method's name, and for a policy made here its minutes, lengths and learning rate."""
+        _, _, fit = method.partition("@")
+        if fit not in policies:
+            return {}
+        training = policies[fit].card["training"]
+        kind, minutes = fit.split(":")
+        about = {
+            "method": f"lkv@{kind}",
+            "minutes": float(minutes),
+            "trained_contexts": policies[fit].card["fit"]["contexts"],
+        }
+        return about | {key: training[key] for key in ("lr", "min_tokens", "max_tokens")}
 
     run_cases(
         "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens")
     )
 
 
-def fitted(subject: Any, kind: str, options: Any) -> Policy:
-    """The policy of one kind of data, made now unless an earlier call has made it."""
-    minutes = f"{options.minutes:g}"
+def fitted(subject: Any, fit: str, options: Any) -> Policy:
+    """The policy of one kind of data and time, made now unless an earlier call has made it."""
+    kind, minutes = fit.split(":")
     folder = options.work / f"{Path(subject.name).name.lower()}-{kind}-{minutes}"
     if is_policy(folder):
         return Policy.from_pretrained(folder)
     print(f"fitting {subject.name} for {minutes} minutes, data: {kind}")
     data: dict[str, Any] = {}
-    if kind == "mixture":
-        data = {"data": options.train}
+    if kind in ("mixture", "clean"):
+        data = {"data": options.train if kind == "mixture" else options.built}
     elif kind != "none":
         name = SETS[kind]
         items = read_dataset(name, index_folder(options.train).used[name], options.train)
+        items, _ = NgramOverlap([path for path in sorted(options.data.rglob("*")) if path.is_file()]).clean(items)
         data = {"texts": [item_texts(item)[0] for item in items]}
-    return fitting.fit(subject.model, subject.tokenizer, minutes=options.minutes, out=folder, name=subject.name, **data)
+    return fitting.fit(subject.model, subject.tokenizer, minutes=float(minutes), out=folder, name=subject.name, **data)
 
 
-def curve(kind: str, policy: Policy) -> list[dict[str, Any]]:
+def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:
     """Rows of the held-out KL as it fell, on texts of the policy's own data."""
     texts = {
         "task": "held-out texts of the fit",
-        "method": f"lkv@{kind}",
+        "method": f"lkv@{fit}",
         "unit": "nats a token, KL(full || compressed)",
     }
     return [

@@ -23,9 +23,15 @@ from benchmarks.tables import (
     tokens,
 )
 from lkv.evaluation.report.names import FULL, method_label, part_label
-from lkv.training.fitting import RECIPE
 
 ROOT = RESULTS.parents[1]
+_FITTED_ON = {
+    "lkv@none": "no data",
+    "lkv@code": "code alone",
+    "lkv@meetings": "meetings alone",
+    "lkv@mixture": "the training mixture",
+    "lkv@clean": "the training mixture without what overlaps with evaluated texts",
+}
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
 
 
@@ -240,35 +246,55 @@ def variants() -> list[str]:
 
 def fits() -> list[str]:
     """Policies of `lkv fit` against KVzip and the shipped policy, and the held-out KL over the minutes."""
-    rows = read("fit", task="all")
+    parts = [part for file in ("fit", *(f"fit-{name}" for name in other_models())) for part in _fits(file)]
+    return ["## A policy in minutes", *parts] if parts else []
+
+
+def _fits(file: str) -> list[str]:
+    """The table of one model's policies, of its texts of one kind, and the curves."""
+    rows = [row for row in read(file) if row["task"] != "held-out texts of the fit"]
     if not rows:
         return []
-    kinds = {"lkv@none": "`lkv fit`, no data", "lkv@mixture": "`lkv fit`, the training mixture"}
-    kinds |= {"lkv@meetings": "`lkv fit`, meetings alone", "lkv@code": "`lkv fit`, code alone"}
-    kinds |= {"lkv@shipped": "the shipped policy", "kvzip": method_label("kvzip")}
-    columns = sorted({(row["tokens"], row["retention"]) for row in rows if row["method"] != FULL}, key=_length_first)
-    cells = {(row["method"], row["tokens"], row["retention"]): kl_and_agreement(row) for row in rows}
-    body = [
-        [title, *(cells.get((method, *column), "not measured") for column in columns)]
-        for method, title in kinds.items()
-        if any((method, *column) in cells for column in columns)
-    ]
+    means = [row for row in rows if row["task"] == "all"]
+    fitted = dict.fromkeys((row["method"], row["minutes"]) for row in means if row.get("minutes"))
+    titles: dict[tuple[str, float | None], str] = {
+        (method, minutes): f"`lkv fit`, {title}, {minutes:g} minute{'s' * (minutes != 1)}"
+        for method, title in _FITTED_ON.items()
+        for minutes in sorted(each for name, each in fitted if name == method)
+    }
+    titles |= {("lkv@shipped", None): "the shipped policy", ("kvzip", None): method_label("kvzip")}
+    contexts = counted(row["contexts"] for row in means)
+    lead = (
+        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of one thread: {KL} and top-1 agreement on "
+        f"evaluation texts, {contexts} contexts a length, needles among them ({source(file)})."
+    )
+    parts = [lead, _fits_table(means, titles)]
+    for task in ("code", "meetings"):
+        if (f"lkv@{task}", 10.0) in fitted:
+            of_task = [row for row in rows if row["task"] == task]
+            methods = (f"lkv@{task}", "lkv@none", "lkv@shipped", "kvzip")
+            compared = {key: title for key, title in titles.items() if key[0] in methods and key[1] in (10.0, None)}
+            parts += [f"On {task} alone, after {task} alone and after no data:", _fits_table(of_task, compared)]
     curves = []
-    for method, title in kinds.items():
-        points = read("fit", task="held-out texts of the fit", method=method, retention=0.15)
+    for (method, minutes), title in titles.items():
+        points = read(file, task="held-out texts of the fit", method=method, minutes=minutes, retention=0.15)
         if points:
             falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
-            curves.append(f"{title}: {falls} minutes.")
-    contexts = counted(row["contexts"] for row in rows)
-    lead = (
-        f"`lkv fit` in {rows[0]['minutes']:g} minutes of one thread: {KL} and top-1 agreement on evaluation texts, "
-        f"{contexts} contexts a length ({source('fit')})."
-    )
-    if rows[0]["lr"] != RECIPE.lr:
-        lead += f" Measured with a learning rate of {rows[0]['lr']:g}; `lkv fit` uses {RECIPE.lr:g} since."
-    held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes. {' '.join(curves)}"
+            curves.append(f"* {title}: {falls}")
+    lead = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
+    return [*parts, lead, "\n".join(curves)]
+
+
+def _fits_table(rows: Sequence[Row], titles: dict[tuple[str, float | None], str]) -> str:
+    columns = sorted({(row["tokens"], row["retention"]) for row in rows if row["method"] != FULL}, key=_length_first)
+    cells = {
+        (row["method"], row.get("minutes"), row["tokens"], row["retention"]): kl_and_agreement(row) for row in rows
+    }
     head = [f"{tokens(length)}, R = {retention:g}" for length, retention in columns]
-    return ["## A policy in minutes", lead, table(head, body), held_out]
+    return table(
+        head,
+        [[title, *(cells.get((*key, *column), "not measured") for column in columns)] for key, title in titles.items()],
+    )
 
 
 def _length_first(column: tuple[int, float]) -> tuple[int, float]:
