@@ -103,7 +103,7 @@ def readme_section() -> str:
     head = ["KL, 5% of the bytes", "KL, 15% of the entries", "RULER, 15% of the entries"]
     notes = (
         "SmolLM2-135M-Instruct; texts are compressed before the question is known; brackets are 95% intervals. LKV was "
-        f"trained on other texts of the same kinds, invented facts among them ({overlapping_items()}, `overlap.json`; "
+        f"trained on other texts of the same kinds, invented facts among them ({overlapping_items()}; "
         "`lkv/policy/checkpoints/*/config.json` names the data sets); the baselines are untrained.\n"
         f"* {KL} of next-token predictions, in nats per token: 0 is no difference. First column: equal bytes, 5% of a "
         f"16-bit cache's, each method in its best precision ({tokens(length)}, {by_bytes['lkv']['contexts']} contexts, "

@@ -65,7 +65,7 @@ def results_page() -> str:
         "([how to read them](guides/evaluating.md#how-to-read-them)). Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
         "LKV's training data held invented facts hidden in text, not unlike needles, and "
-        f"{overlapping_items()} (`overlap.json`); the baselines are untrained. More methods and "
+        f"{overlapping_items()}; the baselines are untrained. More methods and "
         "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
     kvzip = (

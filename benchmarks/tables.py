@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.evaluation.report.names import method_label
+from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
@@ -41,10 +42,12 @@ def _shipped_digests() -> list[str]:
 
 
 def overlapping_items() -> str:
-    """How many items of the training data overlap with evaluated texts."""
-    rows = read("overlap")
-    overlapping, items = (sum(row[key] for row in rows) for key in ("value", "n"))
-    return f"{overlapping} of its {items:,} items overlap with evaluated texts"
+    """How many items of the training data overlap with evaluated texts and what became of them, by the card."""
+    checked = default_policy().card["decontamination"]
+    compared, overlapping = (sum(own[key] for own in checked["sets"].values()) for key in ("compared", "overlapping"))
+    if checked["removed"]:
+        return f"{overlapping} of its {compared:,} items overlapped with evaluated texts and were left out"
+    return f"{overlapping} of its {compared:,} items overlap with evaluated texts, `overlap.json`"
 
 
 def other_models() -> list[str]:
