@@ -31,6 +31,7 @@ _FOODS = """
 apricots barley beetroot cardamom chestnuts figs ginger hazelnuts lentils mulberries olives parsnips plums
 quinces radishes rhubarb saffron turnips walnuts
 """.split()
+_SERIALS = 0.35  # of the facts: long random values are lost first, because every one of their tokens must be kept
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
@@ -42,12 +43,20 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
     digits = 0 if rng.random() < 0.6 else rng.randint(6, 10)
     number = str(rng.randint(10 ** (digits - 1), 10**digits - 1) if digits else rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))
-    sizes = rng.choice([(8, 4, 4, 4, 12), (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
+    sizes = rng.choice([*[(8, 4, 4, 4, 12)] * 4, (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
     serial = "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
     city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
     variable = f"{code[:7].lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     the_item = item.capitalize()
+    serials = [
+        (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
+        (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
+        (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
+        (f"The file about {item} has the identifier {serial}.", f"Which identifier has the file about {item}?", serial),
+    ]
+    if rng.random() < _SERIALS:
+        return rng.choice(serials)
     facts = [
         (f"The number painted on {item} is {number}.", f"What number is painted on {item}?", number),
         (f"The password for {item} is {code}.", f"What is the password for {item}?", code),
@@ -61,9 +70,6 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
         (f"Remember that the key to {item} hangs in {city}.", f"Where does the key to {item} hang?", f"in {city}"),
         (f"Note: the value of {variable} is {number}.", f"What is the value of {variable}?", number),
         (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),
-        (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
-        (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
-        (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
     ]
     return rng.choice(facts)
 
