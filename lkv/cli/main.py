@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -100,12 +101,21 @@ def parse_arguments(words: Sequence[str]) -> "Command":
     options, rest = parser.parse_known_args(words)
     # argparse splits positional words around options; `ask` takes its questions on both sides of them.
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(_describe_unrecognized(rest, options.command, words))
     if rest:
         options.words += rest
     from lkv.cli.command import build_command
 
     return build_command(options)
+
+
+def _describe_unrecognized(rest: Sequence[str], command: "type[Command]", words: Sequence[str]) -> str:
+    """Name the words that no argument of `command` takes, with the option that resembles one of them."""
+    known = [f"--{(field.alias or name).replace('_', '-')}" for name, field in command.model_fields.items()]
+    near = [match for word in rest for match in get_close_matches(word.partition("=")[0], known, 1)]
+    hint = f"did you mean {near[0]}? " if near else ""
+    name = next(word for word in words if word in COMMANDS)
+    return f"unrecognized arguments: {' '.join(rest)}; {hint}`lkv {name} --help` lists what it takes"
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:

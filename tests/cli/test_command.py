@@ -50,6 +50,20 @@ def test_training_options_are_the_settings():
     assert changed == {"warmup_contexts": 3, "position": False, "lr": 0.01, "key": "unrotated"}
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("ask x.txt q --retenton 0.1", "did you mean --retention? `lkv ask --help` lists what it takes"),
+        ("data build --sampels 3 --out x --recipe loom", "did you mean --samples? `lkv data --help`"),
+        ("policies tiny", "unrecognized arguments: tiny; `lkv policies --help` lists"),
+    ],
+)
+def test_unknown_options_are_named_with_the_one_that_was_meant(line, hint, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(line.split())
+    assert hint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_methods_fit_the_terminal(width, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
