@@ -112,11 +112,14 @@ def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
 
 
 def method_grids(
-    model: Any, tokenizer: Any, names: Sequence[str], retentions: Sequence[float], policy: Policy
+    subject: Subject, names: Sequence[str], retentions: Sequence[float], is_shipped: bool = True
 ) -> dict[str, MethodGrid]:
-    """The methods `names` under `policy` and, where a policy of it is shipped for the model, LKV with the paper's own
-    scorer (k as cached, no other term), by what is put behind their names."""
-    grids = {"": MethodGrid(model, tokenizer, names, retentions, policy)}
+    """The methods `names` and, beside a shipped policy, LKV with the paper's own scorer (k as cached, no other term),
+    by what is put behind their names."""
+    model, tokenizer = subject.model, subject.tokenizer
+    grids = {"": MethodGrid(model, tokenizer, names, retentions, subject.policy)}
+    if not is_shipped:
+        return grids
     with suppress(PolicyMismatchError):
         grids["-paper"] = MethodGrid(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
     return grids

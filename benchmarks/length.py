@@ -30,7 +30,7 @@ def main() -> None:
     contexts = per_length(options.tokens, options.contexts)
     subject = subject_of(options)
     options.out = options.out or subject.results(options.name)
-    grids = method_grids(subject.model, subject.tokenizer, options.methods, options.retention, subject.policy)
+    grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     cases = cases_by_length(options.tasks, contexts)
 

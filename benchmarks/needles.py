@@ -41,7 +41,7 @@ def main() -> None:
         shares, tables = [share * scale for share in options.retention], {"": DEFAULT_TABLE}
         grids = {"": MethodGrid(model, tokenizer, options.methods, shares, subject.policy, tier_tables=tables)}
     else:
-        grids = method_grids(model, tokenizer, options.methods, options.retention, subject.policy)
+        grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
     cases = {

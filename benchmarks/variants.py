@@ -5,6 +5,7 @@ python -m benchmarks.variants --data FOLDER --tokens 2000 7800 --contexts 4 1   
 --contexts are those of a task, one number for each length or one for all.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
 def main() -> None:
     options = parse_options(
         __doc__, "variants", "of evaluation files", tokens=[2000, 7800], contexts=[4, 2], retention=0.15,
-        dtype="bfloat16", seed=0,
+        dtype="bfloat16", policy=Path, seed=0,
     )  # fmt: skip
     contexts = per_length(options.tokens, options.contexts)
     model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy = default_policy()
+    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
     heldout = HeldOut(options.data, tokenizer, options.seed)
     cases = {f"{task}-{t}-{n}": (task, n, t) for t in contexts for n in range(contexts[t]) for task in TASKS}
 

@@ -21,6 +21,7 @@ from benchmarks import (
     memory,
     overlap,
     quantised_decode,
+    remeasure,
     results_page,
     tables,
 )
@@ -29,7 +30,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.config import ScorerInputs
 from lkv.context.context import Context
-from lkv.errors import DataError, LkvError
+from lkv.errors import DataError, LkvError, ReportError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
@@ -307,3 +308,39 @@ def test_needles_occur_once_in_the_prose():
         places = [i for i in range(len(item.ids)) if item.ids[i : i + len(needle)] == needle]
         assert len(places) == 1
         assert heldout.make_needles(tokenizer, prose, 300, 4, seed) == item
+
+
+def test_another_policy_is_measured_by_each_file_s_command(tmp_path):
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text())
+        if not document.get("policy") or path.stem.startswith(("fit", "paper_training")):
+            continue
+        for line in document["command"].split("; "):
+            words = remeasure.command_for(line, tmp_path, tmp_path / "policy", "m.gguf" if "--model" in line else None)
+            assert "EVAL_FOLDER" not in words and words[-2:] == ["--policy", str(tmp_path / "policy")]
+            assert not {"snapkv", "kvzip", "keydiff"} & set(words)
+    words = remeasure.command_for(
+        "lkv eval ruler --data EVAL_FOLDER --methods lkv snapkv --pattern X", tmp_path, tmp_path
+    )
+    assert words == ["lkv", "eval", "ruler", "--data", str(tmp_path), "--methods", "lkv", "--policy", str(tmp_path)]
+    with pytest.raises(ReportError, match="reads a policy; there is nothing"):
+        remeasure.command_for("lkv eval ruler --methods snapkv", tmp_path, tmp_path)
+
+
+def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
+    def row(method, value, **more):
+        return {"method": method, "task": "all", "tokens": 1000, "retention": 0.15, "n": 3, "value": value} | more
+
+    about = {"date": "1", "machine": "a", "versions": {"torch": "1"}}
+    rows = [row("full", 0), row("snapkv", 3, against="lkv", difference=2), row("lkv", 1), row("lkv (4 bits)", 4)]
+    earlier = {"name": "x", **about, "policy": "old", "rows": [*rows, row("lkv-paper", 5)]}
+    now = {"date": "2", "machine": "b", "versions": {"torch": "2"}, "policy": "new"}
+    merged = remeasure.merge(earlier, now | {"rows": [row("full", 0), row("lkv", 2), row("lkv-h+expected", 6)]})
+    assert merged == {
+        "name": "x", **now, "kept": {"methods": ["lkv-paper", "snapkv"], **about},
+        "rows": [row("full", 0), row("snapkv", 3), row("lkv", 2), row("lkv-paper", 5), row("lkv-h+expected", 6)],
+    }  # fmt: skip
+    again = remeasure.merge(merged, now | {"date": "3", "rows": [row("full", 0), row("lkv", 9)]})
+    assert again["kept"]["date"] == "1" and again["date"] == "3" and len(again["rows"]) == 4
+    with pytest.raises(ReportError, match="on other samples"):
+        remeasure.merge(earlier, now | {"rows": [row("full", 0) | {"n": 4}, row("lkv", 2)]})

@@ -1,0 +1,140 @@
+"""Measure another policy in result files that are there: again the methods that read it, the others as they are.
+
+python -m benchmarks.remeasure NAME... --data EVAL_FOLDER --policy FOLDER    (NAME.json of benchmarks/results)
+
+Each file's own command is run with the methods that read a policy. Rows of the other methods stay and are named under
+"kept" with their date, machine and versions. What only one run of both methods can give goes: differences to LKV's
+samples. So do rows with a policy that the command does not make. It resumes: measured files stay in --work.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+from benchmarks.evaluations import rows_of
+from lkv.errors import LkvError, ReportError
+from lkv.evaluation.report.names import FULL
+from lkv.evaluation.report.results_frame import read_results
+from lkv.methods.registry import parse_method
+from lkv.utils.files import write_text
+
+_PROVENANCE = ("date", "machine", "versions")
+_KEYS = ("task", "needles", "tokens", "method", "variant", "retention", "memory")  # of a row, as far as it has them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--policy", type=Path, required=True)
+    parser.add_argument("--model", help="folder or GGUF file (default: as the file's command has it)")
+    parser.add_argument("--work", type=Path, default=Path("runs-local/remeasure"))
+    options = parser.parse_args()
+    options.work.mkdir(parents=True, exist_ok=True)
+    for name in options.names:
+        path = RESULTS / f"{name}.json"
+        document = json.loads(path.read_text(encoding="utf-8"))
+        measured = options.work / f"{name}.json"
+        if not measured.is_file():
+            _measure(document["command"], measured, options)
+        merged = merge(document, json.loads(measured.read_text(encoding="utf-8")))
+        write_text(path, json.dumps(merged, indent=1) + "\n", LkvError, "the results")
+        print(f"{path}: {len(merged['rows'])} rows")
+
+
+def _measure(command: str, out: Path, options: argparse.Namespace) -> None:
+    """Run a result file's command with the methods that read a policy."""
+    documents = []
+    for number, line in enumerate(command.split("; ")):
+        words = command_for(line, options.data, options.policy, options.model)
+        is_evaluation = words[0] == "lkv"
+        part = out.with_name(f"{out.stem}-{number}.json" + "l" * is_evaluation)
+        module = ["-m", *words] if is_evaluation else words[1:]
+        subprocess.run([sys.executable, *module, "--out", str(part)], check=True)
+        documents.append(_evaluation(part) if is_evaluation else json.loads(part.read_text(encoding="utf-8")))
+    rows = [row for document in documents for row in document["rows"]]
+    write_text(out, json.dumps({**documents[-1], "rows": rows}, indent=1) + "\n", LkvError, "the results")
+
+
+def _evaluation(path: Path) -> dict[str, Any]:
+    """The document of a journal of `lkv eval`."""
+    results = read_results([path])
+    about = {key: results.header[key] for key in (*_PROVENANCE, "policy")}
+    return {**about, "rows": json.loads(json.dumps(rows_of(results)))}
+
+
+def command_for(command: str, data: Path, policy: Path, model: str | None = None) -> list[str]:
+    """The words of a result file's command for this data and policy, with the methods alone that read a policy."""
+    words, chosen = shlex.split(command), list[str]()
+    for option, values in _grouped(words):
+        if option == "--methods":
+            values = [name for name in values if parse_method(name).needs_policy]
+            if not values:
+                raise ReportError(f"no method of `{command}` reads a policy; there is nothing to measure again.")
+        elif option == "--data":
+            values = [str(data)]
+        elif option == "--model" and model:
+            values = [model]
+        elif option == "--pattern":  # which no method with a policy reads
+            continue
+        chosen += [*([option] if option else []), *values]
+    return [*chosen, "--policy", str(policy)]
+
+
+def _grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each option with its values; the words before the first one under ""."""
+    groups: list[tuple[str, list[str]]] = [("", [])]
+    for word in words:
+        if word.startswith("--"):
+            groups.append((word, []))
+        else:
+            groups[-1][1].append(word)
+    return groups
+
+
+def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The result `earlier` with the rows that were measured again, in its order.
+
+    Raises ReportError if the samples are not the same.
+    """
+    new = {_key(row): row for row in measured["rows"]}
+    old = {_key(row): row for row in earlier["rows"]}
+    for key, row in new.items():
+        if row["method"] == FULL and key in old and any(old[key].get(n) != row.get(n) for n in ("n", "contexts")):
+            raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
+    rows = [new.get(_key(row)) if _reads_policy(row) else _without_differences(row) for row in earlier["rows"]]
+    rows += [row for key, row in new.items() if key not in old and row["method"] != FULL]
+    kept = sorted({row["method"] for row in old.values() if row["method"] != FULL and not _reads_policy(row)})
+    document = {key: value for key, value in earlier.items() if key != "kept"}
+    document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
+    if kept:
+        provenance = earlier.get("kept", earlier)
+        document["kept"] = {"methods": kept, **{key: provenance[key] for key in _PROVENANCE}}
+    del document["rows"]
+    return {**document, "rows": [row for row in rows if row]}
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _KEYS)
+
+
+def _reads_policy(row: dict[str, Any]) -> bool:
+    """Whether a row's method, without its precision, reads the policy; those of the paper's scorer read another."""
+    with suppress(LkvError):
+        return parse_method(row["method"].partition(" (")[0]).needs_policy
+    return False
+
+
+def _without_differences(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if not key.startswith("difference") and key != "against"}
+
+
+if __name__ == "__main__":
+    main()
