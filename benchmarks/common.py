@@ -25,7 +25,7 @@ from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 from lkv.utils.statistics import bootstrap
 
-_FOLDERS = ("data", "train", "built", "work", "out")
+_FOLDERS = ("data", "train", "work", "out")
 RESULTS = Path(__file__).parent / "results"
 _CPU = torch.device("cpu")
 
@@ -191,8 +191,7 @@ def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dic
 def command_of(module: str, options: argparse.Namespace, data: str = "EVAL_FOLDER") -> str:
     """The command that makes a result again."""
     words = ["python", "-m", module, *(["--data", data] if "data" in options else [])]
-    words += ["--train", "TRAIN_FOLDER"] if "train" in options else []
-    words += ["--built", "BUILT_FOLDER"] if "built" in options else []
+    words += ["--train", "TRAIN_FOLDER"] if getattr(options, "train", None) else []
     for key, value in vars(options).items():
         if key not in _FOLDERS and value is not None and value is not False:
             values = value if isinstance(value, list) else [] if value is True else [value]

@@ -3,10 +3,10 @@
 python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.json; fit-NAME.json with --model NAME)
 
 --fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind alone ("meetings", "code": what
-such a user would have, without what overlaps with the evaluation files), from all of TRAIN_FOLDER ("mixture") and from
---built, a folder of `lkv data build --against` made from it ("clean"). They are measured on the evaluation files, which
-no stage reads. Minutes are of one thread's processor time, so that other work on the machine does not count. The
-command resumes: each fit from its last saved state, finished policies from --work.
+such a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without what overlaps with the evaluation
+files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes are of one
+thread's processor time, so that other work on the machine does not count. The command resumes: each fit from its last
+saved state, finished policies from --work.
 """
 
 import time
@@ -19,11 +19,11 @@ from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, sub
 from benchmarks.fidelity import measure, summarise
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from benchmarks.length import TASKS as LENGTH_TASKS
+from lkv.errors import DataError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.training import fitting
-from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.fit_plan import PROGRESS_TEXTS
@@ -35,7 +35,7 @@ SHIPPED = "shipped"
 
 def main() -> None:
     options = parse_options(
-        __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path, built=Path,
+        __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path,
         fits=["none:10", "clean:10"], tokens=[1000, 2000, 4000], retention=[0.15, 0.05], contexts=[2], tasks=TASKS,
         work=Path("runs-local/fit"), seed=0, out=Path,
     )  # fmt: skip
@@ -60,25 +60,22 @@ def main() -> None:
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
         rows += [row for fit, policy in policies.items() for row in curve(fit, policy)]
-        return [{"model": subject.name, **row, **about(row["method"])} for row in rows]
-
-    def about(method: str) -> dict[str, Any]:
-        """The kind of data as the method's name, and for a policy made here its minutes, lengths and learning rate."""
-        _, _, fit = method.partition("@")
-        if fit not in policies:
-            return {}
-        training = policies[fit].card["training"]
-        kind, minutes = fit.split(":")
-        about = {
-            "method": f"lkv@{kind}",
-            "minutes": float(minutes),
-            "trained_contexts": policies[fit].card["fit"]["contexts"],
-        }
-        return about | {key: training[key] for key in ("lr", "min_tokens", "max_tokens")}
+        return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
 
     run_cases(
         "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens")
     )
+
+
+def about(policies: dict[str, Policy], method: str) -> dict[str, Any]:
+    """The kind of data as the method's name, and for a policy made here its minutes, contexts, lengths and rate."""
+    _, _, fit = method.partition("@")
+    if fit not in policies:
+        return {}
+    training, (kind, minutes) = policies[fit].card["training"], fit.split(":")
+    described = {"method": f"lkv@{kind}", "minutes": float(minutes)}
+    described |= {"fitted_contexts": policies[fit].card["fit"]["contexts"]}
+    return described | {key: training[key] for key in ("lr", "min_tokens", "max_tokens")}
 
 
 def fitted(subject: Any, fit: str, options: Any) -> Policy:
@@ -88,14 +85,15 @@ def fitted(subject: Any, fit: str, options: Any) -> Policy:
     if is_policy(folder):
         return Policy.from_pretrained(folder)
     print(f"fitting {subject.name} for {minutes} minutes, data: {kind}")
-    data: dict[str, Any] = {}
-    if kind in ("mixture", "clean"):
-        data = {"data": options.train if kind == "mixture" else options.built}
+    if kind != "none" and options.train is None:
+        raise DataError(f"{fit} reads a folder of training texts; name it with --train.")
+    against = () if kind == "mixture" else [path for path in sorted(options.data.rglob("*")) if path.is_file()]
+    data: dict[str, Any] = {"against": against}
+    if kind in SETS:
+        items = read_dataset(SETS[kind], index_folder(options.train).used[SETS[kind]], options.train)
+        data |= {"texts": [item_texts(item)[0] for item in items]}
     elif kind != "none":
-        name = SETS[kind]
-        items = read_dataset(name, index_folder(options.train).used[name], options.train)
-        items, _ = NgramOverlap([path for path in sorted(options.data.rglob("*")) if path.is_file()]).clean(items)
-        data = {"texts": [item_texts(item)[0] for item in items]}
+        data |= {"data": options.train}
     return fitting.fit(subject.model, subject.tokenizer, minutes=float(minutes), out=folder, name=subject.name, **data)
 
 

@@ -23,10 +23,20 @@ from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.evaluation.report.results_frame import read_results
 from lkv.methods.registry import parse_method
+from lkv.policy.policy import Policy
 from lkv.utils.files import write_text
 
 _PROVENANCE = ("date", "machine", "versions")
-_KEYS = ("task", "needles", "tokens", "method", "variant", "retention", "memory")  # of a row, as far as it has them
+_KEYS = (
+    "task",
+    "needles",
+    "tokens",
+    "method",
+    "variant",
+    "retention",
+    "memory",
+    "protect",
+)  # of a row, as far as it has them
 
 
 def main() -> None:
@@ -37,11 +47,12 @@ def main() -> None:
     parser.add_argument("--model", help="folder or GGUF file (default: as the file's command has it)")
     parser.add_argument("--work", type=Path, default=Path("runs-local/remeasure"))
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
+    work = options.work / Policy.from_pretrained(options.policy).digest()[:12]
+    work.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         path = RESULTS / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
-        measured = options.work / f"{name}.json"
+        measured = work / f"{name}.json"
         if not measured.is_file():
             _measure(document["command"], measured, options)
         merged = merge(document, json.loads(measured.read_text(encoding="utf-8")))
@@ -104,8 +115,7 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
 
     Raises ReportError if the samples are not the same.
     """
-    new = {_key(row): row for row in measured["rows"]}
-    old = {_key(row): row for row in earlier["rows"]}
+    new, old = _by_key(measured["rows"]), _by_key(earlier["rows"])
     for key, row in new.items():
         if row["method"] == FULL and key in old and any(old[key].get(n) != row.get(n) for n in ("n", "contexts")):
             raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
@@ -116,9 +126,21 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
     if kept:
         provenance = earlier.get("kept", earlier)
+        earlier_names = provenance.get("methods", kept)
         document["kept"] = {"methods": kept, **{key: provenance[key] for key in _PROVENANCE}}
+        if later := [name for name in kept if name not in earlier_names]:  # measured beside the policy of that time
+            document["kept"]["later"] = {"methods": later, **{key: earlier[key] for key in _PROVENANCE}}
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
+
+
+def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    by_key = {_key(row): row for row in rows}
+    if len(by_key) < len(rows):
+        raise ReportError(
+            "two rows of one file are of the same method, task, length and budget; tell them apart in _KEYS."
+        )
+    return by_key
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:

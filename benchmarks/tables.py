@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 from lkv.evaluation.report.names import method_label
-from lkv.policy.lookup import default_policy
+from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
@@ -28,7 +28,7 @@ def source(name: str) -> str:
     """A result file's name, with a remark where its policy is not shipped or some rows are of an earlier run."""
     document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     is_other = document.get("policy") is not None and document["policy"] not in _shipped_digests()
-    has_earlier = "kept" in document and any("difference" in row for row in document["rows"])
+    has_earlier = "kept" in document
     return (
         f"`{name}.json`"
         + ", with a policy that is not shipped" * is_other
@@ -43,7 +43,7 @@ def _shipped_digests() -> list[str]:
 
 def overlapping_items() -> str:
     """How many items of the training data overlap with evaluated texts and what became of them, by the card."""
-    checked = default_policy().card["decontamination"]
+    checked = next(entry for entry in shipped_policies() if entry.name == DEFAULT).card["decontamination"]
     compared, overlapping = (sum(own[key] for own in checked["sets"].values()) for key in ("compared", "overlapping"))
     if checked["removed"]:
         return f"{overlapping} of its {compared:,} items overlapped with evaluated texts and were left out"

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
     """Add an argument for every field of `command`; what is not given stays out of the namespace."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     usage = [parser.prog, "[options]"]  # instead of argparse's list of all options
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, parser=parser)
     for name, field in command.model_fields.items():
         name = field.alias or name
         kind = _value_type(field.annotation)
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
 
 def build_command(options: argparse.Namespace) -> Command:
     """Validate parsed arguments and return the command. Raises LkvError, one sentence, for a wrong value."""
-    values = {name: value for name, value in vars(options).items() if name != "command"}
+    values = {name: value for name, value in vars(options).items() if name not in ("command", "parser")}
     try:
         return options.command.model_validate(values)
     except ValidationError as error:

@@ -15,8 +15,9 @@ class Fit(Command):
         nargs="?",
         metavar="[MODEL]",
     )
-    data: Path | None = option(
-        "folder of documents (.txt, .md, code, .jsonl, .pdf) or of `lkv data build` (default: Python's own texts)"
+    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf (default: Python's own texts)")
+    against: tuple[Path, ...] = option(
+        "files that you will evaluate on: documents that overlap with them are left out", (), metavar="FILE"
     )
     minutes: float = option("how long it may take", 10.0, gt=0)
     out: Path | None = option("folder for the policy (default: in the cache, where it is found for this model)")
@@ -37,4 +38,7 @@ class Fit(Command):
             open_texts((), self.data)  # what is wrong with the texts is said before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(torch.device(device))
         model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, find_device(device))
-        fit(model, tokenizer, minutes=self.minutes, data=self.data, out=self.out, name=self.model or DEFAULT)
+        fit(
+            model, tokenizer, minutes=self.minutes, data=self.data, out=self.out, name=self.model or DEFAULT,
+            against=self.against,
+        )  # fmt: skip

@@ -4,6 +4,7 @@ import argparse
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -101,7 +102,7 @@ def parse_arguments(words: Sequence[str]) -> "Command":
     options, rest = parser.parse_known_args(words)
     # argparse splits positional words around options; `ask` takes its questions on both sides of them.
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        parser.error(_describe_unrecognized(rest, options.command, words))
+        options.parser.error(_describe_unrecognized(rest, options.parser))
     if rest:
         options.words += rest
     from lkv.cli.command import build_command
@@ -109,13 +110,14 @@ def parse_arguments(words: Sequence[str]) -> "Command":
     return build_command(options)
 
 
-def _describe_unrecognized(rest: Sequence[str], command: "type[Command]", words: Sequence[str]) -> str:
-    """Name the words that no argument of `command` takes, with the option that resembles one of them."""
-    known = [f"--{(field.alias or name).replace('_', '-')}" for name, field in command.model_fields.items()]
-    near = [match for word in rest for match in get_close_matches(word.partition("=")[0], known, 1)]
-    hint = f"did you mean {near[0]}? " if near else ""
-    name = next(word for word in words if word in COMMANDS)
-    return f"unrecognized arguments: {' '.join(rest)}; {hint}`lkv {name} --help` lists what it takes"
+def _describe_unrecognized(rest: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """Name the words that no argument of a command takes, with the option that resembles one of them."""
+    known, usage = re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_help()), parser.format_usage()
+    given = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    meant = [f"{name[2:].upper()} without {name}" for name in given if name[2:].upper() in usage]
+    meant += [match for name in given for match in get_close_matches(name, known, 1, 0.7)]
+    hint = f"did you mean {meant[0]}? " if meant else ""
+    return f"unrecognized arguments: {' '.join(rest)}; {hint}`{parser.prog} --help` lists what it takes"
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:

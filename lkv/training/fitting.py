@@ -5,6 +5,7 @@ forward passes only; then distillation for the time that is left. A killed run r
 """
 
 import copy
+import hashlib
 import math
 import sys
 import time
@@ -24,10 +25,11 @@ from lkv.integrations.transformers.prefill import query_rotations
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.policy.lookup import shipped_policy
 from lkv.policy.policy import Policy
-from lkv.policy.shipped import fitted_folder
+from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
-from lkv.training.data.built_dataset import BuiltDataset, is_built, read_manifest
+from lkv.training.data.built_dataset import is_built
+from lkv.training.data.decontamination import OverlapFilter
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
@@ -53,14 +55,14 @@ _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _SHORTEST = 256  # tokens of a context, below which memory is too small
 _PROBE_TOKENS = 256
+# Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
+_LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 _LATEST_KVZIP = 0.5  # of the whole time, after which no further text is replayed
 _RUN = ".fit"  # the folder of a run that is not finished
 
 
 clock = time.perf_counter  # the time that is counted
-
-Texts = Mixture | BuiltDataset
 
 
 def fit(
@@ -72,6 +74,7 @@ def fit(
     data: str | Path | None = None,
     out: str | Path | None = None,
     name: str | None = None,
+    against: Sequence[str | Path] = (),
 ) -> Policy:
     """Make a policy for a model.
 
@@ -84,10 +87,11 @@ def fit(
         texts: documents to fit the policy to; with neither these nor `data`, Python's own manual and library are used,
             which also join texts of fewer than 400,000 characters.
         minutes: how long it may take.
-        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`), or one that
-            `lkv data build` wrote, whose samples are used as they are.
+        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
+        against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): documents of which a piece shares a
+            tenth of its 13-grams with them are left out.
 
     Returns:
         The policy, which is also saved.
@@ -104,45 +108,73 @@ def fit(
     query_rotations(model, "`lkv fit`")
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
-    shortest, longest = _context_bounds(data)
+    is_new = not folder.exists()
     check_writable_folder(folder / _RUN, TrainingError, "the policy")
+    filter_items = (
+        OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
+    )
     with (
         lock_folder(folder / _RUN),
-        _removed_if_unused(folder / _RUN),
+        _removed_if_unused(folder / _RUN, is_new),
         evaluation_mode(model),
         _frozen(model),
         torch.enable_grad(),
     ):
+        per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
+        longest = _interrupted_length(folder / _RUN / "state") or _longest_context(minutes * 60 / per_token)
         while True:
-            config = _config_for(spec.max_positions, shortest, longest)
+            config = _config_for(spec.max_positions, longest)
             try:
                 return FitRun(
-                    model, tokenizer, config, minutes * 60, folder, model_name, texts or (), data, started
-                ).run()
+                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, texts or (), data,
+                    filter_items, started,
+                ).run()  # fmt: skip
+            except _UselessStateError as error:
+                _log(f"the interrupted run in {folder / _RUN} is of no use here ({error}): starting anew")
+                longest = _longest_context(minutes * 60 / per_token)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            if longest // 2 < _SHORTEST:
-                raise TrainingError(
-                    f"there is not enough memory to fit a policy with contexts of {longest} tokens, the shortest that "
-                    "make sense; close other programs, or load the model in a smaller dtype."
-                )
-            longest //= 2
+                if config.max_tokens // 2 < _SHORTEST:
+                    raise TrainingError(
+                        f"there is not enough memory to fit a policy with contexts of {config.max_tokens} tokens, the "
+                        "shortest that make sense; close other programs, or load the model in a smaller dtype."
+                    ) from error
+                longest = config.max_tokens // 2
+                known = f"contexts of {config.max_tokens:,} tokens"
+                _log(f"out of memory with {known}: starting again with at most {longest:,}")
             rmtree(folder / _RUN / "state", ignore_errors=True)
-            _log(f"out of memory with contexts of {2 * longest:,} tokens: starting again with at most {longest:,}")
+
+
+class _UselessStateError(LkvError):
+    """A run that was interrupted cannot be continued: it was for other data, settings or another model."""
 
 
 @contextmanager
-def _removed_if_unused(run: Path) -> Iterator[None]:
-    """Where the block fails before anything was saved in `run`, leave no empty folders."""
+def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
+    """Where the block fails before anything was saved in `run`, remove it, and the empty folder around it if new."""
     try:
         yield
     except BaseException:
-        if not (run / "state").exists():
+        if not (run / "state" / CHECKPOINT).exists():
             rmtree(run, ignore_errors=True)
-            with suppress(OSError):  # it holds a policy
-                run.parent.rmdir()
+            with suppress(OSError):
+                if is_new:
+                    run.parent.rmdir()
         raise
+
+
+def _longest_context(tokens: float) -> int:
+    """The greatest length of a context where the model could read `tokens` tokens in the whole time."""
+    is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
+    return _LONG_CONTEXT if is_long else RECIPE.max_tokens
+
+
+def _interrupted_length(state: Path) -> int | None:
+    """The greatest length of a context in the run whose state is there, which may be less after memory ran out."""
+    with suppress(LkvError, KeyError, TypeError):
+        return int(read_checkpoint(state).config["max_tokens"]) if (state / CHECKPOINT).exists() else None
+    return None
 
 
 @contextmanager
@@ -157,20 +189,12 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _context_bounds(data: str | Path | None) -> tuple[int, int]:
-    """The least and greatest length of contexts in tokens: the recipe's, or those of samples that are built already."""
-    if data is None or not is_built(folder := as_path(data, DataError, "the data folder")):
-        return RECIPE.min_tokens, RECIPE.max_tokens
-    shortest, longest = read_manifest(folder)["bounds"]
-    return shortest, longest
-
-
-def _config_for(positions: int, shortest: int, longest: int) -> TrainingConfig:
-    """The recipe for a model of `positions` positions with contexts of `shortest` to `longest` tokens, if it can."""
+def _config_for(positions: int, longest: int) -> TrainingConfig:
+    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
     # KVzip reads a text twice, the second time after a request of a few tokens.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(
-        replace(RECIPE, max_tokens=longest, min_tokens=min(shortest, max(1, longest // 2))), positions
+        replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
     )
 
 
@@ -186,24 +210,32 @@ class FitRun:
         tokenizer: "PreTrainedTokenizerBase",
         config: TrainingConfig,
         seconds: float,
+        per_token: float,
         folder: Path,
         model_name: str,
         texts: Sequence[str],
         data: str | Path | None,
+        filter_items: OverlapFilter | None,
         started: float,
     ):
         self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
+        self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
         self._folder, self._state, self._started = folder, folder / _RUN / "state", started
         self._earlier = 0.0
-        self._data = open_texts(texts, data, config)
-        self._held_out_data = open_texts(texts, data, config, validation=True)
+        mixture = open_texts(texts, data, config, filter_items=filter_items)
+        self._data = mixture
+        self._held_out_data = open_texts(texts, data, config, validation=True, filter_items=filter_items)
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
         is_local = Path(model_name).exists()
-        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": self._data.origins}
-        card |= {"data_digest": self._data.digest, "training": asdict(config), "trained_tokens": config.max_tokens}
-        if isinstance(self._data, BuiltDataset):
-            card["decontamination"] = self._data.decontamination
+        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": mixture.origins}
+        files = filter_items.files.values() if filter_items else ()
+        self._digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
+        card |= {"data_digest": self._digest, "training": asdict(config), "trained_tokens": config.max_tokens}
+        if filter_items:
+            card["decontamination"] = filter_items.card
+        if commit := getattr(model.config, "_commit_hash", None):
+            card["revision"] = commit
         if "/" in model_name and not is_local:
             card["hub"] = [model_name]
         self.policy = Policy(spec, card, config.inputs).to(input_device(model))
@@ -245,7 +277,7 @@ class FitRun:
             return
         try:
             checkpoint = read_checkpoint(self._state)
-            checkpoint.check_run(self._config, self._data.digest)
+            checkpoint.check_run(self._config, self._digest)
             checkpoint.load_policy(self.policy)
             checkpoint.load_optimizer(self.policy, self._optimizer)
             for name, policy in (("average", self._average), ("best", self._best)):
@@ -255,10 +287,7 @@ class FitRun:
             self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
             self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
         except (LkvError, KeyError, RuntimeError) as error:
-            _log(f"the interrupted run in {self._state} is of no use here ({error}): starting anew")
-            rmtree(self._state, ignore_errors=True)
-            self._stage = 0
-            return
+            raise _UselessStateError(str(error)) from error
         _log(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
 
     def _save(self) -> None:
@@ -273,15 +302,18 @@ class FitRun:
     def _make_plan(self) -> None:
         """Measure how fast texts are read, and print what will be done. Raises TrainingError if the time is short."""
         config = self._config
-        tokens = mean_length(config.min_tokens, config.max_tokens)
-        reading = tokens * _seconds_per_token(self._model, min(_PROBE_TOKENS, config.max_tokens))
-        self._plan = plan = make_plan(reading, self._seconds)
+        self._plan = plan = make_plan(self._reading, self._seconds)
         for line in self._data.lines:
             _log(line)
+        if "decontamination" in self.policy.card:
+            _log(describe_overlap(self.policy.card))
+        own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
+        builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
         spec = self.policy.spec
         _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {describe_texts(self._data)}"
+            f"{dtype_name(self._model.dtype)}) from {own_text}"
+            + (" and Python's own manual and library" if builtin else "")
         )
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
@@ -291,7 +323,7 @@ class FitRun:
         )
         _log(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
 
-    def _draw(self, data: Texts, start: int, count: int) -> list[TokenizedSample]:
+    def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
         """`count` samples from number `start` on that have something to predict."""
         samples: list[TokenizedSample] = []
         for number in range(start, start + 20 * count):
@@ -304,7 +336,7 @@ class FitRun:
             raise DataError("the texts are too short to learn from; give longer ones.")
         return samples
 
-    def _sample(self, data: Texts, number: int) -> TokenizedSample:
+    def _sample(self, data: Mixture, number: int) -> TokenizedSample:
         sample = data.sample(number, self._config.continuations)
         return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
 
@@ -420,18 +452,26 @@ class FitRun:
 
 
 def open_texts(
-    texts: Sequence[str], data: str | Path | None, config: TrainingConfig = RECIPE, validation: bool = False
-) -> Texts:
+    texts: Sequence[str],
+    data: str | Path | None,
+    config: TrainingConfig = RECIPE,
+    validation: bool = False,
+    filter_items: OverlapFilter | None = None,
+) -> Mixture:
     """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
-        if texts:
-            raise DataError(f"{folder} holds samples that are built already; give no texts beside it.")
-        return BuiltDataset(folder, config.seed, validation)
+        raise DataError(
+            f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
+            "themselves (--against leaves evaluated texts out here too)."
+        )
 
     def mixture(builtin: Sequence[str]) -> Mixture:
         bounds = config.min_tokens, config.max_tokens
-        return Mixture(folder, *bounds, config.seed, validation, texts=texts, builtin=builtin)
+        return Mixture(
+            folder, *bounds, config.seed, validation, filter_items or (lambda _, items: items), texts=texts,
+            builtin=builtin,
+        )  # fmt: skip
 
     mixed = mixture(BUILTIN_SOURCES)
     if folder is None and not texts:
@@ -443,15 +483,6 @@ def open_texts(
             "or source files, or no data to use Python's own texts."
         )
     return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
-
-
-def describe_texts(data: Texts) -> str:
-    """Say in a few words what a policy is made from."""
-    if isinstance(data, BuiltDataset):
-        return f"{len(data):,} built samples"
-    own = f"{data.own_chars:,} characters of own text" if data.own_chars else "no own text"
-    has_builtin = any(name in data.names for name in BUILTIN_SOURCES)
-    return own + (" and Python's own manual and library" if has_builtin else "")
 
 
 @torch.no_grad()

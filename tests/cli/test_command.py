@@ -54,7 +54,11 @@ def test_training_options_are_the_settings():
     ("line", "hint"),
     [
         ("ask x.txt q --retenton 0.1", "did you mean --retention? `lkv ask --help` lists what it takes"),
-        ("data build --sampels 3 --out x --recipe loom", "did you mean --samples? `lkv data --help`"),
+        ("data build --sampels 3 --out x --recipe loom", "did you mean --samples? `lkv data build --help`"),
+        (
+            "fit --model x",
+            "unrecognized arguments: --model; did you mean MODEL without --model? `lkv fit --help` lists",
+        ),
         ("policies tiny", "unrecognized arguments: tiny; `lkv policies --help` lists"),
     ],
 )

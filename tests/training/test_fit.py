@@ -1,5 +1,6 @@
 """A policy for any model in minutes: stages, time, resuming, and what is refused."""
 
+import inspect
 import json
 import random
 import shutil
@@ -24,11 +25,10 @@ from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fitting
-from lkv.training.data.build import DataBuildConfig, build_dataset
 from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit_plan import Plan, make_plan
-from lkv.training.fitting import RECIPE, fit, open_texts
+from lkv.training.fitting import RECIPE, _longest_context, fit, open_texts
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
@@ -252,12 +252,12 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
         return original(model, policy, group, config, now)
 
     monkeypatch.setattr(fitting, "distillation_losses", limited)
-    monkeypatch.setattr(fitting, "RECIPE", RECIPE.__class__(**{**vars(RECIPE), "max_tokens": 512}))
+    monkeypatch.setattr(fitting, "_SHORTEST", 200)
     policy = fit(model, tokenizer, minutes=0.1, name="tiny")
-    assert "out of memory with contexts of 512 tokens: starting again with at most 256" in capsys.readouterr().err
-    assert policy.trained_tokens == 256
+    assert "out of memory with contexts of 480 tokens: starting again with at most 240" in capsys.readouterr().err
+    assert policy.trained_tokens == 240
     monkeypatch.setattr(fitting, "distillation_losses", run_out_of_memory)
-    with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 256 tokens"):
+    with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
         fit(model, tokenizer, minutes=0.1, name="tiny")
 
 
@@ -300,29 +300,46 @@ def test_large_folders_are_used_alone_and_small_ones_are_mixed():
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
 
 
-def test_samples_that_are_built_are_used_as_they_are(loaded, tmp_path, cache):
+def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_path, capsys):
     model, tokenizer = loaded
-    texts, built, evaluated = tmp_path / "texts", tmp_path / "built", tmp_path / "evaluated.jsonl"
-    texts.mkdir()
     rng = random.Random(4)
     books = [" ".join(f"word{rng.randint(0, 999)}" for _ in range(3000)) for _ in range(4)]
-    for number, text in enumerate(books):
-        (texts / f"{number}.txt").write_text(text)
-    evaluated.write_text(json.dumps({"context": books[2], "input": "", "answers": []}))
-    settings = DataBuildConfig(
-        "wide", built, texts, samples=24, held_out=12, min_tokens=40, max_tokens=480, against=(evaluated,)
-    )
-    build_dataset(settings, tokenizer, "tiny")
-    with pytest.raises(DataError, match="holds samples that are built already; give no texts beside it"):
-        open_texts([TEXT], built)
-    policy = fit(model, tokenizer, data=built, minutes=0.08, name="tiny")
-    assert policy.trained_tokens == 480 and policy.card["training"]["min_tokens"] == 40
+    evaluated = tmp_path / "evaluated.jsonl"
+    evaluated.write_text(json.dumps({"context": books[2] + inspect.getsource(random), "input": "", "answers": []}))
+    policy = fit(model, tokenizer, books, minutes=0.08, name="tiny", against=[evaluated])
     checked = policy.card["decontamination"]
-    assert checked["removed"] and checked["sets"]["text"]["overlapping"] >= 1
-    assert checked["sets"]["python"]["compared"] > 100
-    (built / "build.json").rename(built / "progress.json")
-    with pytest.raises(DataError, match="is not finished"):
-        fit(model, tokenizer, data=built, minutes=0.08)
+    assert checked["removed"] and list(checked["files"]) == ["evaluated.jsonl"]
+    assert checked["sets"]["texts"] == {"compared": 8, "shared": 2, "overlapping": 2}
+    assert checked["sets"]["python"]["overlapping"] >= 1  # random.py
+    assert "of 3 sets compared with 1 evaluation files" in capsys.readouterr().err
+    with pytest.raises(DataError, match="there is no"):
+        fit(model, tokenizer, books, minutes=0.08, name="tiny", against=[tmp_path / "nowhere"])
+
+
+def test_samples_that_are_built_are_refused(loaded, tmp_path):
+    (tmp_path / "build.json").write_text("{}")
+    with pytest.raises(DataError, match="holds samples of `lkv data build`, which `lkv train` reads; give the folder"):
+        open_texts((), tmp_path)
+
+
+def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypatch, capsys):
+    """What was read fast enough for long contexts then may be slow now, and memory may have run out then."""
+    model, tokenizer = loaded
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "_longest_context", lambda tokens: 300)
+        patch.setattr(fitting, "fit_to_targets", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, tokenizer, minutes=0.15, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.08, name="tiny")
+    assert policy.trained_tokens == 300 and "continuing the run" in capsys.readouterr().err
+
+
+def test_contexts_are_longer_where_there_is_time():
+    assert _longest_context(2e6) == 4000 and _longest_context(1e6) == RECIPE.max_tokens == 2000
 
 
 def test_a_document_of_the_extra_is_read(tmp_path):

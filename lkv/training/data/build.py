@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from lkv.errors import DataError
 from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
-from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
+from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, OverlapFilter
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.loom import LOOM_RATIOS, Loom, is_usable
-from lkv.training.data.mixture import OWN_SOURCES, Mixture
+from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
@@ -82,17 +82,19 @@ def build_dataset(
             f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",
             file=sys.stderr,
         )
-    overlap = NgramOverlap(config.against, config.words, config.share) if config.against else None
+    overlap = OverlapFilter(config.against, config.words, config.share) if config.against else None
     sources: dict[str, dict[str, Any]] = {}
 
     def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
         if overlap is None or not items:
             return items
-        clean, counts = overlap.clean(items)
-        print(
-            f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
-            file=sys.stderr,
-        )
+        is_new = name not in overlap.counts
+        clean, counts = overlap(name, items), overlap.counts[name]
+        if is_new:
+            print(
+                f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
+                file=sys.stderr,
+            )
         sources.setdefault(name, {}).update(vars(counts))
         return clean
 
@@ -204,7 +206,7 @@ def _open_wide(
         about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
         sources[name] = about | sources.get(name, {})
     for name, count in training.builtin_counts.items():
-        title, _, licence = OWN_SOURCES[name].rstrip(")").rpartition(" (")
+        title, licence = BUILTIN_TEXTS[name]
         about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
         sources[name] = about | sources.get(name, {})
     return training, held_out

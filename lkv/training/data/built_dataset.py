@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
+from lkv.training.data.mixture import OWN_SOURCES
 from lkv.training.data.packing import fill_continuations
 from lkv.training.data.public_datasets import digest_of
 from lkv.training.data.samples import Continuation, Sample
@@ -117,7 +118,8 @@ class BuiltDataset:
     @property
     def origins(self) -> dict[str, str]:
         """Sources with their data sets and licences, for a policy's card."""
-        return {name: f"{source['title']} ({source['licence']})" for name, source in self.manifest["sources"].items()}
+        origins = {name: f"{own['title']} ({own['licence']})" for name, own in self.manifest["sources"].items()}
+        return origins | ({"facts": OWN_SOURCES["facts"]} if self.manifest["recipe"] == "wide" else {})
 
     @property
     def lines(self) -> list[str]:

@@ -84,6 +84,39 @@ class NgramOverlap:
         return total
 
 
+class OverlapFilter:
+    """Leaves items out that overlap with evaluated texts, as `filter_items` of a `Mixture`, and counts them by set.
+
+    A set that is asked for again gives the same items.
+    """
+
+    def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
+        self._overlap = NgramOverlap(files, n, share)
+        self._clean: dict[str, list[Any]] = {}
+        self._about = {"n": n, "share": share, "files": self._overlap.files}
+        self.counts: dict[str, OverlapCounts] = {}
+
+    def __call__(self, name: str, items: list[Any]) -> list[Any]:
+        """The items of the set `name` that do not overlap."""
+        if items and name not in self._clean:
+            self._clean[name], self.counts[name] = self._overlap.clean(items)
+        return self._clean[name] if items else items
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The evaluated files with their SHA-256."""
+        return self._overlap.files
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What was compared and left out, for a policy's card."""
+        sets = {
+            name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
+            for name, counts in self.counts.items()
+        }
+        return {**self._about, "removed": True, "sets": sets}
+
+
 def read_strings(path: Path) -> Iterator[str]:
     """Read every string in an evaluation file. Raises DataError."""
     name = path.name.removesuffix(".gz")

@@ -53,7 +53,11 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
         (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
         (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
         (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
-        (f"The file about {item} has the identifier {serial}.", f"Which identifier has the file about {item}?", serial),
+        (
+            f"The file about {item} has the identifier {serial}.",
+            f"What is the identifier of the file about {item}?",
+            serial,
+        ),
     ]
     if rng.random() < _SERIALS:
         return rng.choice(serials)

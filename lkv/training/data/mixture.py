@@ -43,22 +43,25 @@ from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
 
+BUILTIN_TEXTS = {  # what every Python installation has: title and licence
+    "python": ("Python standard library", "PSF"),
+    "manual": ("Python's language reference in pydoc_data", "PSF"),
+}
+BUILTIN_SOURCES = tuple(BUILTIN_TEXTS)
 OWN_SOURCES = {
-    "python": "Python standard library (PSF)",
-    "manual": "Python's language reference in pydoc_data (PSF)",
+    **{name: f"{title} ({licence})" for name, (title, licence) in BUILTIN_TEXTS.items()},
     "prose": "texts of the caller",
     "facts": "invented facts in the prose, stories and papers above",
 }
-BUILTIN_SOURCES = ("python", "manual")  # what every Python installation has
 
 
 class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
     Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees.
-    `filter_items` returns the items of a set that may be used; `names` maps sets to files that lack their official
-    names. `texts` are used in addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES`
-    to add. Raises DataError if there is nothing to train on.
+    `filter_items` returns the items of a set, of `texts` or of Python's own texts that may be used; `names` maps sets
+    to files that lack their official names. `texts` are used in addition to `folder`, or without one; `builtin` lists
+    the sources of `BUILTIN_SOURCES` to add. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Mixture:
                 rows = read_dataset(name, self.index.used.get(name, []), self.index.folder)
                 self.item_counts |= {name: len(rows)} if rows else {}
                 items[source] += filter_items(name, rows)
-        items["prose"] += [piece for text in texts for piece in split_text("", text)]
+        items["prose"] += filter_items("texts", [piece for text in texts for piece in split_text("", text)])
         builtin_items = {"python": read_standard_library, "manual": read_python_manual}
         for name in builtin:
             own = builtin_items[name]()
