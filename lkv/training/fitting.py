@@ -233,7 +233,7 @@ class FitRun:
         self._digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
         card |= {"data_digest": self._digest, "training": asdict(config), "trained_tokens": config.max_tokens}
         if filter_items:
-            card["decontamination"] = filter_items.card
+            card["decontamination"] = filter_items.card({*mixture.item_counts, *mixture.builtin_counts, "texts"})
         if commit := getattr(model.config, "_commit_hash", None):
             card["revision"] = commit
         if "/" in model_name and not is_local:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,12 +107,12 @@ class OverlapFilter:
         """The evaluated files with their SHA-256."""
         return self._overlap.files
 
-    @property
-    def card(self) -> dict[str, Any]:
-        """What was compared and left out, for a policy's card."""
+    def card(self, names: Container[str]) -> dict[str, Any]:
+        """What was compared and left out of the sets `names`, for a policy's card."""
         sets = {
             name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
             for name, counts in self.counts.items()
+            if name in names
         }
         return {**self._about, "removed": True, "sets": sets}
 
