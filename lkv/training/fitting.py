@@ -231,7 +231,8 @@ class FitRun:
         card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": mixture.origins}
         files = filter_items.files.values() if filter_items else ()
         self._digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
-        card |= {"data_digest": self._digest, "training": asdict(config), "trained_tokens": config.max_tokens}
+        training = asdict(config) | {"dtype": dtype_name(model.dtype)}
+        card |= {"data_digest": self._digest, "training": training, "trained_tokens": config.max_tokens}
         if filter_items:
             card["decontamination"] = filter_items.card({*mixture.item_counts, *mixture.builtin_counts, "texts"})
         if commit := getattr(model.config, "_commit_hash", None):

@@ -151,7 +151,9 @@ def build(setup: TrainingSetup) -> Trainer:
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
-    card: dict[str, Any] = {"model": setup.model_name, "data": setup.data.origins, "training": asdict(config)}
+    path = Path(setup.model_name)
+    name = path.name if path.exists() else setup.model_name
+    card: dict[str, Any] = {"model": name, "data": setup.data.origins, "training": asdict(config)}
     card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
     if commit := getattr(model.config, "_commit_hash", None):
         card["revision"] = commit

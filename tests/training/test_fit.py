@@ -307,6 +307,7 @@ def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_pa
     evaluated = tmp_path / "evaluated.jsonl"
     evaluated.write_text(json.dumps({"context": books[2] + inspect.getsource(random), "input": "", "answers": []}))
     policy = fit(model, tokenizer, books, minutes=0.08, name="tiny", against=[evaluated])
+    assert policy.card["training"]["dtype"] == "float32"
     checked = policy.card["decontamination"]
     assert checked["removed"] and list(checked["files"]) == ["evaluated.jsonl"]
     assert checked["sets"]["texts"] == {"compared": 8, "shared": 2, "overlapping": 2}
