@@ -251,7 +251,7 @@ def fits() -> list[str]:
 
 
 def _fits(file: str) -> list[str]:
-    """The table of one model's policies, of its texts of one kind, and the curves."""
+    """The table of one model's policies, and the curves."""
     rows = [row for row in read(file) if row["task"] != "held-out texts of the fit"]
     if not rows:
         return []
@@ -269,12 +269,6 @@ def _fits(file: str) -> list[str]:
         f"evaluation texts, {contexts} contexts a length, needles among them ({source(file)})."
     )
     parts = [lead, _fits_table(means, titles)]
-    for task in ("code", "meetings"):
-        if (f"lkv@{task}", 10.0) in fitted:
-            of_task = [row for row in rows if row["task"] == task]
-            methods = (f"lkv@{task}", "lkv@none", "lkv@shipped", "kvzip")
-            compared = {key: title for key, title in titles.items() if key[0] in methods and key[1] in (10.0, None)}
-            parts += [f"On {task} alone, after {task} alone and after no data:", _fits_table(of_task, compared)]
     curves = []
     for (method, minutes), title in titles.items():
         points = read(file, task="held-out texts of the fit", method=method, minutes=minutes, retention=0.15)
