@@ -18,25 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
-from benchmarks.evaluations import rows_of
 from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
-from lkv.evaluation.report.results_frame import read_results
 from lkv.methods.registry import parse_method
 from lkv.policy.policy import Policy
 from lkv.utils.files import write_text
 
 _PROVENANCE = ("date", "machine", "versions")
-_KEYS = (
-    "task",
-    "needles",
-    "tokens",
-    "method",
-    "variant",
-    "retention",
-    "memory",
-    "protect",
-)  # of a row, as far as it has them
+# What tells a row from others of its file, as far as it has them.
+_KEYS = ("task", "needles", "tokens", "method", "variant", "retention", "memory", "protect")
 
 
 def main() -> None:
@@ -62,29 +52,24 @@ def main() -> None:
 
 def _measure(command: str, out: Path, options: argparse.Namespace) -> None:
     """Run a result file's command with the methods that read a policy."""
-    documents = []
+    run, documents = lambda *words: subprocess.run([sys.executable, *words], check=True), []
     for number, line in enumerate(command.split("; ")):
         words = command_for(line, options.data, options.policy, options.model)
-        is_evaluation = words[0] == "lkv"
-        part = out.with_name(f"{out.stem}-{number}.json" + "l" * is_evaluation)
-        module = ["-m", *words] if is_evaluation else words[1:]
-        subprocess.run([sys.executable, *module, "--out", str(part)], check=True)
-        documents.append(_evaluation(part) if is_evaluation else json.loads(part.read_text(encoding="utf-8")))
+        part = out.with_name(f"{out.stem}-{number}.json")
+        if words[0] == "lkv":  # writes a journal, of which benchmarks.evaluations makes rows
+            journal = str(part.with_suffix(".jsonl"))
+            run("-m", *words, "--out", journal)
+            words = ["python", "-m", "benchmarks.evaluations", journal]
+        run(*words[1:], "--out", str(part))
+        documents.append(json.loads(part.read_text(encoding="utf-8")))
     rows = [row for document in documents for row in document["rows"]]
     write_text(out, json.dumps({**documents[-1], "rows": rows}, indent=1) + "\n", LkvError, "the results")
 
 
-def _evaluation(path: Path) -> dict[str, Any]:
-    """The document of a journal of `lkv eval`."""
-    results = read_results([path])
-    about = {key: results.header[key] for key in (*_PROVENANCE, "policy")}
-    return {**about, "rows": json.loads(json.dumps(rows_of(results)))}
-
-
 def command_for(command: str, data: Path, policy: Path, model: str | None = None) -> list[str]:
     """The words of a result file's command for this data and policy, with the methods alone that read a policy."""
-    words, chosen = shlex.split(command), list[str]()
-    for option, values in _grouped(words):
+    words = list[str]()
+    for option, values in _grouped(shlex.split(command)):
         if option == "--methods":
             values = [name for name in values if parse_method(name).needs_policy]
             if not values:
@@ -95,8 +80,8 @@ def command_for(command: str, data: Path, policy: Path, model: str | None = None
             values = [model]
         elif option == "--pattern":  # which no method with a policy reads
             continue
-        chosen += [*([option] if option else []), *values]
-    return [*chosen, "--policy", str(policy)]
+        words += [*([option] if option else []), *values]
+    return [*words, "--policy", str(policy)]
 
 
 def _grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -121,14 +106,14 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
             raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
     rows = [new.get(_key(row)) if _reads_policy(row) else _without_differences(row) for row in earlier["rows"]]
     rows += [row for key, row in new.items() if key not in old and row["method"] != FULL]
-    kept = sorted({row["method"] for row in old.values() if row["method"] != FULL and not _reads_policy(row)})
+    others = sorted({row["method"] for row in old.values() if row["method"] != FULL and not _reads_policy(row)})
     document = {key: value for key, value in earlier.items() if key != "kept"}
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
-    if kept:
+    if others:
         provenance = earlier.get("kept", earlier)
-        earlier_names = provenance.get("methods", kept)
-        document["kept"] = {"methods": kept, **{key: provenance[key] for key in _PROVENANCE}}
-        if later := [name for name in kept if name not in earlier_names]:  # measured beside the policy of that time
+        earlier_names = provenance.get("methods", others)
+        document["kept"] = {"methods": others, **{key: provenance[key] for key in _PROVENANCE}}
+        if later := [name for name in others if name not in earlier_names]:  # measured beside the policy of that time
             document["kept"]["later"] = {"methods": later, **{key: earlier[key] for key in _PROVENANCE}}
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}

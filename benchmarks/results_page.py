@@ -252,10 +252,9 @@ def fits() -> list[str]:
 
 def _fits(file: str) -> list[str]:
     """The table of one model's policies, and the curves."""
-    rows = [row for row in read(file) if row["task"] != "held-out texts of the fit"]
-    if not rows:
+    means = read(file, task="all")
+    if not means:
         return []
-    means = [row for row in rows if row["task"] == "all"]
     fitted = dict.fromkeys((row["method"], row["minutes"]) for row in means if row.get("minutes"))
     titles: dict[tuple[str, float | None], str] = {
         (method, minutes): f"`lkv fit`, {title}, {minutes:g} minute{'s' * (minutes != 1)}"
@@ -265,30 +264,25 @@ def _fits(file: str) -> list[str]:
     titles |= {("lkv@shipped", None): "the shipped policy", ("kvzip", None): method_label("kvzip")}
     contexts = counted(row["contexts"] for row in means)
     lead = (
-        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of one thread: {KL} and top-1 agreement on "
+        f"{means[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of one thread: {KL} and top-1 agreement on "
         f"evaluation texts, {contexts} contexts a length, needles among them ({source(file)})."
     )
-    parts = [lead, _fits_table(means, titles)]
+    columns = sorted({(row["tokens"], row["retention"]) for row in means if row["method"] != FULL}, key=_length_first)
+    cells = {
+        (row["method"], row.get("minutes"), row["tokens"], row["retention"]): kl_and_agreement(row) for row in means
+    }
+    head = [f"{tokens(length)}, R = {retention:g}" for length, retention in columns]
+    body = [
+        [title, *(cells.get((*key, *column), "not measured") for column in columns)] for key, title in titles.items()
+    ]
     curves = []
     for (method, minutes), title in titles.items():
         points = read(file, task="held-out texts of the fit", method=method, minutes=minutes, retention=0.15)
         if points:
             falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
             curves.append(f"* {title}: {falls}")
-    lead = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
-    return [*parts, lead, "\n".join(curves)]
-
-
-def _fits_table(rows: Sequence[Row], titles: dict[tuple[str, float | None], str]) -> str:
-    columns = sorted({(row["tokens"], row["retention"]) for row in rows if row["method"] != FULL}, key=_length_first)
-    cells = {
-        (row["method"], row.get("minutes"), row["tokens"], row["retention"]): kl_and_agreement(row) for row in rows
-    }
-    head = [f"{tokens(length)}, R = {retention:g}" for length, retention in columns]
-    return table(
-        head,
-        [[title, *(cells.get((*key, *column), "not measured") for column in columns)] for key, title in titles.items()],
-    )
+    held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
+    return [lead, table(head, body), held_out, "\n".join(curves)]
 
 
 def _length_first(column: tuple[int, float]) -> tuple[int, float]:

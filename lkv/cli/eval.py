@@ -108,6 +108,7 @@ def _evaluate(
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for
     from lkv.utils.devices import distributed_state
+    from lkv.utils.files import name_without_place
 
     needs_policy = any(POLICY in find_needs(method) for method in methods)
     policies: dict[str, Policy] = {}
@@ -138,7 +139,7 @@ def _evaluate(
         pattern=pattern,
         pattern_source=pattern_source,
         by_memory=bool(options.memory),
-        model_name=Path(options.model_name).name if exists(options.model_name) else options.model_name,
+        model_name=name_without_place(options.model_name),
         seed=options.seed,
         max_rows=options.rows_at_once,
     )

@@ -112,10 +112,10 @@ def parse_arguments(words: Sequence[str]) -> "Command":
 
 def _describe_unrecognized(rest: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """Name the words that no argument of a command takes, with the option that resembles one of them."""
-    known, usage = re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_help()), parser.format_usage()
-    given = [word.partition("=")[0] for word in rest if word.startswith("--")]
-    meant = [f"{name[2:].upper()} without {name}" for name in given if name[2:].upper() in usage]
-    meant += [match for name in given for match in get_close_matches(name, known, 1, 0.7)]
+    flags, usage = re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_help()), parser.format_usage()
+    names = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    meant = [f"{name[2:].upper()} without {name}" for name in names if name[2:].upper() in usage]
+    meant += [match for name in names for match in get_close_matches(name, flags, 1, 0.7)]
     hint = f"did you mean {meant[0]}? " if meant else ""
     return f"unrecognized arguments: {' '.join(rest)}; {hint}`{parser.prog} --help` lists what it takes"
 

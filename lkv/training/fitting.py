@@ -39,7 +39,7 @@ from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_r
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory
 from lkv.utils.durations import format_duration
-from lkv.utils.files import as_path, check_writable_folder
+from lkv.utils.files import as_path, check_writable_folder, name_without_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -141,8 +141,8 @@ def fit(
                         "shortest that make sense; close other programs, or load the model in a smaller dtype."
                     ) from error
                 longest = config.max_tokens // 2
-                known = f"contexts of {config.max_tokens:,} tokens"
-                _log(f"out of memory with {known}: starting again with at most {longest:,}")
+                contexts = f"contexts of {config.max_tokens:,} tokens"
+                _log(f"out of memory with {contexts}: starting again with at most {longest:,}")
             rmtree(folder / _RUN / "state", ignore_errors=True)
 
 
@@ -227,8 +227,7 @@ class FitRun:
         self._held_out_data = open_texts(texts, data, config, validation=True, filter_items=filter_items)
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
-        is_local = Path(model_name).exists()
-        card: dict[str, Any] = {"model": Path(model_name).name if is_local else model_name, "data": mixture.origins}
+        card: dict[str, Any] = {"model": name_without_place(model_name), "data": mixture.origins}
         files = filter_items.files.values() if filter_items else ()
         self._digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
         training = asdict(config) | {"dtype": dtype_name(model.dtype)}
@@ -237,7 +236,7 @@ class FitRun:
             card["decontamination"] = filter_items.card({*mixture.item_counts, *mixture.builtin_counts, "texts"})
         if commit := getattr(model.config, "_commit_hash", None):
             card["revision"] = commit
-        if "/" in model_name and not is_local:
+        if "/" in card["model"]:
             card["hub"] = [model_name]
         self.policy = Policy(spec, card, config.inputs).to(input_device(model))
         # Before the regression, scores are the attention to expect alone.
@@ -301,7 +300,7 @@ class FitRun:
         save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
 
     def _make_plan(self) -> None:
-        """Measure how fast texts are read, and print what will be done. Raises TrainingError if the time is short."""
+        """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
         config = self._config
         self._plan = plan = make_plan(self._reading, self._seconds)
         for line in self._data.lines:

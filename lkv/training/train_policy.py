@@ -29,7 +29,7 @@ from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, kvzip_targets, warm_start_from_kvzip
 from lkv.utils.devices import distributed_state
 from lkv.utils.durations import format_duration
-from lkv.utils.files import check_writable_folder
+from lkv.utils.files import check_writable_folder, name_without_place
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -151,9 +151,8 @@ def build(setup: TrainingSetup) -> Trainer:
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
-    path = Path(setup.model_name)
-    name = path.name if path.exists() else setup.model_name
-    card: dict[str, Any] = {"model": name, "data": setup.data.origins, "training": asdict(config)}
+    card: dict[str, Any] = {"model": name_without_place(setup.model_name), "data": setup.data.origins}
+    card["training"] = asdict(config)
     card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
     if commit := getattr(model.config, "_commit_hash", None):
         card["revision"] = commit

@@ -23,6 +23,11 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     raise error(f"{subject} is {name!r}, but it must be a path: give a str or a pathlib.Path.")
 
 
+def name_without_place(model: str) -> str:
+    """A model's name for what others read: of a local folder or file, its own name and not where it is."""
+    return Path(model).name if os.path.exists(model) else model
+
+
 def cache_folder() -> Path:
     """The folder of converted models, fitted policies and contexts: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):

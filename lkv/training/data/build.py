@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ from lkv.training.data.public_datasets import (
 )
 from lkv.training.data.samples import tokenize_sample
 from lkv.utils.data_files import read_json, read_records
-from lkv.utils.files import check_writable_folder, write_text
+from lkv.utils.files import check_writable_folder, name_without_place, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ def build_dataset(
         "asked": {"train": config.samples, "heldout": config.held_out},
         "bounds": [config.min_tokens, config.max_tokens],
         "tokenizer": {
-            "name": Path(model_name).name if exists(model_name) else model_name,
+            "name": name_without_place(model_name),
             "sha256": tokenizer_digest(tokenizer),
         },
         "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},

@@ -93,19 +93,17 @@ class OverlapFilter:
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
         self._overlap = NgramOverlap(files, n, share)
         self._clean: dict[str, list[Any]] = {}
-        self._about = {"n": n, "share": share, "files": self._overlap.files}
+        self._rule = {"n": n, "share": share}
+        self.files = self._overlap.files  # of evaluated texts, with their SHA-256
         self.counts: dict[str, OverlapCounts] = {}
 
     def __call__(self, name: str, items: list[Any]) -> list[Any]:
         """The items of the set `name` that do not overlap."""
-        if items and name not in self._clean:
+        if not items:
+            return items
+        if name not in self._clean:
             self._clean[name], self.counts[name] = self._overlap.clean(items)
-        return self._clean[name] if items else items
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The evaluated files with their SHA-256."""
-        return self._overlap.files
+        return self._clean[name]
 
     def card(self, names: Container[str]) -> dict[str, Any]:
         """What was compared and left out of the sets `names`, for a policy's card."""
@@ -114,7 +112,7 @@ class OverlapFilter:
             for name, counts in self.counts.items()
             if name in names
         }
-        return {**self._about, "removed": True, "sets": sets}
+        return {**self._rule, "files": self.files, "removed": True, "sets": sets}
 
 
 def read_strings(path: Path) -> Iterator[str]:
