@@ -30,7 +30,8 @@ class Fit(Command):
         import torch
 
         from lkv.models.loading import DEFAULT, load_model
-        from lkv.training.fitting import fit, open_texts
+        from lkv.training.fit_texts import open_texts
+        from lkv.training.fitting import fit
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")

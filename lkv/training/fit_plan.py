@@ -1,11 +1,18 @@
-"""How `lkv fit` divides its time among its stages."""
+"""The recipe of `lkv fit`, and how it divides its time among its stages."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
+from lkv.config import PRESETS
 from lkv.errors import TrainingError
 from lkv.utils.durations import format_duration
 
+# Steps are shares of the time: the schedule follows the clock.
+RECIPE = replace(
+    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
+    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
+)  # fmt: skip
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
 _KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most

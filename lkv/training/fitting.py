@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, fit_to_positions
+from lkv.config import TrainingConfig, fit_to_positions
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import query_rotations
@@ -28,12 +28,12 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
-from lkv.training.data.built_dataset import is_built
 from lkv.training.data.decontamination import OverlapFilter
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
-from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan
+from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE, STATISTICS_TEXTS, make_plan
+from lkv.training.fit_texts import open_texts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
@@ -44,12 +44,6 @@ from lkv.utils.files import as_path, check_writable_folder, name_without_place
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Steps are shares of the time: the schedule follows the clock.
-RECIPE = replace(
-    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
-    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
-)  # fmt: skip
-_MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
 _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
@@ -449,40 +443,6 @@ class FitRun:
             cause = "SnapKV" if is_worse_than_snapkv else "the policy shipped for this model"
             print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {self._folder}")
         return policy
-
-
-def open_texts(
-    texts: Sequence[str],
-    data: str | Path | None,
-    config: TrainingConfig = RECIPE,
-    validation: bool = False,
-    filter_items: OverlapFilter | None = None,
-) -> Mixture:
-    """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
-    folder = None if data is None else as_path(data, DataError, "the data folder")
-    if folder is not None and is_built(folder):
-        raise DataError(
-            f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
-            "themselves (--against leaves evaluated texts out here too)."
-        )
-
-    def mixture(builtin: Sequence[str]) -> Mixture:
-        bounds = config.min_tokens, config.max_tokens
-        return Mixture(
-            folder, *bounds, config.seed, validation, filter_items or (lambda _, items: items), texts=texts,
-            builtin=builtin,
-        )  # fmt: skip
-
-    mixed = mixture(BUILTIN_SOURCES)
-    if folder is None and not texts:
-        return mixed
-    if mixed.own_chars < _MIN_CHARS:
-        where = "the texts hold" if folder is None else f"{folder} holds"
-        raise DataError(
-            f"{where} {mixed.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, .pdf "
-            "or source files, or no data to use Python's own texts."
-        )
-    return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
 
 
 @torch.no_grad()

@@ -27,8 +27,9 @@ from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fitting
 from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.fit_plan import Plan, make_plan
-from lkv.training.fitting import RECIPE, _longest_context, fit, open_texts
+from lkv.training.fit_plan import RECIPE, Plan, make_plan
+from lkv.training.fit_texts import open_texts
+from lkv.training.fitting import _longest_context, fit
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets

@@ -1,0 +1,48 @@
+"""The texts that `lkv fit` learns from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lkv.config import TrainingConfig
+from lkv.errors import DataError
+from lkv.training.data.built_dataset import is_built
+from lkv.training.data.decontamination import OverlapFilter
+from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
+from lkv.training.fit_plan import RECIPE
+from lkv.utils.files import as_path
+
+_MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
+
+
+def open_texts(
+    texts: Sequence[str],
+    data: str | Path | None,
+    config: TrainingConfig = RECIPE,
+    validation: bool = False,
+    filter_items: OverlapFilter | None = None,
+) -> Mixture:
+    """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
+    folder = None if data is None else as_path(data, DataError, "the data folder")
+    if folder is not None and is_built(folder):
+        raise DataError(
+            f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
+            "themselves (--against leaves evaluated texts out here too)."
+        )
+
+    def mixture(builtin: Sequence[str]) -> Mixture:
+        bounds = config.min_tokens, config.max_tokens
+        return Mixture(
+            folder, *bounds, config.seed, validation, filter_items or (lambda _, items: items), texts=texts,
+            builtin=builtin,
+        )  # fmt: skip
+
+    mixed = mixture(BUILTIN_SOURCES)
+    if folder is None and not texts:
+        return mixed
+    if mixed.own_chars < _MIN_CHARS:
+        where = "the texts hold" if folder is None else f"{folder} holds"
+        raise DataError(
+            f"{where} {mixed.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, .pdf "
+            "or source files, or no data to use Python's own texts."
+        )
+    return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
