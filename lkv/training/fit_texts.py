@@ -11,7 +11,7 @@ from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.fit_plan import RECIPE
 from lkv.utils.files import as_path
 
-_MIN_CHARS, _SMALL_CHARS = 2000, 400_000  # of own texts: fewer are refused, or mixed with Python's own
+_MIN_CHARS = 2000  # of own texts
 
 
 def open_texts(
@@ -21,7 +21,7 @@ def open_texts(
     validation: bool = False,
     filter_items: OverlapFilter | None = None,
 ) -> Mixture:
-    """Open a folder or texts, with Python's own where these are few or none. Raises DataError for too little text."""
+    """Open a folder or texts, beside Python's own. Raises DataError for too little text of one's own."""
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
         raise DataError(
@@ -29,20 +29,13 @@ def open_texts(
             "themselves (--against leaves evaluated texts out here too)."
         )
 
-    def mixture(builtin: Sequence[str]) -> Mixture:
-        bounds = config.min_tokens, config.max_tokens
-        return Mixture(
-            folder, *bounds, config.seed, validation, filter_items or (lambda _, items: items), texts=texts,
-            builtin=builtin,
-        )  # fmt: skip
-
-    mixed = mixture(BUILTIN_SOURCES)
-    if folder is None and not texts:
-        return mixed
-    if mixed.own_chars < _MIN_CHARS:
+    bounds = config.min_tokens, config.max_tokens
+    keep_all = filter_items or (lambda _, items: items)
+    mixture = Mixture(folder, *bounds, config.seed, validation, keep_all, texts=texts, builtin=BUILTIN_SOURCES)
+    if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} holds"
         raise DataError(
-            f"{where} {mixed.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, .pdf "
-            "or source files, or no data to use Python's own texts."
+            f"{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, "
+            ".pdf or source files, or no data to use Python's own texts."
         )
-    return mixed if mixed.own_chars < _SMALL_CHARS else mixture(())
+    return mixture

@@ -29,7 +29,7 @@ from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.decontamination import OverlapFilter
-from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
 from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE, STATISTICS_TEXTS, make_plan
@@ -78,8 +78,8 @@ def fit(
     Args:
         model: the model, on the device to use and in the dtype to read with.
         tokenizer: its tokenizer.
-        texts: documents to fit the policy to; with neither these nor `data`, Python's own manual and library are used,
-            which also join texts of fewer than 400,000 characters.
+        texts: documents to fit the policy to. Python's own manual and library are always used too: as half of the
+            samples at most, or alone with neither `texts` nor `data`.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
@@ -302,12 +302,10 @@ class FitRun:
         if "decontamination" in self.policy.card:
             _log(describe_overlap(self.policy.card))
         own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
-        builtin = [name for name in BUILTIN_SOURCES if name in self._data.names]
         spec = self.policy.spec
         _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {own_text}"
-            + (" and Python's own manual and library" if builtin else "")
+            f"{dtype_name(self._model.dtype)}) from {own_text} and Python's own manual and library"
         )
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")

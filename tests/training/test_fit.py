@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -294,11 +295,16 @@ def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
         open_texts((), tmp_path / "nowhere")
 
 
-def test_large_folders_are_used_alone_and_small_ones_are_mixed():
+def test_python_s_own_texts_are_half_of_the_samples_at_most(tmp_path):
     assert set(open_texts((), None).names) == {"python", "manual", "facts"}
-    assert set(open_texts([TEXT], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
-    assert set(open_texts([TEXT * 200], None).names) == {"prose", "facts"}
+    assert set(open_texts([TEXT * 200], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
+    for number in range(8):
+        (tmp_path / f"tool{number}.c").write_text(f"int f{number}(int x) {{ return x + {number}; }}\n" * 40)
+    mixture = open_texts((), tmp_path)
+    drawn = Counter(mixture.sample(number, 1).source for number in range(600))
+    assert set(drawn) == {"code", *BUILTIN_SOURCES, "facts"}
+    assert abs(drawn["code"] / 600 - 0.5) < 0.07  # 3.4 standard deviations
 
 
 def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_path, capsys):

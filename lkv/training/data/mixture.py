@@ -7,7 +7,7 @@ that a resumed run sees the same.
 import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,8 @@ class Mixture:
     Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees.
     `filter_items` returns the items of a set, of `texts` or of Python's own texts that may be used; `names` maps sets
     to files that lack their official names. `texts` are used in addition to `folder`, or without one; `builtin` lists
-    the sources of `BUILTIN_SOURCES` to add. Raises DataError if there is nothing to train on.
+    the sources of `BUILTIN_SOURCES` to add, which are half of the samples at most. Raises DataError if there is nothing
+    to train on.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Mixture:
         items = {source: split_held_out(group, validation) for source, group in items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
         items["facts"] = prose or items.get("manual", [])
+        builtin_groups = {*BUILTIN_SOURCES} | (set() if prose else {"facts"})
         if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(
@@ -112,11 +114,12 @@ class Mixture:
                 "documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}
+        self._weights = _weights(self.names, builtin_groups)
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
-        source = rng.choices(self.names, weights=[_SOURCES[name][0] for name in self.names])[0]
+        source = rng.choices(self.names, weights=self._weights)[0]
         tokens = math.exp(rng.uniform(*self._bounds))
         context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
@@ -161,6 +164,15 @@ class Mixture:
             titles = [f"{dataset.title} ({dataset.licence})" for dataset in sets]
             origins[source] = ", ".join(titles) or OWN_SOURCES[source]
         return origins
+
+
+def _weights(sources: Sequence[str], builtin: Collection[str]) -> list[float]:
+    """The sources' weights, those of `builtin` lowered to half of the total where there are others."""
+    weights = {name: _SOURCES[name][0] for name in sources}
+    builtin_total = sum(weight for name, weight in weights.items() if name in builtin)
+    own_total = sum(weights.values()) - builtin_total
+    scale = min(1.0, own_total / builtin_total) if own_total and builtin_total else 1.0
+    return [weight * (scale if name in builtin else 1.0) for name, weight in weights.items()]
 
 
 def _squad_sample(rng: random.Random, items: Sequence[Passage], tokens: float) -> ContextAndAnswers:
