@@ -46,7 +46,7 @@ def main() -> None:
         for name, run in runs.items()
         for row in read_curve(run)
     ]
-    built = BuiltDataset(options.built, validation=True)
+    built = BuiltDataset(options.built, side="heldout")
     texts = {("loom", 0): list(_loom(built, tokenizer, options.contexts))}
     texts |= {("mixture", n): list(_mixture(options.data, tokenizer, n, options.contexts)) for n in options.tokens}
     for (kind, tokens), samples in texts.items():
@@ -61,7 +61,7 @@ def _loom(built: BuiltDataset, tokenizer: Any, count: int) -> Iterator[Tokenized
 
 
 def _mixture(folder: Path, tokenizer: Any, tokens: int, count: int) -> Iterator[TokenizedSample]:
-    mixture = Mixture(folder, int(tokens * (1 - _SPREAD)), int(tokens * (1 + _SPREAD)), 7, validation=True)
+    mixture = Mixture(folder, int(tokens * (1 - _SPREAD)), int(tokens * (1 + _SPREAD))).held_out(7)
     for number in range(count):
         sample = tokenize_sample(mixture.sample(number, _CONTINUATIONS), tokenizer, tokens, _LONGEST)
         if sample.continuations and len(sample.context) > 0.7 * tokens:

@@ -77,7 +77,8 @@ def divergences(model: Any, policy: Policy, held_out: list[TokenizedSample]) -> 
 def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of both students, and of their difference over the same samples."""
     bounds = (options.context_tokens // 2, options.context_tokens)
-    sides = [Mixture(options.data, *bounds, validation=validation) for validation in (False, True)]
+    mixture = Mixture(options.data, *bounds)
+    sides = [mixture, mixture.held_out()]
 
     def read(side: int, number: int) -> TokenizedSample:
         return tokenize_sample(sides[side].sample(number, 1), tokenizer, options.context_tokens, _TARGET)

@@ -18,7 +18,6 @@ def open_texts(
     texts: Sequence[str],
     data: str | Path | None,
     config: TrainingConfig = RECIPE,
-    validation: bool = False,
     filter_items: OverlapFilter | None = None,
 ) -> Mixture:
     """Open a folder or texts, beside Python's own. Raises DataError for too little text of one's own."""
@@ -31,7 +30,7 @@ def open_texts(
 
     bounds = config.min_tokens, config.max_tokens
     keep_all = filter_items or (lambda _, items: items)
-    mixture = Mixture(folder, *bounds, config.seed, validation, keep_all, texts=texts, builtin=BUILTIN_SOURCES)
+    mixture = Mixture(folder, *bounds, config.seed, keep_all, texts=texts, builtin=BUILTIN_SOURCES)
     if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} holds"
         raise DataError(

@@ -218,7 +218,7 @@ class FitRun:
         self._earlier = 0.0
         mixture = open_texts(texts, data, config, filter_items=filter_items)
         self._data = mixture
-        self._held_out_data = open_texts(texts, data, config, validation=True, filter_items=filter_items)
+        self._held_out_data = mixture.held_out(config.seed)
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
         card: dict[str, Any] = {"model": name_without_place(model_name), "data": mixture.origins}

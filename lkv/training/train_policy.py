@@ -115,7 +115,7 @@ def prepare(
     dataset = open_dataset(data, config)
     if checkpoint:
         checkpoint.check_run(config, dataset.digest)
-    validation = open_dataset(data, replace(config, seed=0), validation=True)
+    validation = dataset.held_out(0)
     accelerator = Accelerator(log_with=list(trackers) or None, project_dir=out)
     if trackers:
         plain = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
@@ -205,11 +205,11 @@ def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Training
     return replace(base, **overrides)
 
 
-def open_dataset(folder: Path, config: TrainingConfig, validation: bool = False) -> Dataset:
+def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
     """Open a folder that `lkv data build` wrote, or one of texts, code and data sets."""
     if not is_built(folder):
-        return Mixture(folder, config.min_tokens, config.max_tokens, config.seed, validation)
-    built = BuiltDataset(folder, config.seed, validation)
+        return Mixture(folder, config.min_tokens, config.max_tokens, config.seed)
+    built = BuiltDataset(folder, config.seed)
     if built.max_tokens > config.max_tokens + config.max_continuation:
         raise TrainingError(
             f"{folder} was built for up to {built.max_tokens:,} tokens, but max_tokens is {config.max_tokens:,}; build "

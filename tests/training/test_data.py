@@ -67,7 +67,8 @@ def test_samples_are_a_function_of_seed_and_index(folder):
 
 def test_validation_items_are_never_trained_on(folder):
     """Paragraphs of the validation mixture do not occur in the training mixture."""
-    parts = [Mixture(folder, 100, 400, validation=flag) for flag in (False, True)]
+    training = Mixture(folder, 100, 400)
+    parts = [training, training.held_out()]
     texts = [[text for i in range(400) for text in own.sample(i, 1).context.split("\n\n")] for own in parts]
     keys = [{text for text in own if "Key" in text} for own in texts]
     assert keys[0] and keys[1] and not keys[0] & keys[1]
@@ -110,8 +111,8 @@ def test_a_few_plain_texts_are_enough(tmp_path, count):
     for number in range(count):
         words = random.Random(number).choices(["alpha", "beta", "gamma", "delta", "omega"], k=4000)
         (tmp_path / f"book{number}.txt").write_text(" ".join(words))
-    for validation in (False, True):
-        mixture = Mixture(tmp_path, 100, 300, validation=validation)
+    training = Mixture(tmp_path, 100, 300)
+    for mixture in (training, training.held_out()):
         assert {"prose", "facts"} <= set(mixture.names)
         assert mixture.sample(0, 2).continuations
 
@@ -120,7 +121,7 @@ def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
     (tmp_path / "text.txt").write_text("A short text of one piece. " * 100)
     assert Mixture(tmp_path, 100, 300).names
     with pytest.raises(DataError, match="holds too little to keep some apart for evaluation"):
-        Mixture(tmp_path, 100, 300, validation=True)
+        Mixture(tmp_path, 100, 300).held_out()
 
 
 def test_separators_inside_a_line_do_not_end_it(tmp_path):

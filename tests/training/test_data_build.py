@@ -152,7 +152,7 @@ def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
     written = [row["context"] for row in lines_of(tmp_path)]
     assert sorted(first) == sorted(again) == sorted(written) and first != again and first != written
     assert first == [BuiltDataset(tmp_path, seed=3).sample(i, 1).context for i in range(40)]
-    assert len(built.sample(0, 3).continuations) == 3 and len(BuiltDataset(tmp_path, validation=True)) >= 5
+    assert len(built.sample(0, 3).continuations) == 3 and len(built.held_out()) >= 5
     assert built.origins["squad"] == "SQuAD v1.1 train (CC BY-SA 4.0)" and built.max_tokens == 900
     next(tmp_path.glob("train-squad-*.jsonl")).write_text("")
     with pytest.raises(DataError, match="holds 36 of 40 samples; build it again"):

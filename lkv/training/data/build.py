@@ -194,10 +194,8 @@ def _open_wide(
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None
     names = read_name_map(config.map) if config.map else None
-    training, held_out = (
-        Mixture(config.data, config.min_tokens, config.max_tokens, config.seed, side, remove_overlapping, names)
-        for side in (False, True)
-    )
+    bounds = config.min_tokens, config.max_tokens
+    training = Mixture(config.data, *bounds, config.seed, remove_overlapping, names)
     print("\n".join(training.lines), file=sys.stderr)
     for name, paths in training.index.used.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
@@ -208,7 +206,7 @@ def _open_wide(
         title, licence = BUILTIN_TEXTS[name]
         about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
         sources[name] = about | sources.get(name, {})
-    return training, held_out
+    return training, training.held_out(config.seed)
 
 
 @dataclass

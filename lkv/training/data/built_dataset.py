@@ -5,7 +5,7 @@ import random
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lkv.errors import DataError
 from lkv.training.data.mixture import OWN_SOURCES
@@ -64,11 +64,10 @@ def is_built(folder: Path) -> bool:
 class BuiltDataset:
     """The samples of one side of a finished build, in an order that is shuffled anew for every epoch."""
 
-    def __init__(self, folder: Path, seed: int = 0, validation: bool = False):
+    def __init__(self, folder: Path, seed: int = 0, side: Literal["train", "heldout"] = "train"):
         self._folder, self._seed = folder, seed
         self.manifest = read_manifest(folder)
-        side, title = ("heldout-", "held-out") if validation else ("train-", "training")
-        streams = [stream for name, stream in self.manifest["streams"].items() if name.startswith(side)]
+        streams = [stream for name, stream in self.manifest["streams"].items() if name.startswith(f"{side}-")]
         self._lines: list[tuple[Path, int]] = []  # file and first byte of each sample
         for path in (folder / name for stream in streams for name in stream["files"]):
             try:
@@ -81,8 +80,13 @@ class BuiltDataset:
         if len(self._lines) != expected:
             raise DataError(f"{folder} holds {len(self._lines)} of {expected} samples; build it again.")
         if not self._lines:
+            title = "training" if side == "train" else "held-out"
             raise DataError(f"{folder} holds no {title} samples; build more.")
         self._epoch, self._order = -1, list[int]()
+
+    def held_out(self, seed: int = 0) -> "BuiltDataset":
+        """The samples that are not for training. Raises DataError if there are none."""
+        return BuiltDataset(self._folder, seed, "heldout")
 
     def __len__(self) -> int:
         return len(self._lines)

@@ -4,6 +4,7 @@ Short items are packed until a drawn length is reached. A sample is a function o
 that a resumed run sees the same.
 """
 
+import copy
 import hashlib
 import math
 import random
@@ -58,11 +59,10 @@ OWN_SOURCES = {
 class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
-    Contexts have about `min_tokens` to `max_tokens` tokens. `validation` draws from the items that training never sees.
-    `filter_items` returns the items of a set, of `texts` or of Python's own texts that may be used; `names` maps sets
-    to files that lack their official names. `texts` are used in addition to `folder`, or without one; `builtin` lists
-    the sources of `BUILTIN_SOURCES` to add, which are half of the samples at most. Raises DataError if there is nothing
-    to train on.
+    Contexts have about `min_tokens` to `max_tokens` tokens. `filter_items` returns the items of a set, of `texts` or of
+    Python's own texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
+    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add, which are half of the
+    samples at most. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class Mixture:
         min_tokens: int,
         max_tokens: int,
         seed: int = 0,
-        validation: bool = False,
         filter_items: Callable[[str, list[Any]], list[Any]] = lambda name, items: items,
         names: NameMap | None = None,
         texts: Sequence[str] = (),
@@ -81,7 +80,6 @@ class Mixture:
         if folder is not None:
             self.index = index_folder(folder, [name for _, _, sets in _SOURCES.values() for name in sets], names)
         self._bounds = (math.log(min_tokens), math.log(max_tokens))
-        self._seed = f"{seed}-{'validation' if validation else 'train'}"
         self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
@@ -100,21 +98,33 @@ class Mixture:
             items[name] = filter_items(name, own)
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
         self.own_chars = sum(len(text) for item in own_items for text in item_texts(item))
-        items = {source: split_held_out(group, validation) for source, group in items.items()}
+        self._all_items = items
+        self._draw_from(f"{seed}-train", held_out=False)
+
+    def held_out(self, seed: int = 0) -> "Mixture":
+        """The mixture of the items that training never sees. Raises DataError if there are too few for any."""
+        mixture = copy.copy(self)
+        mixture._draw_from(f"{seed}-validation", held_out=True)
+        return mixture
+
+    def _draw_from(self, seed: str, held_out: bool) -> None:
+        """Set what samples depend on: the seed, one side of the items, and the sources' weights."""
+        self._seed = seed
+        items = {source: split_held_out(group, held_out) for source, group in self._all_items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
         items["facts"] = prose or items.get("manual", [])
-        builtin_groups = {*BUILTIN_SOURCES} | (set() if prose else {"facts"})
         if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(
-                    f"{folder} holds too little to keep some apart for evaluation; give more texts, or longer ones."
+                    f"{self.index.folder} holds too little to keep some apart for evaluation; give more texts, or "
+                    "longer ones."
                 )
             raise DataError(
-                f"{folder} holds no data to train on; put .txt, .md or source files there, or the data sets that the "
-                "documentation of `lkv train` names."
+                f"{self.index.folder} holds no data to train on; put .txt, .md or source files there, or the data "
+                "sets that the documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}
-        self._weights = _weights(self.names, builtin_groups)
+        self._weights = _weights(self.names, {*BUILTIN_SOURCES} | (set() if prose else {"facts"}))
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
