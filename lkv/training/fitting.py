@@ -5,7 +5,6 @@ forward passes only; then distillation for the time that is left. A killed run r
 """
 
 import copy
-import hashlib
 import math
 import sys
 import time
@@ -33,7 +32,7 @@ from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
 from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE, STATISTICS_TEXTS, make_plan
-from lkv.training.fit_texts import open_texts
+from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
@@ -119,10 +118,10 @@ def fit(
         while True:
             config = _config_for(spec.max_positions, longest)
             try:
+                opened = open_texts(texts or (), data, config, filter_items)
                 return FitRun(
-                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, texts or (), data,
-                    filter_items, started,
-                ).run()  # fmt: skip
+                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, opened, started
+                ).run()
             except _UselessStateError as error:
                 _log(f"the interrupted run in {folder / _RUN} is of no use here ({error}): starting anew")
                 longest = _longest_context(minutes * 60 / per_token)
@@ -207,27 +206,21 @@ class FitRun:
         per_token: float,
         folder: Path,
         model_name: str,
-        texts: Sequence[str],
-        data: str | Path | None,
-        filter_items: OverlapFilter | None,
+        texts: FitTexts,
         started: float,
     ):
         self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
         self._folder, self._state, self._started = folder, folder / _RUN / "state", started
         self._earlier = 0.0
-        mixture = open_texts(texts, data, config, filter_items=filter_items)
-        self._data = mixture
-        self._held_out_data = mixture.held_out(config.seed)
+        self._texts = texts
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
-        card: dict[str, Any] = {"model": name_without_place(model_name), "data": mixture.origins}
-        files = filter_items.files.values() if filter_items else ()
-        self._digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
+        card: dict[str, Any] = {"model": name_without_place(model_name), "data": texts.training.origins}
         training = asdict(config) | {"dtype": dtype_name(model.dtype)}
-        card |= {"data_digest": self._digest, "training": training, "trained_tokens": config.max_tokens}
-        if filter_items:
-            card["decontamination"] = filter_items.card({*mixture.item_counts, *mixture.builtin_counts, "texts"})
+        card |= {"data_digest": texts.digest, "training": training, "trained_tokens": config.max_tokens}
+        if texts.decontamination:
+            card["decontamination"] = texts.decontamination
         if commit := getattr(model.config, "_commit_hash", None):
             card["revision"] = commit
         if "/" in card["model"]:
@@ -251,9 +244,9 @@ class FitRun:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
-        self._heldout = HeldOutTexts(self._model, self._draw(self._held_out_data, 0, PROGRESS_TEXTS))
+        self._heldout = HeldOutTexts(self._model, self._draw(self._texts.held_out, 0, PROGRESS_TEXTS))
         if self._stage < 1:
-            texts = self._draw(self._data, 0, STATISTICS_TEXTS)
+            texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
             self._finish_stage(1, "statistics")
         if self._stage < 2 and self._plan.kvzip_texts:
@@ -271,7 +264,7 @@ class FitRun:
             return
         try:
             checkpoint = read_checkpoint(self._state)
-            checkpoint.check_run(self._config, self._digest)
+            checkpoint.check_run(self._config, self._texts.digest)
             checkpoint.load_policy(self.policy)
             checkpoint.load_optimizer(self.policy, self._optimizer)
             for name, policy in (("average", self._average), ("best", self._best)):
@@ -297,11 +290,12 @@ class FitRun:
         """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
         config = self._config
         self._plan = plan = make_plan(self._reading, self._seconds)
-        for line in self._data.lines:
+        for line in self._texts.training.lines:
             _log(line)
         if "decontamination" in self.policy.card:
             _log(describe_overlap(self.policy.card))
-        own_text = f"{self._data.own_chars:,} characters of own text" if self._data.own_chars else "no own text"
+        own_chars = self._texts.training.own_chars
+        own_text = f"{own_chars:,} characters of own text" if own_chars else "no own text"
         spec = self.policy.spec
         _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
@@ -335,7 +329,7 @@ class FitRun:
     def _read_targets(self) -> list[KVzipTargets]:
         """KVzip's scores of as many texts as planned, or as the time allows."""
         targets: list[KVzipTargets] = []
-        for text in self._draw(self._data, STATISTICS_TEXTS, self._plan.kvzip_texts):
+        for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.kvzip_texts):
             ids = text.context[:WARM_START_TOKENS]
             targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
             if self._elapsed > self._seconds * _LATEST_KVZIP:
@@ -391,7 +385,7 @@ class FitRun:
         """One update on a batch of contexts, and one of the averaged weights."""
         config = self._config
         numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
-        numbered = [(number, self._sample(self._data, number)) for number in numbers]
+        numbered = [(number, self._sample(self._texts.training, number)) for number in numbers]
         set_learning_rate(self._optimizer, now.lr)
         self._optimizer.zero_grad(set_to_none=True)
         for group in group_samples(numbered, config.contexts_per_forward):
@@ -413,7 +407,7 @@ class FitRun:
     def _finish(self) -> Policy:
         """Compare the best policy with the baselines, print that, and save the policy."""
         policy = self._best.eval().requires_grad_(False)
-        samples = self._draw(self._held_out_data, _FIRST_CONTEXT, self._plan.table_texts)
+        samples = self._draw(self._texts.held_out, _FIRST_CONTEXT, self._plan.table_texts)
         shipped = shipped_policy(policy.spec)
         rows = compare(self._model, self._tokenizer, samples, policy, shipped)
         print(format_table(rows))

@@ -296,12 +296,12 @@ def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
 
 
 def test_python_s_own_texts_are_half_of_the_samples_at_most(tmp_path):
-    assert set(open_texts((), None).names) == {"python", "manual", "facts"}
-    assert set(open_texts([TEXT * 200], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
+    assert set(open_texts((), None).training.names) == {"python", "manual", "facts"}
+    assert set(open_texts([TEXT * 200], None).training.names) == {"prose", *BUILTIN_SOURCES, "facts"}
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
     for number in range(8):
         (tmp_path / f"tool{number}.c").write_text(f"int f{number}(int x) {{ return x + {number}; }}\n" * 40)
-    mixture = open_texts((), tmp_path)
+    mixture = open_texts((), tmp_path).training
     drawn = Counter(mixture.sample(number, 1).source for number in range(600))
     assert set(drawn) == {"code", *BUILTIN_SOURCES, "facts"}
     assert abs(drawn["code"] / 600 - 0.5) < 0.07  # 3.4 standard deviations
@@ -352,7 +352,7 @@ def test_contexts_are_longer_where_there_is_time():
 
 def test_a_document_of_the_extra_is_read(tmp_path):
     (tmp_path / "page.html").write_text(f"<html><body><p>{TEXT}</p></body></html>")
-    assert open_texts((), tmp_path).own_chars == pytest.approx(len(TEXT), rel=0.05)
+    assert open_texts((), tmp_path).training.own_chars == pytest.approx(len(TEXT), rel=0.05)
 
 
 def test_a_model_without_rope_is_refused(tmp_path):
