@@ -342,5 +342,9 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
     }  # fmt: skip
     again = remeasure.merge(merged, now | {"date": "3", "rows": [row("full", 0), row("lkv", 9)]})
     assert again["kept"]["date"] == "1" and again["date"] == "3" and len(again["rows"]) == 4
+    merged["rows"].append(row("keydiff", 7))  # measured beside the second policy
+    again = remeasure.merge(merged, now | {"date": "3", "rows": [row("full", 0), row("lkv", 9)]})
+    later = {"methods": ["keydiff"], "date": "2", "machine": "b", "versions": {"torch": "2"}}
+    assert again["kept"] == {"methods": ["keydiff", "lkv-paper", "snapkv"], **about, "later": later}
     with pytest.raises(ReportError, match="on other samples"):
         remeasure.merge(earlier, now | {"rows": [row("full", 0) | {"n": 4}, row("lkv", 2)]})
