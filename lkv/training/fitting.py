@@ -77,8 +77,8 @@ def fit(
     Args:
         model: the model, on the device to use and in the dtype to read with.
         tokenizer: its tokenizer.
-        texts: documents to fit the policy to. Python's own manual and library are always used too: as half of the
-            samples at most, or alone with neither `texts` nor `data`.
+        texts: documents to fit the policy to. At least half of the samples are of them (and of `data`), the others of
+            Python's own manual and library or with invented facts; with neither, all are.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.

@@ -8,7 +8,7 @@ import copy
 import hashlib
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ class Mixture:
 
     Contexts have about `min_tokens` to `max_tokens` tokens. `filter_items` returns the items of a set, of `texts` or of
     Python's own texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
-    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add, which are half of the
-    samples at most. Raises DataError if there is nothing to train on.
+    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add, which with invented
+    facts are half of the samples at most. Raises DataError if there is nothing to train on.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Mixture:
                 "sets that the documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}
-        self._weights = _weights(self.names, {*BUILTIN_SOURCES} | (set() if prose else {"facts"}))
+        self._weights = _weights(self.names)
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
@@ -176,13 +176,14 @@ class Mixture:
         return origins
 
 
-def _weights(sources: Sequence[str], builtin: Collection[str]) -> list[float]:
-    """The sources' weights, those of `builtin` lowered to half of the total where there are others."""
+def _weights(sources: Sequence[str]) -> list[float]:
+    """The sources' weights; those of Python's own texts and of invented facts are half of the total at most."""
     weights = {name: _SOURCES[name][0] for name in sources}
-    builtin_total = sum(weight for name, weight in weights.items() if name in builtin)
-    own_total = sum(weights.values()) - builtin_total
-    scale = min(1.0, own_total / builtin_total) if own_total and builtin_total else 1.0
-    return [weight * (scale if name in builtin else 1.0) for name, weight in weights.items()]
+    added = {*BUILTIN_SOURCES, "facts"} & weights.keys()
+    added_total = sum(weights[name] for name in added)
+    own_total = sum(weights.values()) - added_total
+    scale = min(1.0, own_total / added_total) if own_total and added else 1.0
+    return [weight * (scale if name in added else 1.0) for name, weight in weights.items()]
 
 
 def _squad_sample(rng: random.Random, items: Sequence[Passage], tokens: float) -> ContextAndAnswers:
