@@ -1,9 +1,9 @@
-"""What the data of the shipped policies shares with evaluated texts, by the package's own n-grams.
+"""What the training data shares with evaluated texts, by the package's own n-grams.
 
 python -m benchmarks.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json; --cards: the cards too)
 
-The policies were trained on the recipe `wide` of that folder before overlaps were checked, so nothing was removed.
-Their MMLU data included its test questions, which today's reader leaves out; they are compared here too.
+The data is the recipe `wide` of that folder. Policies whose cards say `"removed": false` were trained on all of it;
+their MMLU data included its test questions, which today's reader leaves out; they are compared here too.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _TEST_TOO = "mmlu"
 
 
 def trained_on(folder: Path) -> dict[str, list[Any]]:
-    """The items of every set of the folder that the policies were trained on."""
+    """The items of every set of the folder."""
     found: dict[str, list[Any]] = {}
 
     def seen(name: str, items: list[Any]) -> list[Any]:
@@ -57,10 +57,12 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
 
 
 def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """Write the overlaps into the cards of the shipped policies, whose parameters stay the same."""
+    """Write the overlaps into the cards of the shipped policies that were trained on all of the data."""
     sets = {row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]} for row in rows}
     for entry in shipped_policies():
         policy = Policy.from_pretrained(entry.folder)
+        if policy.card.get("decontamination", {}).get("removed"):
+            continue
         before = policy.digest()
         document = {"n": NGRAM_WORDS, "share": OVERLAP_SHARE, "files": files, "removed": False, "sets": sets}
         policy.card["decontamination"] = document
@@ -71,9 +73,9 @@ def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder that the policies were trained on")
+    parser.add_argument("--data", type=Path, required=True, help="folder of training data")
     parser.add_argument("--against", type=Path, required=True, help="folder of evaluation files")
-    parser.add_argument("--cards", action="store_true", help="write it into the cards of the shipped policies")
+    parser.add_argument("--cards", action="store_true", help="write it into cards that say removed: false")
     parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
     options = parser.parse_args()
     paths = sorted(path for path in options.against.rglob("*") if path.is_file())

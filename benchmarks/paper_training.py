@@ -46,7 +46,7 @@ def main() -> None:
         for name, run in runs.items()
         for row in read_curve(run)
     ]
-    built = BuiltDataset(options.built, side="heldout")
+    built = BuiltDataset(options.built).held_out()
     texts = {("loom", 0): list(_loom(built, tokenizer, options.contexts))}
     texts |= {("mixture", n): list(_mixture(options.data, tokenizer, n, options.contexts)) for n in options.tokens}
     for (kind, tokens), samples in texts.items():

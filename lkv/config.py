@@ -273,7 +273,7 @@ _CPU = TrainingConfig(
 PRESETS: dict[str, TrainingConfig] = {
     "paper": TrainingConfig(),
     "cpu": _CPU,
-    # On a GPU: the same at the paper's lengths, with a fourth more contexts than the shipped policies saw. Not yet run.
+    # On a GPU: the same at the paper's lengths, with more contexts than the shipped policies saw. Not yet run.
     "gpu": replace(_CPU, batch=16, min_tokens=2000, max_tokens=16_000, max_continuation=512,
                    tokens_a_continuation=4000, dtype="bfloat16"),
     # A second stage from the weights of a first: the gradients of single contexts nearly cancel by then, so it takes

@@ -3,7 +3,9 @@
 import json
 import random
 import shlex
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ from benchmarks import (
     quantised_decode,
     remeasure,
     results_page,
+    ship,
     tables,
 )
 from benchmarks.common import RESULTS, Subject, per_length
@@ -32,7 +35,7 @@ from lkv.config import ScorerInputs
 from lkv.context.context import Context
 from lkv.errors import DataError, LkvError, ReportError
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.loading import load_model
+from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NgramOverlap
@@ -282,19 +285,71 @@ def test_overlap_is_told_by_file(tmp_path):
 
 def test_cards_say_what_was_measured(capsys):
     document = json.loads((RESULTS / "overlap.json").read_text())
+    checked = {
+        row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]}
+        for row in document["rows"]
+    }
     assert len(shipped_policies()) == 3
     for entry in shipped_policies():
         told = entry.card["decontamination"]
-        assert told["files"] == document["evaluated"] and not told["removed"]
-        assert told["sets"] == {
-            row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]}
-            for row in document["rows"]
-        }
+        assert told["files"] == document["evaluated"]
+        sets = told["sets"]
+        if told["removed"]:  # MMLU's test questions are not read since
+            assert sets["mmlu"]["compared"] < checked["mmlu"]["compared"] and not sets["mmlu"]["shared"]
+            sets = sets | {"mmlu": checked["mmlu"]}
+        assert sets == checked
         # The description beside the weights is the one that they carry.
-        assert Policy.from_pretrained(entry.folder).card == entry.card
-        assert describe_overlap(entry.card).endswith("and were trained on")
+        policy = Policy.from_pretrained(entry.folder)
+        assert policy.card == entry.card
+        assert describe_overlap(entry.card).endswith("were left out" if told["removed"] else "and were trained on")
+        if not entry.has_paper_scorer:
+            [source] = {row["source"] for row in entry.card["fidelity"]}
+            assert entry.card["fidelity"] == ship.card_rows(policy, RESULTS / Path(source).name)
     assert main(["policies"]) == 0
     assert capsys.readouterr().out.count("  overlap   ") == 3
+
+
+def test_a_policy_is_shipped_when_it_is_measured(tmp_path, monkeypatch, capsys):
+    checkpoint, candidate = tmp_path / "shipped" / DEFAULT, tmp_path / "made" / DEFAULT
+    old = shipped_policies()[[entry.name for entry in shipped_policies()].index(DEFAULT)]
+    shutil.copytree(old.folder, checkpoint)
+    monkeypatch.setattr(ship, "shipped_policies", lambda: [replace(old, folder=checkpoint)])
+    policy = Policy.from_pretrained(old.folder)
+    with torch.no_grad():
+        policy.tokens.bias += 1
+    policy.save_pretrained(candidate, half=True)
+    results, digest = tmp_path / "results", Policy.from_pretrained(candidate).digest()
+    results.mkdir()
+    rows = [
+        {"task": "all", "method": method, "tokens": tokens, "retention": 0.15, "kl": 0.12345, "agreement": 0.9}
+        for method in ("full", "lkv") for tokens in (1000, 2000)
+    ]  # fmt: skip
+
+    def refused(**document) -> str:
+        (results / "length.json").write_text(json.dumps(document))
+        with pytest.raises(ReportError) as error:
+            ship.ship(candidate, results)
+        assert Policy.from_pretrained(checkpoint).digest() == policy_digest and candidate.is_dir()
+        return str(error.value)
+
+    policy_digest = Policy.from_pretrained(checkpoint).digest()
+    assert "measured with another policy" in refused(policy=policy_digest, rows=rows)
+    assert "no figures of LKV at R = 0.05" in refused(policy=digest, rows=rows)
+    with pytest.raises(ReportError, match="is the shipped policy itself"):
+        ship.ship(checkpoint, results)
+    with pytest.raises(ReportError, match="no shipped policy is named made"):
+        ship.ship(tmp_path / "made", results)
+    rows += [row | {"retention": 0.05} for row in rows]
+    (results / "length.json").write_text(json.dumps({"policy": digest, "rows": rows}))
+    (results / "old.json").write_text(json.dumps({"policy": policy_digest, "rows": []}))
+    ship.ship(candidate, results)
+    shipped = Policy.from_pretrained(checkpoint)
+    assert shipped.digest() == digest and not candidate.exists()
+    assert [(row["tokens"], row["retention"], row["kl"]) for row in shipped.card["fidelity"]] == [
+        ([1000, 1000], 0.15, 0.123), ([2000, 2000], 0.15, 0.123),
+        ([1000, 1000], 0.05, 0.123), ([2000, 2000], 0.05, 0.123),
+    ]  # fmt: skip
+    assert "old.json is of another policy" in capsys.readouterr().out
 
 
 def test_needles_occur_once_in_the_prose():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,10 @@ def describe_overlap(card: dict[str, Any]) -> str:
     sets = checked["sets"]
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
-    fate = "and were left out" if checked["removed"] else "and were trained on"
+    removed = [stage.get("decontamination", {}).get("removed", False) for stage in _stages(card)]
+    fate = "and were left out" if removed[0] else "and were trained on"
+    if removed[0] and not all(removed):
+        fate += " of the last stage of training alone"
     return (
         f"{sum(entry['compared'] for entry in sets.values()):,} items of {len(sets)} sets compared with "
         f"{len(checked['files'])} evaluation files: {sum(over.values()):,} share {checked['share']:.0%} or more of a "
@@ -123,13 +127,19 @@ def _read_policy(path: Path) -> StoredPolicy:
     return policy
 
 
+def _stages(card: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A card's stages of training, the last one first."""
+    while card:
+        yield card
+        card = card.get("started_from", {})
+
+
 def _retentions(card: dict[str, Any]) -> str:
     """The smallest and largest retention of all stages of the training."""
-    used, stage = [], card
-    while training := stage.get("training"):
+    used = []
+    for training in (stage["training"] for stage in _stages(card) if stage.get("training")):
         retentions = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
         used += retentions or [training["retention_start"], training["retention_end"]]
-        stage = stage.get("started_from", {})
     if not used:
         return "unknown"
     return f"{min(used):g}" if min(used) == max(used) else f"{min(used):g} to {max(used):g}"

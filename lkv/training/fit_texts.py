@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lkv.config import TrainingConfig
 from lkv.errors import DataError
 from lkv.training.data.built_dataset import is_built
 from lkv.training.data.decontamination import OverlapFilter
@@ -24,31 +23,30 @@ class FitTexts(NamedTuple):
     digest: str
     decontamination: dict[str, Any] | None
 
+    def with_lengths(self, min_tokens: int, max_tokens: int) -> "FitTexts":
+        """The same texts in contexts of about `min_tokens` to `max_tokens` tokens."""
+        training, held_out = (side.with_lengths(min_tokens, max_tokens) for side in (self.training, self.held_out))
+        return self._replace(training=training, held_out=held_out)
 
-def open_texts(
-    texts: Sequence[str],
-    data: str | Path | None,
-    config: TrainingConfig = RECIPE,
-    filter_items: OverlapFilter | None = None,
-) -> FitTexts:
-    """Open a folder or texts, beside Python's own. Raises DataError for too little text of one's own."""
+
+def open_texts(texts: Sequence[str], data: str | Path | None, overlap: OverlapFilter | None = None) -> FitTexts:
+    """Read a folder, texts or both, beside Python's own. Raises DataError for too little text of one's own."""
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
         raise DataError(
             f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
             "themselves (--against leaves evaluated texts out here too)."
         )
-    bounds = config.min_tokens, config.max_tokens
-    keep_all = filter_items or (lambda _, items: items)
-    mixture = Mixture(folder, *bounds, config.seed, keep_all, texts=texts, builtin=BUILTIN_SOURCES)
+    more: dict[str, Any] = {"filter_items": overlap} if overlap else {}
+    lengths = RECIPE.min_tokens, RECIPE.max_tokens
+    mixture = Mixture(folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, **more)
     if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} holds"
+        clean = " that share nothing with the evaluated files" if overlap else ""
         raise DataError(
-            f"{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, .jsonl, "
-            ".pdf or source files, or no data to use Python's own texts."
+            f"{where} {mixture.own_chars:,} characters of text{clean}; give at least {_MIN_CHARS:,} in .txt, .md, "
+            ".jsonl, .pdf or source files, or no data to use Python's own texts."
         )
-    files = filter_items.files.values() if filter_items else ()
+    files = overlap.files.values() if overlap else ()
     digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]
-    names = {*mixture.item_counts, *mixture.builtin_counts, "texts"}
-    decontamination = filter_items.card(names) if filter_items else None
-    return FitTexts(mixture, mixture.held_out(config.seed), digest, decontamination)
+    return FitTexts(mixture, mixture.held_out(RECIPE.seed), digest, overlap.card() if overlap else None)

@@ -28,7 +28,7 @@ from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.decontamination import OverlapFilter
-from lkv.training.data.mixture import Mixture
+from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
 from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE, STATISTICS_TEXTS, make_plan
@@ -77,8 +77,9 @@ def fit(
     Args:
         model: the model, on the device to use and in the dtype to read with.
         tokenizer: its tokenizer.
-        texts: documents to fit the policy to. At least half of the samples are of them (and of `data`), the others of
-            Python's own manual and library or with invented facts; with neither, all are.
+        texts: documents to fit the policy to. At least half of the samples come from `texts` and `data` (fewer if these
+            have fewer than 100,000 characters), the others from Python's own manual and library and from invented
+            facts; without either, all do.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
@@ -103,9 +104,7 @@ def fit(
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
     is_new = not folder.exists()
     check_writable_folder(folder / _RUN, TrainingError, "the policy")
-    filter_items = (
-        OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
-    )
+    overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
     with (
         lock_folder(folder / _RUN),
         _removed_if_unused(folder / _RUN, is_new),
@@ -113,14 +112,15 @@ def fit(
         _frozen(model),
         torch.enable_grad(),
     ):
+        fit_texts = open_texts(texts or (), data, overlap)
         per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
         longest = _interrupted_length(folder / _RUN / "state") or _longest_context(minutes * 60 / per_token)
         while True:
             config = _config_for(spec.max_positions, longest)
             try:
-                opened = open_texts(texts or (), data, config, filter_items)
+                contexts = fit_texts.with_lengths(config.min_tokens, config.max_tokens)
                 return FitRun(
-                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, opened, started
+                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, contexts, started
                 ).run()
             except _UselessStateError as error:
                 _log(f"the interrupted run in {folder / _RUN} is of no use here ({error}): starting anew")
@@ -134,8 +134,10 @@ def fit(
                         "shortest that make sense; close other programs, or load the model in a smaller dtype."
                     ) from error
                 longest = config.max_tokens // 2
-                contexts = f"contexts of {config.max_tokens:,} tokens"
-                _log(f"out of memory with {contexts}: starting again with at most {longest:,}")
+                _log(
+                    f"out of memory with contexts of {config.max_tokens:,} tokens: starting again with at most "
+                    f"{longest:,}"
+                )
             rmtree(folder / _RUN / "state", ignore_errors=True)
 
 
@@ -244,7 +246,7 @@ class FitRun:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
-        self._heldout = HeldOutTexts(self._model, self._draw(self._texts.held_out, 0, PROGRESS_TEXTS))
+        self._progress_texts = HeldOutTexts(self._model, self._draw(self._texts.held_out, 0, PROGRESS_TEXTS))
         if self._stage < 1:
             texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
@@ -295,12 +297,14 @@ class FitRun:
         if "decontamination" in self.policy.card:
             _log(describe_overlap(self.policy.card))
         own_chars = self._texts.training.own_chars
-        own_text = f"{own_chars:,} characters of own text" if own_chars else "no own text"
+        own_text = f"{own_chars:,} characters of own text and " if own_chars else ""
         spec = self.policy.spec
         _log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {own_text} and Python's own manual and library"
+            f"{dtype_name(self._model.dtype)}) from {own_text}Python's own manual and library"
         )
+        if own_chars and {*BUILTIN_SOURCES, "facts"} >= {*self._texts.held_out.names}:
+            _log("there is too little own text to hold any out: KL is measured on Python's own texts")
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
         _log(
@@ -344,7 +348,7 @@ class FitRun:
     def _report(self, title: str) -> None:
         """Print the held-out KL of the averaged weights, keep them if they are the best so far, and save the state."""
         begin = clock()
-        measured = self._heldout.measure(self._average)
+        measured = self._progress_texts.measure(self._average)
         self._report_seconds = clock() - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):

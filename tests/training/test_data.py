@@ -74,6 +74,30 @@ def test_validation_items_are_never_trained_on(folder):
     assert keys[0] and keys[1] and not keys[0] & keys[1]
 
 
+def test_python_and_facts_are_lowered_to_half_alone(folder, tmp_path_factory):
+    assert Mixture(folder, 100, 400).weights == {
+        "squad": 18, "multihop": 10, "prose": 5, "code": 8, "python": 10, "facts": 20
+    }  # fmt: skip
+    prose = tmp_path_factory.mktemp("prose")
+    for path in folder.glob("story*.txt"):
+        (prose / path.name).write_bytes(path.read_bytes())
+    mixture = Mixture(prose, 100, 400)
+    assert mixture.own_chars > 100_000 and {*mixture.weights} == {"prose", "python", "facts"}
+    for side in (mixture, mixture.held_out()):
+        assert side.weights["prose"] == pytest.approx(sum(side.weights.values()) / 2)
+        assert side.weights["facts"] == 2 * side.weights["python"]
+
+
+def test_data_is_read_once_for_both_sides(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "lkv.training.data.mixture.read_dataset", lambda name, *rest: read.append(name) or read_dataset(name, *rest)
+    )
+    mixture = Mixture(folder, 100, 400)
+    mixture.held_out().with_lengths(50, 100).sample(0, 1)
+    assert len(read) == len(set(read)) > 5
+
+
 def test_questions_can_be_answered_from_their_context(folder):
     mixture, checked = Mixture(folder, 100, 400), 0
     for index in range(200):

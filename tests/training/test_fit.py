@@ -303,9 +303,25 @@ def test_at_least_half_of_the_samples_are_of_own_texts(tmp_path):
         (tmp_path / f"tool{number}.c").write_text(f"int f{number}(int x) {{ return x + {number}; }}\n" * 40)
     mixture = open_texts((), tmp_path).training
     assert set(mixture.names) == {"code", *BUILTIN_SOURCES, "facts"}
-    for texts, own in ((mixture, "code"), (open_texts([TEXT], None).training, "prose")):
-        drawn = Counter(texts.sample(number, 1).source for number in range(600))
-        assert abs(drawn[own] / 600 - 0.5) < 0.07  # 3.4 standard deviations
+    assert open_texts([TEXT * 200], tmp_path).training.names[:2] == ["prose", "code"]
+    long_text = open_texts([TEXT * 200], None).training
+    assert long_text.own_chars > 100_000
+    drawn = Counter(long_text.sample(number, 1).source for number in range(600))
+    assert abs(drawn["prose"] / 600 - 0.5) < 0.07
+
+
+def test_a_short_text_is_not_half_of_the_samples():
+    for text in (TEXT, TEXT * 10):
+        mixture = open_texts([text], None).training
+        share = mixture.weights["prose"] / sum(mixture.weights.values())
+        natural = 5 / (5 + 10 + 8 + 20)
+        assert share == pytest.approx(max(natural, mixture.own_chars / 200_000)) and share < 0.5
+    assert open_texts((), None).training.weights == {"python": 10, "manual": 8, "facts": 20}
+
+
+def test_texts_without_a_held_out_part_say_so(loaded, capsys):
+    fit(*loaded, [TEXT[:4000]], minutes=0.05, name="tiny")
+    assert "too little own text to hold any out" in capsys.readouterr().err
 
 
 def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_path, capsys):

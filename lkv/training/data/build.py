@@ -87,13 +87,11 @@ def build_dataset(
     def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
         if overlap is None or not items:
             return items
-        is_new = name not in overlap.counts
         clean, counts = overlap(name, items), overlap.counts[name]
-        if is_new:
-            print(
-                f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
-                file=sys.stderr,
-            )
+        print(
+            f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
+            file=sys.stderr,
+        )
         sources.setdefault(name, {}).update(vars(counts))
         return clean
 
@@ -114,6 +112,8 @@ def build_dataset(
         "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
         "sources": sources,
     }
+    if isinstance(training, Mixture):
+        plan["weights"] = training.weights
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
     return builder.build({"train": (training, config.samples), "heldout": (held_out, config.held_out)})
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,14 +85,10 @@ class NgramOverlap:
 
 
 class OverlapFilter:
-    """Leaves items out that overlap with evaluated texts, as `filter_items` of a `Mixture`, and counts them by set.
-
-    A set that is asked for again gives the same items.
-    """
+    """Leaves items out that overlap with evaluated texts, as `filter_items` of a `Mixture`, and counts them by set."""
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
         self._overlap = NgramOverlap(files, n, share)
-        self._clean: dict[str, list[Any]] = {}
         self._rule = {"n": n, "share": share}
         self.files = self._overlap.files  # of evaluated texts, with their SHA-256
         self.counts: dict[str, OverlapCounts] = {}
@@ -101,16 +97,14 @@ class OverlapFilter:
         """The items of the set `name` that do not overlap."""
         if not items:
             return items
-        if name not in self._clean:
-            self._clean[name], self.counts[name] = self._overlap.clean(items)
-        return self._clean[name]
+        clean, self.counts[name] = self._overlap.clean(items)
+        return clean
 
-    def card(self, names: Container[str]) -> dict[str, Any]:
-        """What was compared and left out of the sets `names`, for a policy's card."""
+    def card(self) -> dict[str, Any]:
+        """What was compared and left out, for a policy's card."""
         sets = {
             name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
             for name, counts in self.counts.items()
-            if name in names
         }
         return {**self._rule, "files": self.files, "removed": True, "sets": sets}
 

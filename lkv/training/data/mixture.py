@@ -6,6 +6,7 @@ that a resumed run sees the same.
 
 import copy
 import hashlib
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -52,8 +53,9 @@ BUILTIN_SOURCES = tuple(BUILTIN_TEXTS)
 OWN_SOURCES = {
     **{name: f"{title} ({licence})" for name, (title, licence) in BUILTIN_TEXTS.items()},
     "prose": "texts of the caller",
-    "facts": "invented facts in the prose, stories and papers above",
+    "facts": "invented facts in texts of the other sources",
 }
+_MANY_CHARS = 100_000  # of own texts, from which they are half of the samples or more
 
 
 class Mixture:
@@ -61,8 +63,9 @@ class Mixture:
 
     Contexts have about `min_tokens` to `max_tokens` tokens. `filter_items` returns the items of a set, of `texts` or of
     Python's own texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
-    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add, which with invented
-    facts are half of the samples at most. Raises DataError if there is nothing to train on.
+    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add. Half of the samples
+    or more are of the folder and the texts, fewer where these are short. Raises DataError if there is nothing to train
+    on.
     """
 
     def __init__(
@@ -99,18 +102,24 @@ class Mixture:
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
         self.own_chars = sum(len(text) for item in own_items for text in item_texts(item))
         self._all_items = items
-        self._draw_from(f"{seed}-train", held_out=False)
+        self._select(f"{seed}-train", is_held_out=False)
 
     def held_out(self, seed: int = 0) -> "Mixture":
-        """The mixture of the items that training never sees. Raises DataError if there are too few for any."""
+        """Return the mixture of the items that training never sees. Raises DataError if there are none."""
         mixture = copy.copy(self)
-        mixture._draw_from(f"{seed}-validation", held_out=True)
+        mixture._select(f"{seed}-validation", is_held_out=True)
         return mixture
 
-    def _draw_from(self, seed: str, held_out: bool) -> None:
+    def with_lengths(self, min_tokens: int, max_tokens: int) -> "Mixture":
+        """Return the same mixture with contexts of about `min_tokens` to `max_tokens` tokens."""
+        mixture = copy.copy(self)
+        mixture._bounds = (math.log(min_tokens), math.log(max_tokens))
+        return mixture
+
+    def _select(self, seed: str, is_held_out: bool) -> None:
         """Set what samples depend on: the seed, one side of the items, and the sources' weights."""
         self._seed = seed
-        items = {source: split_held_out(group, held_out) for source, group in self._all_items.items()}
+        items = {source: split_held_out(group, is_held_out) for source, group in self._all_items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
         items["facts"] = prose or items.get("manual", [])
         if not any(texts for source, texts in items.items() if source != "python"):
@@ -124,12 +133,12 @@ class Mixture:
                 "sets that the documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}
-        self._weights = _weights(self.names)
+        self.weights = _balance_weights(self.names, 0.5 * min(1.0, self.own_chars / _MANY_CHARS))
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
-        source = rng.choices(self.names, weights=self._weights)[0]
+        source = rng.choices(self.names, weights=list(self.weights.values()))[0]
         tokens = math.exp(rng.uniform(*self._bounds))
         context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
@@ -154,11 +163,10 @@ class Mixture:
 
     @property
     def digest(self) -> str:
-        """Digest of the files in use."""
+        """Digest of the files and texts in use, and of the sources' weights."""
         files = digest_of(path for paths in self.index.used.values() for path in paths)
-        if not self._texts:
-            return files
-        return hashlib.sha256("\0".join([files, *self._texts]).encode(errors="surrogatepass")).hexdigest()[:16]
+        parts = [files, json.dumps(self.weights), *self._texts]
+        return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
     def names(self) -> list[str]:
@@ -176,14 +184,16 @@ class Mixture:
         return origins
 
 
-def _weights(sources: Sequence[str]) -> list[float]:
-    """The sources' weights; those of Python's own texts and of invented facts are half of the total at most."""
-    weights = {name: _SOURCES[name][0] for name in sources}
-    added = {*BUILTIN_SOURCES, "facts"} & weights.keys()
-    added_total = sum(weights[name] for name in added)
-    own_total = sum(weights.values()) - added_total
-    scale = min(1.0, own_total / added_total) if own_total and added else 1.0
-    return [weight * (scale if name in added else 1.0) for name, weight in weights.items()]
+def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:
+    """The sources' weights; where own texts are fewer than `own_share` of the samples, all others are lowered."""
+    weights: dict[str, float] = {name: _SOURCES[name][0] for name in sources}
+    others = {*BUILTIN_SOURCES, "facts"} & weights.keys()
+    total = sum(weights[name] for name in others)
+    own_total = sum(weights.values()) - total
+    if own_total and own_total < own_share * (own_total + total):
+        scale = own_total * (1 - own_share) / own_share / total
+        weights |= {name: weights[name] * scale for name in others}
+    return weights
 
 
 def _squad_sample(rng: random.Random, items: Sequence[Passage], tokens: float) -> ContextAndAnswers:
