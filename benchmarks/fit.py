@@ -2,8 +2,8 @@
 
 python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.json; fit-NAME.json with --model NAME)
 
---fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind alone ("meetings", "code": what
-such a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without what overlaps with the evaluation
+--fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind ("meetings", "code": what such
+a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without what overlaps with the evaluation
 files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes are of one
 thread's processor time, so that other work on the machine does not count. The command resumes: each fit from its last
 saved state, finished policies from --work.

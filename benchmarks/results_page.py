@@ -27,8 +27,8 @@ from lkv.evaluation.report.names import FULL, method_label, part_label
 ROOT = RESULTS.parents[1]
 _FITTED_ON = {
     "lkv@none": "no data",
-    "lkv@code": "code alone",
-    "lkv@meetings": "meetings alone",
+    "lkv@code": "code and Python's own texts",
+    "lkv@meetings": "meetings and Python's own texts",
     "lkv@mixture": "the training mixture",
     "lkv@clean": "the training mixture without what overlaps with evaluated texts",
 }
@@ -76,8 +76,8 @@ def results_page() -> str:
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
         "output stays close to the full cache's ([methods](methods.md#compensation)). Single facts do not profit "
-        "(RULER above, needles below). How the mean KL of LKV changes, at each length (`memory.json`, `refit.json`; "
-        "tiers, and 16 bits at R); the tables are of the same contexts as above."
+        f"(RULER above, needles below). How the mean KL of LKV changes, at each length (tiers: {source('memory')}; 16 "
+        f"bits at R: {source('refit')}); the tables are of the same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = [

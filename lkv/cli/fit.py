@@ -31,15 +31,11 @@ class Fit(Command):
 
         from lkv.models.loading import DEFAULT, load_model
         from lkv.training.fit_texts import open_texts
-        from lkv.training.fitting import fit
+        from lkv.training.fitting import fit_to
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.data is not None:
-            open_texts((), self.data)  # what is wrong with the texts is said before the model is loaded
+        texts = open_texts((), self.data, self.against)  # what is wrong with them is said before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(torch.device(device))
         model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, find_device(device))
-        fit(
-            model, tokenizer, minutes=self.minutes, data=self.data, out=self.out, name=self.model or DEFAULT,
-            against=self.against,
-        )  # fmt: skip
+        fit_to(texts, model, tokenizer, self.minutes, self.out, self.model or DEFAULT)

@@ -29,14 +29,20 @@ class FitTexts(NamedTuple):
         return self._replace(training=training, held_out=held_out)
 
 
-def open_texts(texts: Sequence[str], data: str | Path | None, overlap: OverlapFilter | None = None) -> FitTexts:
-    """Read a folder, texts or both, beside Python's own. Raises DataError for too little text of one's own."""
+def open_texts(
+    texts: Sequence[str] = (), data: str | Path | None = None, against: Sequence[str | Path] = ()
+) -> FitTexts:
+    """Read texts, a folder or both, beside Python's own, without what overlaps with the files `against`.
+
+    Raises DataError for too little text of one's own.
+    """
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
         raise DataError(
             f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
             "themselves (--against leaves evaluated texts out here too)."
         )
+    overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
     more: dict[str, Any] = {"filter_items": overlap} if overlap else {}
     lengths = RECIPE.min_tokens, RECIPE.max_tokens
     mixture = Mixture(folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, **more)

@@ -27,7 +27,6 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
-from lkv.training.data.decontamination import OverlapFilter
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
@@ -97,14 +96,26 @@ def fit(
     """
     if not isinstance(minutes, int | float) or not minutes > 0 or not math.isfinite(minutes):
         raise TrainingError(f"minutes is {minutes!r}, but must be a number above 0; give 10 for ten minutes.")
+    query_rotations(model, "`lkv fit`")  # what is wrong with the model is said before its texts are read
+    return fit_to(open_texts(texts or (), data, against), model, tokenizer, minutes, out, name)
+
+
+def fit_to(
+    texts: FitTexts,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    minutes: float,
+    out: str | Path | None = None,
+    name: str | None = None,
+) -> Policy:
+    """Make a policy from texts that are open, as `fit` does."""
     started = clock()
-    spec = patch_attention(model).spec
     query_rotations(model, "`lkv fit`")
+    spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
     is_new = not folder.exists()
     check_writable_folder(folder / _RUN, TrainingError, "the policy")
-    overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
     with (
         lock_folder(folder / _RUN),
         _removed_if_unused(folder / _RUN, is_new),
@@ -112,13 +123,12 @@ def fit(
         _frozen(model),
         torch.enable_grad(),
     ):
-        fit_texts = open_texts(texts or (), data, overlap)
         per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
         longest = _interrupted_length(folder / _RUN / "state") or _longest_context(minutes * 60 / per_token)
         while True:
             config = _config_for(spec.max_positions, longest)
             try:
-                contexts = fit_texts.with_lengths(config.min_tokens, config.max_tokens)
+                contexts = texts.with_lengths(config.min_tokens, config.max_tokens)
                 return FitRun(
                     model, tokenizer, config, minutes * 60, per_token, folder, model_name, contexts, started
                 ).run()
