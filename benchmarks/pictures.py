@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import length
+from benchmarks import length, memory
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.tables import read
@@ -32,6 +32,11 @@ def main() -> None:
 def draw_lengths(name: str, path: Path) -> None:
     """Fidelity over length and over R: of methods, or of methods with compensation beside themselves."""
     length.draw([{"model": _MODEL, **row} for row in read(name)], path)
+
+
+def draw_memory(path: Path) -> None:
+    """Fidelity over memory."""
+    memory.draw([{"model": _MODEL, **row} for row in read("memory")], path)
 
 
 def draw_sweep(path: Path) -> None:
@@ -79,6 +84,7 @@ def _draw_table(
 
 
 PICTURES: dict[str, Callable[[Path], None]] = {
+    "memory": draw_memory,
     "length": partial(draw_lengths, "length"),
     "refit": partial(draw_lengths, "refit"),
     "swept_sweep": draw_sweep,

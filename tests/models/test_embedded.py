@@ -37,7 +37,7 @@ def test_model_is_smollm2(loaded):
 def test_shipped_policy_belongs_to_it_and_names_its_data(loaded):
     policy = default_policy()
     policy.check_model(inspect_model(loaded[0]))
-    assert sum(p.numel() for p in policy.parameters()) == 868_542
+    assert sum(p.numel() for p in policy.parameters()) == 868_722
     assert policy.card["model"] == DEFAULT
     data = " ".join(policy.card["data"].values())
     assert "SQuAD" in data and "Python standard library" in data
