@@ -32,7 +32,7 @@ def source(name: str) -> str:
     return (
         f"`{name}.json`"
         + ", with a policy that is not shipped" * is_other
-        + ", methods without a policy in an earlier run on the same samples" * has_earlier
+        + ", some methods in an earlier run on the same samples" * has_earlier
     )
 
 

@@ -16,9 +16,10 @@ RECIPE = replace(
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
 _KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most
+_LEAST_CONTEXTS = 16  # of a distillation that helps; where the time is shorter, the regression reads more texts
 _TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
 # Seconds of each kind of work, in those of reading as many tokens.
-_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS = 3.0, 10.0, 1.5
+_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 3.0, 10.0, 1.5, 3.5
 
 
 class Plan(NamedTuple):
@@ -44,6 +45,9 @@ def make_plan(reading: float, seconds: float) -> Plan:
             f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
         )
     kvzip_texts = min(_KVZIP_TEXTS, int(_KVZIP_SHARE * seconds / (_KVZIP_READINGS * reading)))
+    left = seconds - statistics - table
+    if left < (kvzip_texts * _KVZIP_READINGS + _LEAST_CONTEXTS * _CONTEXT_READINGS) * reading:
+        kvzip_texts = max(kvzip_texts, min(2 * _KVZIP_TEXTS, int(left / (_KVZIP_READINGS * reading))))
     kvzip = kvzip_texts * _KVZIP_READINGS * reading
     distillation = max(0.0, seconds - statistics - kvzip - table)
     return Plan(statistics, kvzip, distillation, table, kvzip_texts, table_texts)

@@ -50,7 +50,6 @@ _PROBE_TOKENS = 256
 # Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
-_LATEST_KVZIP = 0.5  # of the whole time, after which no further text is replayed
 _RUN = ".fit"  # the folder of a run that is not finished
 
 
@@ -343,10 +342,11 @@ class FitRun:
     def _read_targets(self) -> list[KVzipTargets]:
         """KVzip's scores of as many texts as planned, or as the time allows."""
         targets: list[KVzipTargets] = []
+        latest = self._seconds - self._plan.table - self._plan.distillation / 2
         for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.kvzip_texts):
             ids = text.context[:WARM_START_TOKENS]
             targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
-            if self._elapsed > self._seconds * _LATEST_KVZIP:
+            if self._elapsed > latest:
                 break
         return targets
 

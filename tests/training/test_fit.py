@@ -272,6 +272,9 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
         make_plan(10.0, 30.0)
     plan = make_plan(2.0, 600.0)
     assert plan.kvzip_texts == 8 and plan.statistics + plan.kvzip + plan.distillation + plan.table == 600
+    short = make_plan(1.2, 60.0)
+    assert short.kvzip_texts == 9 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
+    assert make_plan(1.2, 120.0).kvzip_texts == 16 and make_plan(1.2, 180.0).kvzip_texts == 8
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
