@@ -26,7 +26,7 @@ from lkv.evaluation.report.names import FULL, method_label, part_label
 
 ROOT = RESULTS.parents[1]
 _FITTED_ON = {
-    "lkv@none": "no data",
+    "lkv@none": "Python's own texts",
     "lkv@code": "code and Python's own texts",
     "lkv@meetings": "meetings and Python's own texts",
     "lkv@mixture": "the training mixture",
@@ -65,7 +65,8 @@ def results_page() -> str:
         "([how to read them](guides/evaluating.md#how-to-read-them)). Each "
         "figure comes from a file under `benchmarks/results/`, which names its command, machine and seed. "
         "LKV's training data held invented facts hidden in text, not unlike needles, and "
-        f"{overlapping_items()}; the baselines are untrained. More methods and "
+        f'{overlapping_items()}; the baselines are untrained. Tables "with a policy that is not shipped" are of the '
+        "policy before, for which they were not. More methods and "
         "retentions on fewer samples are [below](#more-methods-and-retentions)."
     )
     kvzip = (

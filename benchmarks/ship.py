@@ -3,12 +3,12 @@
 python -m benchmarks.ship FOLDER    (a folder of benchmarks/policies, named as the shipped one)
 
 Its card gets the fidelity at R = 0.15 and 0.05 from the model's length file, which must be measured with it. Then
-FOLDER is deleted, and the result files that are still of another policy are listed.
+it goes from FOLDER, and the result files that are still of another policy are listed.
 """
 
 import argparse
 import json
-import shutil
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +29,10 @@ def main() -> None:
 
 
 def ship(folder: Path, results: Path) -> None:
-    """Replace the shipped policy that has the folder's name. Raises ReportError if it is not measured, or is none."""
+    """Replace the shipped policy that has the folder's name.
+
+    Raises ReportError if there is none, or the length file is of another policy.
+    """
     shipped = {entry.name: entry.folder for entry in shipped_policies()}
     if folder.name not in shipped:
         raise ReportError(f"no shipped policy is named {folder.name}; they are {', '.join(shipped)}.")
@@ -44,7 +47,10 @@ def ship(folder: Path, results: Path) -> None:
         if Policy.from_pretrained(copy).digest() != policy.digest():
             raise ReportError(f"{folder} holds parameters of 32 bits; save it with half=True and measure that.")
     policy.save_pretrained(checkpoint, half=True)
-    shutil.rmtree(folder)
+    for name in ("config.json", "policy.safetensors"):
+        (folder / name).unlink()
+    with suppress(OSError):  # there are other files
+        folder.rmdir()
     print(f"{checkpoint}: {policy.digest()[:12]}")
     for path in sorted(results.glob(f"*{suffix}.json")):
         digest = json.loads(path.read_text(encoding="utf-8")).get("policy")

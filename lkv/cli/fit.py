@@ -15,7 +15,7 @@ class Fit(Command):
         nargs="?",
         metavar="[MODEL]",
     )
-    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf (default: Python's own texts)")
+    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf; Python's own texts are added")
     against: tuple[Path, ...] = option(
         "files that you will evaluate on: documents that overlap with them are left out", (), metavar="FILE"
     )

@@ -53,10 +53,11 @@ def describe_overlap(card: dict[str, Any]) -> str:
     sets = checked["sets"]
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
-    removed = [stage.get("decontamination", {}).get("removed", False) for stage in _stages(card)]
-    fate = "and were left out" if removed[0] else "and were trained on"
-    if removed[0] and not all(removed):
-        fate += " of the last stage of training alone"
+    fate = "and were left out" if checked["removed"] else "and were trained on"
+    earlier = [stage.get("decontamination", {}).get("removed") for stage in list(_stages(card))[1:]]
+    if checked["removed"] and not all(earlier):
+        other = "trained on them" if False in earlier else "were not compared"
+        fate += f"; earlier stages of training {other}"
     return (
         f"{sum(entry['compared'] for entry in sets.values()):,} items of {len(sets)} sets compared with "
         f"{len(checked['files'])} evaluation files: {sum(over.values()):,} share {checked['share']:.0%} or more of a "

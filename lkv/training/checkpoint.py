@@ -149,11 +149,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Initialise `policy` from a policy or run in `folder`; returns its card, or the run's step and settings."""
+    """Initialise `policy` from a policy or run in `folder`; returns its card, or the run's step, settings and data."""
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)
-        return {"step": checkpoint.step, "training": checkpoint.config}
+        about_data = {name: checkpoint.card.get(name) for name in ("data_digest", "decontamination")}
+        described = {"step": checkpoint.step, "training": checkpoint.config, **about_data}
+        return {name: value for name, value in described.items() if value is not None}
     earlier = Policy.from_pretrained(folder)
     saved, inputs = (replace(each.inputs, knots=min(each.inputs.knots, 1)) for each in (earlier, policy))
     if saved != inputs:

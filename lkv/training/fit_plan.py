@@ -16,7 +16,7 @@ RECIPE = replace(
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
 _KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most
-_LEAST_CONTEXTS = 16  # of a distillation that helps; where the time is shorter, the regression reads more texts
+_LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, the regression reads more texts first
 _TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
 # Seconds of each kind of work, in those of reading as many tokens.
 _KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 3.0, 10.0, 1.5, 3.5

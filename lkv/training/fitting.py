@@ -95,8 +95,9 @@ def fit(
     """
     if not isinstance(minutes, int | float) or not minutes > 0 or not math.isfinite(minutes):
         raise TrainingError(f"minutes is {minutes!r}, but must be a number above 0; give 10 for ten minutes.")
+    started = clock()
     query_rotations(model, "`lkv fit`")  # what is wrong with the model is said before its texts are read
-    return fit_to(open_texts(texts or (), data, against), model, tokenizer, minutes, out, name)
+    return fit_to(open_texts(texts or (), data, against), model, tokenizer, minutes, out, name, started)
 
 
 def fit_to(
@@ -106,9 +107,10 @@ def fit_to(
     minutes: float,
     out: str | Path | None = None,
     name: str | None = None,
+    started: float | None = None,
 ) -> Policy:
-    """Make a policy from texts that are open, as `fit` does."""
-    started = clock()
+    """Make a policy from texts that are open, as `fit` does, in `minutes` from `started` (default: now)."""
+    started = clock() if started is None else started
     query_rotations(model, "`lkv fit`")
     spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)

@@ -74,7 +74,7 @@ def test_validation_items_are_never_trained_on(folder):
     assert keys[0] and keys[1] and not keys[0] & keys[1]
 
 
-def test_python_and_facts_are_lowered_to_half_alone(folder, tmp_path_factory):
+def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_factory):
     assert Mixture(folder, 100, 400).weights == {
         "squad": 18, "multihop": 10, "prose": 5, "code": 8, "python": 10, "facts": 20
     }  # fmt: skip

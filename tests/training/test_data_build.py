@@ -190,6 +190,12 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
         describe_overlap(card).endswith("and were left out")
         and describe_overlap({}) == "not compared with evaluated texts"
     )
+    for earlier, ending in (
+        ({"decontamination": {"removed": True}}, "and were left out"),
+        ({"training": {}}, "and were left out; earlier stages of training were not compared"),
+        ({"decontamination": {"removed": False}}, "and were left out; earlier stages of training trained on them"),
+    ):
+        assert describe_overlap(card | {"started_from": earlier}).endswith(ending)
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
 

@@ -55,7 +55,7 @@ OWN_SOURCES = {
     "prose": "texts of the caller",
     "facts": "invented facts in texts of the other sources",
 }
-_MANY_CHARS = 100_000  # of own texts, from which they are half of the samples or more
+_CHARS_FOR_HALF = 100_000  # of own texts, from which they are half of the samples or more
 
 
 class Mixture:
@@ -133,7 +133,7 @@ class Mixture:
                 "sets that the documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}
-        self.weights = _balance_weights(self.names, 0.5 * min(1.0, self.own_chars / _MANY_CHARS))
+        self.weights = _balance_weights(self.names, 0.5 * min(1.0, self.own_chars / _CHARS_FOR_HALF))
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
@@ -185,7 +185,7 @@ class Mixture:
 
 
 def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:
-    """The sources' weights; where own texts are fewer than `own_share` of the samples, all others are lowered."""
+    """The sources' weights, with those of Python's texts and facts scaled down until `own_share` is of other texts."""
     weights: dict[str, float] = {name: _SOURCES[name][0] for name in sources}
     others = {*BUILTIN_SOURCES, "facts"} & weights.keys()
     total = sum(weights[name] for name in others)
