@@ -48,9 +48,9 @@ def open_texts(
     mixture = Mixture(folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, **more)
     if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} and the texts hold" if texts else f"{folder} holds"
-        clean = " without what overlaps with the evaluated files" if overlap else ""
+        clean = "without what overlaps with the evaluated files, " if overlap else ""
         raise DataError(
-            f"{where} {mixture.own_chars:,} characters of text{clean}; give at least {_MIN_CHARS:,} in .txt, .md, "
+            f"{clean}{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, "
             ".jsonl, .pdf or source files, or no data to use Python's own texts."
         )
     files = overlap.files.values() if overlap else ()
