@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
+from benchmarks.fit_tables import fits
 from benchmarks.tables import (
     AT_4096,
     KL,
@@ -22,16 +23,9 @@ from benchmarks.tables import (
     table,
     tokens,
 )
-from lkv.evaluation.report.names import FULL, method_label, part_label
+from lkv.evaluation.report.names import FULL, part_label
 
 ROOT = RESULTS.parents[1]
-_FITTED_ON = {
-    "lkv@none": "Python's own texts",
-    "lkv@code": "code and Python's own texts",
-    "lkv@meetings": "meetings and Python's own texts",
-    "lkv@mixture": "the training mixture",
-    "lkv@clean": "the training mixture without what overlaps with evaluated texts",
-}
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
 
 
@@ -243,65 +237,6 @@ def variants() -> list[str]:
         f"of {rows[0]['dtype']}).",
         table([*map(tokens, contexts), f"bytes at {first:,}, of the full cache's"], lines.values()),
     ]
-
-
-def fits() -> list[str]:
-    """Policies of `lkv fit` against KVzip and the shipped policy, by kind of own text, and the KL over the minutes."""
-    parts = [part for file in ("fit", *(f"fit-{name}" for name in other_models())) for part in _fits(file)]
-    own = _fit_table("fit_domains", ("code", "meetings"), "evaluation texts of two kinds, {} contexts of each a length")
-    return ["## A policy in minutes", *parts, *own] if parts else []
-
-
-def _fits(file: str) -> list[str]:
-    """The table of one model's policies, and the curves."""
-    where = "evaluation texts, {} contexts a length, needles among them"
-    curves = []
-    for (method, minutes), title in _fit_titles(read(file, task="all")).items():
-        points = read(file, task="held-out texts of the fit", method=method, minutes=minutes, retention=0.15)
-        if points:
-            falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
-            curves.append(f"* {title}: {falls}")
-    held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
-    means = _fit_table(file, ("all",), where)
-    return [*means, held_out, "\n".join(curves)] if means else []
-
-
-def _fit_titles(rows: list[Row]) -> dict[tuple[str, float | None], str]:
-    """What each method and number of minutes is called."""
-    fitted = dict.fromkeys((row["method"], row["minutes"]) for row in rows if row.get("minutes"))
-    titles: dict[tuple[str, float | None], str] = {
-        (method, minutes): f"`lkv fit`, {title}, {minutes:g} minute{'s' * (minutes != 1)}"
-        for method, title in _FITTED_ON.items()
-        for minutes in sorted(each for name, each in fitted if name == method)
-    }
-    return titles | {("lkv@shipped", None): "the shipped policy", ("kvzip", None): method_label("kvzip")}
-
-
-def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
-    """A line a policy, a column a task, length and retention."""
-    rows = [row for task in tasks for row in read(file, task=task)]
-    if not rows:
-        return []
-    lead = (
-        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of one thread: {KL} and top-1 agreement on "
-        f"{where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
-    )
-    columns = dict.fromkeys((row["task"], row["tokens"], row["retention"]) for row in rows if row["method"] != FULL)
-    order = sorted(columns, key=lambda column: (tasks.index(column[0]), *_length_first(column[1:])))
-    cells = {
-        (row["method"], row.get("minutes"), row["task"], row["tokens"], row["retention"]): kl_and_agreement(row)
-        for row in rows
-    }
-    head = [f"{task}, {tokens(length)}, R = {retention:g}".removeprefix("all, ") for task, length, retention in order]
-    body = [
-        [title, *(cells.get((*key, *column), "not measured") for column in order)]
-        for key, title in _fit_titles(rows).items()
-    ]
-    return [lead, table(head, body)]
-
-
-def _length_first(column: tuple[int, float]) -> tuple[int, float]:
-    return column[0], -column[1]
 
 
 def other_model(name: str) -> list[str]:

@@ -52,9 +52,10 @@ def ship(folder: Path, results: Path) -> None:
     with suppress(OSError):  # there are other files
         folder.rmdir()
     print(f"{checkpoint}: {policy.digest()[:12]}")
+    digests = {Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies()}
     for path in sorted(results.glob(f"*{suffix}.json")):
         digest = json.loads(path.read_text(encoding="utf-8")).get("policy")
-        if digest not in (None, *(Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies())):
+        if digest is not None and digest not in digests:
             print(f"{path.name} is of another policy; benchmarks.remeasure measures it again")
 
 

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from lkv.config import PRESETS
+from lkv.config import PRESETS, TrainingConfig, fit_to_positions
 from lkv.errors import TrainingError
+from lkv.training.cost import mean_length
 from lkv.utils.durations import format_duration
 
 # Steps are shares of the time: the schedule follows the clock.
@@ -13,6 +14,8 @@ RECIPE = replace(
     PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
     heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
 )  # fmt: skip
+# Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
+_LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
 _KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most
@@ -20,6 +23,21 @@ _LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, t
 _TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
 # Seconds of each kind of work, in those of reading as many tokens.
 _KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 3.0, 10.0, 1.5, 3.5
+
+
+def longest_context(tokens: float) -> int:
+    """The greatest length of a context where the model could read `tokens` tokens in the whole time."""
+    is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
+    return _LONG_CONTEXT if is_long else RECIPE.max_tokens
+
+
+def config_for(positions: int, longest: int) -> TrainingConfig:
+    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
+    # KVzip reads a text twice, the second time after a request of a few tokens.
+    longest = min(longest, max(1, (positions - 64) // 2))
+    return fit_to_positions(
+        replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
+    )
 
 
 class Plan(NamedTuple):

@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lkv.config import TrainingConfig, fit_to_positions
+from lkv.config import TrainingConfig
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import query_rotations
@@ -27,10 +27,10 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
-from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
+from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
-from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE, STATISTICS_TEXTS, make_plan
+from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, config_for, longest_context, make_plan
 from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
@@ -47,8 +47,6 @@ _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _SHORTEST = 256  # tokens of a context, below which memory is too small
 _PROBE_TOKENS = 256
-# Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
-_LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 _RUN = ".fit"  # the folder of a run that is not finished
 
@@ -125,9 +123,9 @@ def fit_to(
         torch.enable_grad(),
     ):
         per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
-        longest = _interrupted_length(folder / _RUN / "state") or _longest_context(minutes * 60 / per_token)
+        longest = _interrupted_length(folder / _RUN / "state") or longest_context(minutes * 60 / per_token)
         while True:
-            config = _config_for(spec.max_positions, longest)
+            config = config_for(spec.max_positions, longest)
             try:
                 contexts = texts.with_lengths(config.min_tokens, config.max_tokens)
                 return FitRun(
@@ -135,7 +133,7 @@ def fit_to(
                 ).run()
             except _UselessStateError as error:
                 _log(f"the interrupted run in {folder / _RUN} is of no use here ({error}): starting anew")
-                longest = _longest_context(minutes * 60 / per_token)
+                longest = longest_context(minutes * 60 / per_token)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -170,12 +168,6 @@ def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _longest_context(tokens: float) -> int:
-    """The greatest length of a context where the model could read `tokens` tokens in the whole time."""
-    is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
-    return _LONG_CONTEXT if is_long else RECIPE.max_tokens
-
-
 def _interrupted_length(state: Path) -> int | None:
     """The greatest length of a context in the run whose state is there, which may be less after memory ran out."""
     with suppress(LkvError, KeyError, TypeError):
@@ -193,15 +185,6 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-def _config_for(positions: int, longest: int) -> TrainingConfig:
-    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
-    # KVzip reads a text twice, the second time after a request of a few tokens.
-    longest = min(longest, max(1, (positions - 64) // 2))
-    return fit_to_positions(
-        replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
-    )
 
 
 class FitRun:
@@ -314,7 +297,7 @@ class FitRun:
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
             f"{dtype_name(self._model.dtype)}) from {own_text}Python's own manual and library"
         )
-        if own_chars and {*BUILTIN_SOURCES, "facts"} >= {*self._texts.held_out.names}:
+        if own_chars and not self._texts.held_out.has_own_texts:
             _log("there is too little own text to hold any out: KL is measured on Python's own texts")
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")

@@ -35,6 +35,12 @@ def test_what_compensation_changes_is_what_the_result_files_say(page):
     assert re.search(rf"rises: by {larger:.0%} at 15% and|rises by {larger:.0%} at 15% of the bytes and", text)
     assert f"by {least:.0%} at 5%" in text
     if page == "methods.md":
+        low, high = (list(compensation_changes("refit", "retention", r).values()) for r in (0.15, 0.05))
+        assert f"by {-max(low):.0%} to {-min(low):.0%} at R = 0.15, and at R = 0.05 by" in text
+        assert (
+            f"{-max(high[:3]):.0%} to {-min(high[:3]):.0%} up to 4,000 tokens, while at 7,800 it rises by {high[3]:.0%}"
+            in text
+        )
         changes = compensation_changes(QWEN.format("refit"), "retention", 0.15).values()
         assert {f"KL falls by {-change:.0%} at R = 0.15" in text for change in changes} == {True}
 

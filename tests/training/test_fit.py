@@ -28,9 +28,9 @@ from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fitting
 from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.fit_plan import RECIPE, Plan, make_plan
+from lkv.training.fit_plan import RECIPE, Plan, longest_context, make_plan
 from lkv.training.fit_texts import open_texts
-from lkv.training.fitting import _longest_context, fit
+from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
@@ -359,7 +359,7 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "_longest_context", lambda tokens: 300)
+        patch.setattr(fitting, "longest_context", lambda tokens: 300)
         patch.setattr(fitting, "fit_to_targets", stop)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.15, name="tiny")
@@ -368,7 +368,7 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
 
 
 def test_contexts_are_longer_where_there_is_time():
-    assert _longest_context(2e6) == 4000 and _longest_context(1e6) == RECIPE.max_tokens == 2000
+    assert longest_context(2e6) == 4000 and longest_context(1e6) == RECIPE.max_tokens == 2000
 
 
 def test_a_document_of_the_extra_is_read(tmp_path):

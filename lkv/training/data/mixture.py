@@ -50,6 +50,7 @@ BUILTIN_TEXTS = {  # what every Python installation has: title and licence
     "manual": ("Python's language reference in pydoc_data", "PSF"),
 }
 BUILTIN_SOURCES = tuple(BUILTIN_TEXTS)
+_ADDED_SOURCES = {*BUILTIN_SOURCES, "facts"}  # what is not of the caller's own texts
 OWN_SOURCES = {
     **{name: f"{title} ({licence})" for name, (title, licence) in BUILTIN_TEXTS.items()},
     "prose": "texts of the caller",
@@ -174,6 +175,11 @@ class Mixture:
         return list(self._items)
 
     @property
+    def has_own_texts(self) -> bool:
+        """Whether any source is of the caller's own texts."""
+        return not {*self.names} <= _ADDED_SOURCES
+
+    @property
     def origins(self) -> dict[str, str]:
         """Sources in use, each with its data sets and their licences."""
         origins = {}
@@ -187,7 +193,7 @@ class Mixture:
 def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:
     """The sources' weights, with those of Python's texts and facts scaled down until `own_share` is of other texts."""
     weights: dict[str, float] = {name: _SOURCES[name][0] for name in sources}
-    others = {*BUILTIN_SOURCES, "facts"} & weights.keys()
+    others = _ADDED_SOURCES & weights.keys()
     total = sum(weights[name] for name in others)
     own_total = sum(weights.values()) - total
     if own_total and own_total < own_share * (own_total + total):
