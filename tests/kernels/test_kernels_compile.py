@@ -31,12 +31,12 @@ def compiled(arch, dim, dtype, kernels="attention"):
     ("arch", "dim", "dtype"),
     [
         pytest.param(100, 128, "float32", marks=pytest.mark.slow),
-        (100, 128, "bfloat16"),
+        pytest.param(100, 128, "bfloat16", marks=pytest.mark.slow),
         (89, 128, "bfloat16"),
         pytest.param(90, 128, "float32", marks=pytest.mark.slow),
-        (90, 256, "bfloat16"),
+        pytest.param(90, 256, "bfloat16", marks=pytest.mark.slow),
         pytest.param(90, 128, "bfloat16", marks=pytest.mark.slow),
-        (80, 96, "float16"),
+        pytest.param(80, 96, "float16", marks=pytest.mark.slow),
         pytest.param(80, 256, "float32", marks=pytest.mark.slow),
     ],
 )
@@ -48,13 +48,11 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype"),
     [
-        (90, 128, "bfloat16"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-            (100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 128, "float32"),
-            (90, 256, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
-        )),
+        (100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 128, "float32"),
+        (90, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_kernels_of_training_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     names = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
     assert names[:3] == ["forward", "query_gradient", "key_gradient"]

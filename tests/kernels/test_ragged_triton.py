@@ -314,6 +314,7 @@ def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype,
     torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.integers(1, 3).flatmap(
@@ -362,7 +363,7 @@ def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
             torch.testing.assert_close(own, right, atol=tolerance * float(right.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), ((3, 3),)], ids=str)
+@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), pytest.param(((3, 3),), marks=pytest.mark.slow)], ids=str)
 def test_slices_much_shorter_than_tiers(tiers, short_slices):
     """Slices that begin and end in any tier, and tiers and spans without entries."""
     torch.manual_seed(3)

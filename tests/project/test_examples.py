@@ -7,7 +7,9 @@ import pytest
 from examples import batch, quantised, saved_context, streaming
 
 
-@pytest.mark.parametrize(("example", "tokens"), [(batch, 3264), (streaming, 4200), (saved_context, 1000)])
+@pytest.mark.parametrize(
+    ("example", "tokens"), [(batch, 3264), pytest.param(streaming, 4200, marks=pytest.mark.slow), (saved_context, 1000)]
+)
 def test_an_example_answers_from_15_percent_of_the_cache(example, tokens, capsys):
     example.main()
     printed = capsys.readouterr().out

@@ -169,6 +169,7 @@ def test_the_full_cache_under_every_attention_gives_what_the_model_gives(package
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @sets_position
 def test_steps_of_a_model_are_measured(tmp_path, packages, capsys, monkeypatch):
     """The command that `gpu_check` runs, on a CPU and a tiny shape; one prompt finds no memory."""

@@ -173,7 +173,7 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     document.write_text(TEXT[:500])
     assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 2
     assert f"lkv fit {folder}" in capsys.readouterr().err
-    arguments = ["fit", str(folder), "--data", str(texts), "--minutes", "0.1", "--dtype", "float32"]
+    arguments = ["fit", str(folder), "--data", str(texts), "--minutes", "0.05", "--dtype", "float32"]
     assert main(arguments) == 0
     assert "used as text: own.md" in capsys.readouterr().err
     assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 0
@@ -238,8 +238,8 @@ def test_other_texts_begin_anew(loaded, cache, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "fit_to_targets", stop)
         with pytest.raises(KeyboardInterrupt):
-            fit(model, tokenizer, minutes=0.15, name="tiny")
-    fit(model, tokenizer, [TEXT], minutes=0.08, name="tiny")
+            fit(model, tokenizer, minutes=0.06, name="tiny")
+    fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
     said = capsys.readouterr().err
     assert "is of no use here" in said and "belongs to a run on other data" in said and said.count("statistics: ") == 2
 
@@ -255,12 +255,12 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
 
     monkeypatch.setattr(fitting, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
-    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     assert "out of memory with contexts of 480 tokens: starting again with at most 240" in capsys.readouterr().err
     assert policy.trained_tokens == 240
     monkeypatch.setattr(fitting, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
-        fit(model, tokenizer, minutes=0.1, name="tiny")
+        fit(model, tokenizer, minutes=0.06, name="tiny")
 
 
 def run_out_of_memory(*_):
@@ -323,8 +323,8 @@ def test_a_short_text_is_not_half_of_the_samples():
 
 
 def test_texts_without_a_held_out_part_say_so(loaded, capsys):
-    for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False), (None, False)):
-        fit(*loaded, texts, minutes=0.05, name="tiny")
+    for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False)):
+        fit(*loaded, texts, minutes=0.04, name="tiny")
         assert ("too little own text to hold any out" in capsys.readouterr().err) == is_said
 
 
@@ -334,7 +334,7 @@ def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_pa
     books = [" ".join(f"word{rng.randint(0, 999)}" for _ in range(3000)) for _ in range(4)]
     evaluated = tmp_path / "evaluated.jsonl"
     evaluated.write_text(json.dumps({"context": books[2] + inspect.getsource(random), "input": "", "answers": []}))
-    policy = fit(model, tokenizer, books, minutes=0.08, name="tiny", against=[evaluated])
+    policy = fit(model, tokenizer, books, minutes=0.05, name="tiny", against=[evaluated])
     assert policy.card["training"]["dtype"] == "float32"
     checked = policy.card["decontamination"]
     assert checked["removed"] and list(checked["files"]) == ["evaluated.jsonl"]
@@ -342,7 +342,7 @@ def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_pa
     assert checked["sets"]["python"]["overlapping"] >= 1  # random.py
     assert "of 3 sets compared with 1 evaluation files" in capsys.readouterr().err
     with pytest.raises(DataError, match="there is no"):
-        fit(model, tokenizer, books, minutes=0.08, name="tiny", against=[tmp_path / "nowhere"])
+        fit(model, tokenizer, books, minutes=0.05, name="tiny", against=[tmp_path / "nowhere"])
 
 
 def test_samples_that_are_built_are_refused(loaded, tmp_path):
@@ -362,8 +362,8 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
         patch.setattr(fitting, "longest_context", lambda tokens: 300)
         patch.setattr(fitting, "fit_to_targets", stop)
         with pytest.raises(KeyboardInterrupt):
-            fit(model, tokenizer, minutes=0.15, name="tiny")
-    policy = fit(model, tokenizer, minutes=0.08, name="tiny")
+            fit(model, tokenizer, minutes=0.06, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.05, name="tiny")
     assert policy.trained_tokens == 300 and "continuing the run" in capsys.readouterr().err
 
 
