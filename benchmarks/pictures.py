@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import length, memory
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.tables import read
+from benchmarks.tables import other_models, read
 from lkv.evaluation.report.figures import plot_memory, plot_table, save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.profile_table import read_profile
@@ -91,6 +91,11 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "ruler_tasks": partial(draw_tasks, "ruler", "RULER"),
     "longbench_tasks": partial(draw_tasks, "longbench", "LongBench"),
     "profile": draw_profile,
+    **{
+        f"{name}-{model}": partial(draw_lengths, f"{name}-{model}")
+        for model in other_models()
+        for name in ("length", "refit", "longer", "longest")
+    },
 }
 
 

@@ -1,6 +1,6 @@
 """Put a policy that was measured in the place of the shipped one for its model.
 
-python -m benchmarks.ship FOLDER    (a folder of benchmarks/policies, named as the shipped one)
+python -m benchmarks.ship FOLDER    (of the policy, named as the shipped one)
 
 Its card gets the fidelity at R = 0.15 and 0.05 from the model's length file, which must be measured with it. Then
 it goes from FOLDER, and the result files that are still of another policy are listed.
