@@ -300,12 +300,12 @@ class FitRun:
         if own_chars and not self._texts.held_out.has_own_texts:
             _log("there is too little own text to hold any out: KL is measured on Python's own texts")
         _log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
-        _log(f"2. regression on KVzip's second pass over {plan.kvzip_texts} texts: {format_duration(plan.kvzip)}")
+        _log(f"2. regression on KVzip's second pass over {_texts(plan.kvzip_texts)}: {format_duration(plan.kvzip)}")
         _log(
             f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
             f"{format_duration(plan.distillation)}"
         )
-        _log(f"4. comparison on {plan.table_texts} held-out texts: {format_duration(plan.table)}")
+        _log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
     def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
         """`count` samples from number `start` on that have something to predict."""
@@ -446,6 +446,10 @@ def _seconds_per_token(model: "PreTrainedModel", tokens: int) -> float:
         model.get_decoder()(input_ids=ids[:, :length], use_cache=False).last_hidden_state.sum().item()
         seconds.append(clock() - start)
     return min(seconds[1:]) / tokens
+
+
+def _texts(count: int, kind: str = "") -> str:
+    return f"{count} {kind}text{'s' * (count != 1)}"
 
 
 def _log(line: str) -> None:
