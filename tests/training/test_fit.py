@@ -255,12 +255,12 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
 
     monkeypatch.setattr(fitting, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
-    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
     assert "out of memory with contexts of 480 tokens: starting again with at most 240" in capsys.readouterr().err
     assert policy.trained_tokens == 240
     monkeypatch.setattr(fitting, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
-        fit(model, tokenizer, minutes=0.06, name="tiny")
+        fit(model, tokenizer, minutes=0.1, name="tiny")
 
 
 def run_out_of_memory(*_):
