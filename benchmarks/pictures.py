@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks import length, memory
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.tables import other_models, read
+from benchmarks.results_page import LONGER
+from benchmarks.tables import read
 from lkv.evaluation.report.figures import plot_memory, plot_table, save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.profile_table import read_profile
@@ -92,9 +93,9 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "longbench_tasks": partial(draw_tasks, "longbench", "LongBench"),
     "profile": draw_profile,
     **{
-        f"{name}-{model}": partial(draw_lengths, f"{name}-{model}")
-        for model in other_models()
-        for name in ("length", "refit", "longer", "longest")
+        path.stem: partial(draw_lengths, path.stem)
+        for name in ("length", "refit", *LONGER)
+        for path in sorted(RESULTS.glob(f"{name}-*.json"))
     },
 }
 

@@ -45,6 +45,7 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     assert names == {"slice_kernel", "append_kernel", "enter_kernel", "leave_kernel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype"),
     [
@@ -52,7 +53,6 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
         (90, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
     ],
 )  # fmt: skip
-@pytest.mark.slow
 def test_kernels_of_training_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     names = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
     assert names[:3] == ["forward", "query_gradient", "key_gradient"]

@@ -323,7 +323,7 @@ def test_a_short_text_is_not_half_of_the_samples():
 
 
 def test_texts_without_a_held_out_part_say_so(loaded, capsys):
-    for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False)):
+    for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False), (None, False)):
         fit(*loaded, texts, minutes=0.04, name="tiny")
         assert ("too little own text to hold any out" in capsys.readouterr().err) == is_said
 
