@@ -25,7 +25,7 @@ from lkv.policy import lookup
 from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
-from lkv.training import fitting
+from lkv.training import fit_run, fitting
 from lkv.training.data.mixture import BUILTIN_SOURCES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit_plan import RECIPE, Plan, longest_context, make_plan
@@ -43,11 +43,11 @@ TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought
 INTERRUPTED = """
 import sys, time, torch
 from lkv.models.loading import load_model
-from lkv.training import fitting
+from lkv.training import fit_run, fitting
 torch.set_num_threads(1)
 fitting.clock = time.process_time
 if sys.argv[2] == "statistics":
-    fitting.fit_to_targets = lambda *_: time.sleep(60)
+    fit_run.fit_to_targets = lambda *_: time.sleep(60)
 fitting.fit(*load_model(sys.argv[1], torch.float32), minutes=0.5, name=sys.argv[1])
 """
 
@@ -189,8 +189,8 @@ def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(load
         for name, values in kl.items()
         for retention, value in zip((0.15, 0.05), values, strict=True)
     ]
-    monkeypatch.setattr(fitting, "compare", lambda *_: rows)
-    monkeypatch.setattr(fitting, "make_plan", lambda reading, seconds: Plan(0, 0, 0, seconds, 0, 1))  # no time is left
+    monkeypatch.setattr(fit_run, "compare", lambda *_: rows)
+    monkeypatch.setattr(fit_run, "make_plan", lambda reading, seconds: Plan(0, 0, 0, seconds, 0, 1))  # no time is left
     policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
     said, folder = capsys.readouterr(), fitted_policies()[0].folder
     assert policy.card["fit"]["contexts"] == 0 and "3. the distillation did not run" in said.err
@@ -236,7 +236,7 @@ def test_other_texts_begin_anew(loaded, cache, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "fit_to_targets", stop)
+        patch.setattr(fit_run, "fit_to_targets", stop)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
     fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
@@ -246,19 +246,19 @@ def test_other_texts_begin_anew(loaded, cache, capsys, monkeypatch):
 
 def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
-    original = fitting.distillation_losses
+    original = fit_run.distillation_losses
 
     def limited(model, policy, group, config, now):
         if max(len(sample.context) for _, sample in group.numbered) > 300:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(model, policy, group, config, now)
 
-    monkeypatch.setattr(fitting, "distillation_losses", limited)
+    monkeypatch.setattr(fit_run, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
     policy = fit(model, tokenizer, minutes=0.1, name="tiny")
     assert "out of memory with contexts of 480 tokens: starting again with at most 240" in capsys.readouterr().err
     assert policy.trained_tokens == 240
-    monkeypatch.setattr(fitting, "distillation_losses", run_out_of_memory)
+    monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
         fit(model, tokenizer, minutes=0.1, name="tiny")
 
@@ -360,7 +360,7 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "longest_context", lambda tokens: 300)
-        patch.setattr(fitting, "fit_to_targets", stop)
+        patch.setattr(fit_run, "fit_to_targets", stop)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
     policy = fit(model, tokenizer, minutes=0.05, name="tiny")

@@ -1,0 +1,303 @@
+"""One run of `lkv fit`: statistics, regression on KVzip's scores, distillation, comparison; a killed run resumes."""
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lkv.config import TrainingConfig
+from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
+from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.policy.lookup import shipped_policy
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import describe_overlap
+from lkv.training.checkpoint import CHECKPOINT, read_checkpoint, save_checkpoint
+from lkv.training.cost import WARM_START_TOKENS, mean_length
+from lkv.training.data.mixture import Mixture
+from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
+from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan
+from lkv.training.fit_texts import FitTexts
+from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
+from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
+from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
+from lkv.utils.devices import dtype_name
+from lkv.utils.durations import format_duration
+from lkv.utils.files import name_without_place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RUN = ".fit"  # the folder of a run that is not finished
+_DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
+_REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
+_AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
+_FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
+
+
+class UselessStateError(LkvError):
+    """A run that was interrupted cannot be continued: it was for other data, settings or another model."""
+
+
+class FitRun:
+    """One run of `fit`: its plan, its stages and the state that a later call resumes from.
+
+    `call_seconds` gives the time since this call began; that of earlier calls is added.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        config: TrainingConfig,
+        seconds: float,
+        per_token: float,
+        folder: Path,
+        model_name: str,
+        texts: FitTexts,
+        call_seconds: Callable[[], float],
+    ):
+        self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
+        self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
+        self._folder, self._state, self._call_seconds = folder, folder / RUN / "state", call_seconds
+        self._earlier = 0.0
+        self._texts = texts
+        spec = patch_attention(model).spec
+        torch.manual_seed(config.seed)
+        card: dict[str, Any] = {"model": name_without_place(model_name), "data": texts.training.origins}
+        training = asdict(config) | {"dtype": dtype_name(model.dtype)}
+        card |= {"data_digest": texts.digest, "training": training, "trained_tokens": config.max_tokens}
+        if texts.decontamination:
+            card["decontamination"] = texts.decontamination
+        if commit := getattr(model.config, "_commit_hash", None):
+            card["revision"] = commit
+        if "/" in card["model"]:
+            card["hub"] = [model_name]
+        self.policy = Policy(spec, card, config.inputs).to(input_device(model))
+        # Before the regression, scores are the attention to expect alone.
+        self._initial_output = self.policy.tokens.output.detach().clone()
+        self.policy.tokens.output.detach().zero_()
+        self._average, self._best = copy.deepcopy(self.policy), copy.deepcopy(self.policy)
+        self._optimizer = make_optimizer(self.policy, config)
+        self._stage, self._steps, self._contexts = 0, 0, 0
+        self._best_kl, self._distilling_since = math.inf, 0.0
+        self._curve: list[dict[str, float]] = []
+        self._report_seconds = 0.0
+
+    @property
+    def _elapsed(self) -> float:
+        return self._earlier + self._call_seconds()
+
+    def run(self) -> Policy:
+        """Run the stages that are left, save the policy, print the comparison and return the policy."""
+        self._restore()
+        self._make_plan()
+        self._progress_texts = HeldOutTexts(self._model, self._draw(self._texts.held_out, 0, PROGRESS_TEXTS))
+        if self._stage < 1:
+            texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
+            calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
+            self._finish_stage(1, "statistics")
+        if self._stage < 2 and self._plan.kvzip_texts:
+            targets = self._read_targets()
+            self.policy.tokens.output.detach().copy_(self._initial_output)
+            error = fit_to_targets(self.policy, targets)
+            explained = f"{1 - error:.0%}" if error < 1 else "none"
+            self._finish_stage(2, f"KVzip regression, {explained} of the variance")
+        self._distill()
+        return self._finish()
+
+    def _restore(self) -> None:
+        """Take up the state of a run on the same data that was interrupted."""
+        if not (self._state / CHECKPOINT).exists():
+            return
+        try:
+            checkpoint = read_checkpoint(self._state)
+            checkpoint.check_run(self._config, self._texts.digest)
+            checkpoint.load_policy(self.policy)
+            checkpoint.load_optimizer(self.policy, self._optimizer)
+            for name, policy in (("average", self._average), ("best", self._best)):
+                policy.load_state_dict(Policy.from_pretrained(self._state / name).state_dict())
+            progress = checkpoint.card["progress"]
+            self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
+            self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
+            self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
+        except (LkvError, KeyError, RuntimeError) as error:
+            raise UselessStateError(str(error)) from error
+        log(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
+
+    def _save(self) -> None:
+        self.policy.card["progress"] = {
+            "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed, "best_kl": self._best_kl,
+            "distilling_since": self._distilling_since, "curve": self._curve,
+        }  # fmt: skip
+        self._average.save_pretrained(self._state / "average")
+        self._best.save_pretrained(self._state / "best")
+        save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
+
+    def _make_plan(self) -> None:
+        """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
+        config = self._config
+        self._plan = plan = make_plan(self._reading, self._seconds)
+        for line in self._texts.training.lines:
+            log(line)
+        if "decontamination" in self.policy.card:
+            log(describe_overlap(self.policy.card))
+        own_chars = self._texts.training.own_chars
+        own_text = f"{own_chars:,} characters of own text and " if own_chars else ""
+        spec = self.policy.spec
+        log(
+            f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
+            f"{dtype_name(self._model.dtype)}) from {own_text}Python's own manual and library"
+        )
+        if own_chars and not self._texts.held_out.has_own_texts:
+            log("there is too little own text to hold any out: KL is measured on Python's own texts")
+        log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
+        log(f"2. regression on KVzip's second pass over {_texts(plan.kvzip_texts)}: {format_duration(plan.kvzip)}")
+        log(
+            f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
+            f"{format_duration(plan.distillation)}"
+        )
+        log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
+
+    def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
+        """`count` samples from number `start` on that have something to predict."""
+        samples: list[TokenizedSample] = []
+        for number in range(start, start + 20 * count):
+            sample = self._sample(data, number)
+            if sample.continuations:
+                samples.append(sample)
+            if len(samples) == count:
+                break
+        if not samples:
+            raise DataError("the texts are too short to learn from; give longer ones.")
+        return samples
+
+    def _sample(self, data: Mixture, number: int) -> TokenizedSample:
+        sample = data.sample(number, self._config.continuations)
+        return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
+
+    def _read_targets(self) -> list[KVzipTargets]:
+        """KVzip's scores of as many texts as planned, or as the time allows."""
+        targets: list[KVzipTargets] = []
+        latest = self._seconds - self._plan.table - self._plan.distillation / 2
+        for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.kvzip_texts):
+            ids = text.context[:WARM_START_TOKENS]
+            targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
+            if self._elapsed > latest:
+                break
+        return targets
+
+    def _finish_stage(self, stage: int, title: str) -> None:
+        self._stage = stage
+        self._average.load_state_dict(self.policy.state_dict())
+        self._report(title)
+
+    def _report(self, title: str) -> None:
+        """Print the held-out KL of the averaged weights, keep them if they are the best so far, and save the state."""
+        begin = self._elapsed
+        measured = self._progress_texts.measure(self._average)
+        self._report_seconds = self._elapsed - begin
+        kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
+        if not math.isfinite(kl):
+            raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
+        if kl <= self._best_kl:
+            self._best_kl = kl
+            self._best.load_state_dict(self._average.state_dict())
+        point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
+        self._curve.append({"seconds": round(self._elapsed, 1), "contexts": self._contexts, **point})
+        text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
+        minutes, seconds = divmod(int(self._elapsed), 60)
+        log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
+        self._save()
+
+    def _distill(self) -> None:
+        """Train until the comparison has to begin; the schedule follows the clock."""
+        config, end = self._config, self._seconds - self._plan.table
+        begin = self._distilling_since = self._distilling_since or self._elapsed
+        pace, reported = 0.0, self._elapsed
+        interval = max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
+        with defer_interrupt() as interrupted:
+            while (now := self._elapsed) + pace < end:
+                self._step(schedule(config, config.steps * (now - begin) / (end - begin)))
+                pace = max(pace / 2, self._elapsed - now)
+                is_last = self._elapsed + pace >= end
+                if is_last or interrupted.is_set() or self._elapsed - reported > interval:
+                    self._report(f"{self._contexts} contexts")
+                    reported = self._elapsed
+                if interrupted.is_set():
+                    raise TrainingStoppedError(
+                        f"stopped after {self._elapsed / 60:.1f} of {self._seconds / 60:g} minutes, which are saved in "
+                        f"{self._state}; run the same command to continue."
+                    )
+        if not self._contexts:
+            log("3. the distillation did not run: no time was left for it; give more --minutes")
+
+    def _step(self, now: Schedule) -> None:
+        """One update on a batch of contexts, and one of the averaged weights."""
+        config = self._config
+        numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
+        numbered = [(number, self._sample(self._texts.training, number)) for number in numbers]
+        set_learning_rate(self._optimizer, now.lr)
+        self._optimizer.zero_grad(set_to_none=True)
+        for group in group_samples(numbered, config.contexts_per_forward):
+            kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
+            loss = (kl + config.beta * hidden) / config.batch
+            if not loss.isfinite():
+                raise TrainingError(
+                    f"the loss is {loss.item()} ({group}); load the model in float32 (--dtype float32)."
+                )
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
+        self._optimizer.step()
+        self._contexts += config.batch
+        self._steps += 1
+        with torch.no_grad():
+            for average, parameter in zip(self._average.parameters(), self.policy.parameters(), strict=True):
+                average.lerp_(parameter, (_AVERAGING + 1) / (self._steps + _AVERAGING + 1))
+
+    def _finish(self) -> Policy:
+        """Compare the best policy with the baselines, print that, and save the policy."""
+        policy = self._best.eval().requires_grad_(False)
+        samples = self._draw(self._texts.held_out, _FIRST_CONTEXT, self._plan.table_texts)
+        shipped = shipped_policy(policy.spec)
+        rows = compare(self._model, self._tokenizer, samples, policy, shipped)
+        print(format_table(rows))
+        better, card = better_baselines(rows), policy.card
+        is_worse_than_snapkv = _DECISIVE_RETENTION in better.get("snapkv", ())
+        card.pop("progress", None)
+        errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "shipped")}
+        card["fit"] = {
+            "minutes": round(self._elapsed / 60, 1), "contexts": self._contexts, "curve": self._curve,
+            "comparison": rows,
+            "preferred": not is_worse_than_snapkv and (shipped is None or errors["lkv"] < errors["shipped"]),
+        }  # fmt: skip
+        lengths = sorted(len(sample.context) for sample in samples)
+        card["fidelity"] = [
+            {"retention": row["retention"], "tokens": [lengths[0], lengths[-1]], "kl": row["kl"],
+             "agreement": row["agreement"]}
+            for row in rows if row["method"] == "lkv"
+        ]  # fmt: skip
+        policy.save_pretrained(self._folder, half=True)
+        rmtree(self._folder / RUN, ignore_errors=True)
+        print(f"the policy is in {self._folder}, after {self._elapsed / 60:.1f} minutes")
+        for line in describe_better_baselines(better):
+            print(line)
+        if not card["fit"]["preferred"]:
+            cause = "SnapKV" if is_worse_than_snapkv else "the policy shipped for this model"
+            print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {self._folder}")
+        return policy
+
+
+def _texts(count: int, kind: str = "") -> str:
+    return f"{count} {kind}text{'s' * (count != 1)}"
+
+
+def log(line: str) -> None:
+    """Print to stderr what is going on."""
+    print(line, file=sys.stderr, flush=True)
