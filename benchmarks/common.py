@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from lkv.config import ScorerInputs
 from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import LayerKV
@@ -90,6 +91,14 @@ def save_rows(
     write_results(options.out, name, rows, seed, command_of(f"benchmarks.{name}", options, data))
 
 
+PAPER_SCORER = "lkv-paper"  # LKV with the paper's own scorer (k as cached, no other component) as a row's method
+
+
+def has_paper_scorer(policy: Policy) -> bool:
+    """Whether a policy's scorer is the paper's."""
+    return policy.inputs == ScorerInputs()
+
+
 # Options of every benchmark of several models: a folder, GGUF file or hub id, and its policy's folder.
 SUBJECT: dict[str, Any] = {"model": str, "policy": Path, "dtype": "float32"}
 
@@ -114,8 +123,8 @@ def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
 def method_grids(
     subject: Subject, names: Sequence[str], retentions: Sequence[float], is_shipped: bool = True
 ) -> dict[str, MethodGrid]:
-    """The methods `names` and, beside a shipped policy, LKV with the paper's own scorer (k as cached, no other term),
-    by what is put behind their names."""
+    """The methods `names` and, beside a shipped policy, LKV with the paper's own scorer, by what is put behind their
+    names."""
     model, tokenizer = subject.model, subject.tokenizer
     grids = {"": MethodGrid(model, tokenizer, names, retentions, subject.policy)}
     if not is_shipped:

@@ -10,7 +10,7 @@ those of a task, one number for each length or one for all.
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, run_cases, subject_of
+from benchmarks.common import PAPER_SCORER, SUBJECT, method_grids, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import measure, summarise
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
@@ -87,7 +87,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
 
 
 def _label(method: str) -> str:
-    return "LKV, the paper's scorer" if method == "lkv-paper" else method_label(method)
+    return "LKV, the paper's scorer" if method == PAPER_SCORER else method_label(method)
 
 
 if __name__ == "__main__":

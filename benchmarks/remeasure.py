@@ -5,6 +5,8 @@ python -m benchmarks.remeasure NAME... --data EVAL_FOLDER --policy FOLDER    (NA
 Each file's own command is run with the methods that read a policy. Rows of the other methods stay and are named under
 "kept" with their date, machine and versions. What only one run of both methods can give goes: differences to LKV's
 samples. So do rows with a policy that the command does not make. It resumes: measured files stay in --work.
+
+A policy with the paper's scorer is measured as LKV alone: its rows take the place of those of "lkv-paper".
 """
 
 import argparse
@@ -17,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import PAPER_SCORER, RESULTS, has_paper_scorer
 from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.methods.registry import parse_method
@@ -37,24 +39,27 @@ def main() -> None:
     parser.add_argument("--model", help="folder or GGUF file (default: as the file's command has it)")
     parser.add_argument("--work", type=Path, default=Path("runs-local/remeasure"))
     options = parser.parse_args()
-    work = options.work / Policy.from_pretrained(options.policy).digest()[:12]
+    policy = Policy.from_pretrained(options.policy)
+    is_paper = has_paper_scorer(policy)
+    work = options.work / policy.digest()[:12]
     work.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         path = RESULTS / f"{name}.json"
         document = json.loads(path.read_text(encoding="utf-8"))
         measured = work / f"{name}.json"
         if not measured.is_file():
-            _measure(document["command"], measured, options)
-        merged = merge(document, json.loads(measured.read_text(encoding="utf-8")))
+            _measure(document["command"], measured, options, is_paper)
+        merging = merge_paper_scorer if is_paper else merge
+        merged = merging(document, json.loads(measured.read_text(encoding="utf-8")))
         write_text(path, json.dumps(merged, indent=1) + "\n", LkvError, "the results")
         print(f"{path}: {len(merged['rows'])} rows")
 
 
-def _measure(command: str, out: Path, options: argparse.Namespace) -> None:
+def _measure(command: str, out: Path, options: argparse.Namespace, is_paper: bool) -> None:
     """Run a result file's command with the methods that read a policy."""
     run, documents = lambda *words: subprocess.run([sys.executable, *words], check=True), []
     for number, line in enumerate(command.split("; ")):
-        words = command_for(line, options.data, options.policy, options.model)
+        words = command_for(line, options.data, options.policy, options.model, is_paper)
         part = out.with_name(f"{out.stem}-{number}.json")
         if words[0] == "lkv":  # writes a journal, of which benchmarks.evaluations makes rows
             journal = str(part.with_suffix(".jsonl"))
@@ -66,12 +71,16 @@ def _measure(command: str, out: Path, options: argparse.Namespace) -> None:
     write_text(out, json.dumps({**documents[-1], "rows": rows}, indent=1) + "\n", LkvError, "the results")
 
 
-def command_for(command: str, data: Path, policy: Path, model: str | None = None) -> list[str]:
-    """The words of a result file's command for this data and policy, with the methods alone that read a policy."""
+def command_for(command: str, data: Path, policy: Path, model: str | None = None, is_paper: bool = False) -> list[str]:
+    """The words of a result file's command for this data and policy, with the methods alone that read a policy.
+
+    Of these, only LKV itself for a policy with the paper's scorer.
+    """
     words = list[str]()
     for option, values in _grouped(shlex.split(command)):
         if option == "--methods":
-            values = [name for name in values if parse_method(name).needs_policy]
+            is_measured = "lkv".__eq__ if is_paper else lambda name: parse_method(name).needs_policy
+            values = [name for name in values if is_measured(name)]
             if not values:
                 raise ReportError(f"no method of `{command}` reads a policy; there is nothing to measure again.")
         elif option == "--data":
@@ -101,12 +110,11 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     Raises ReportError if the samples are not the same.
     """
     new, old = _by_key(measured["rows"]), _by_key(earlier["rows"])
-    for key, row in new.items():
-        if row["method"] == FULL and key in old and any(old[key].get(n) != row.get(n) for n in ("n", "contexts")):
-            raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
+    _check_samples(new, old)
     rows = [new.get(_key(row)) if _reads_policy(row) else _without_differences(row) for row in earlier["rows"]]
     rows += [row for key, row in new.items() if key not in old and row["method"] != FULL]
-    others = sorted({row["method"] for row in old.values() if row["method"] != FULL and not _reads_policy(row)})
+    described = {FULL, PAPER_SCORER} if PAPER_SCORER in earlier else {FULL}
+    others = sorted({row["method"] for row in old.values() if not _reads_policy(row)} - described)
     document = {key: value for key, value in earlier.items() if key != "kept"}
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
     if others:
@@ -117,6 +125,34 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
             document["kept"]["later"] = {"methods": later, **{key: earlier[key] for key in _PROVENANCE}}
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
+
+
+def merge_paper_scorer(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The result `earlier` with LKV's rows of `measured` as those of the paper's scorer.
+
+    Raises ReportError if the samples are not the same.
+    """
+    _check_samples(_by_key(measured["rows"]), _by_key(earlier["rows"]))
+    new = _by_key([row | {"method": PAPER_SCORER} for row in measured["rows"] if row["method"] == "lkv"])
+    rows = [new.get(_key(row)) if row["method"] == PAPER_SCORER else row for row in earlier["rows"]]
+    rows += [row for key, row in new.items() if key not in _by_key(earlier["rows"])]
+    document = {**earlier, PAPER_SCORER: {key: measured[key] for key in (*_PROVENANCE, "policy")}}
+    if "kept" in document:
+        document["kept"] = _without_paper_scorer(document["kept"])
+    del document["rows"]
+    return {**document, "rows": [row for row in rows if row]}
+
+
+def _without_paper_scorer(kept: dict[str, Any]) -> dict[str, Any]:
+    others = {**kept, "methods": [name for name in kept["methods"] if name != PAPER_SCORER]}
+    later = _without_paper_scorer(others.pop("later")) if "later" in others else {"methods": []}
+    return others | ({"later": later} if later["methods"] else {})
+
+
+def _check_samples(new: dict[tuple[Any, ...], Any], old: dict[tuple[Any, ...], Any]) -> None:
+    for key, row in new.items():
+        if row["method"] == FULL and key in old and any(old[key].get(n) != row.get(n) for n in ("n", "contexts")):
+            raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
 
 
 def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import PAPER_SCORER, RESULTS, has_paper_scorer
 from lkv.errors import ReportError
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
@@ -40,7 +40,8 @@ def ship(folder: Path, results: Path) -> None:
     if folder.resolve() == checkpoint.resolve():
         raise ReportError(f"{folder} is the shipped policy itself; give the folder of another one.")
     policy = Policy.from_pretrained(folder)
-    suffix = "" if folder.name == DEFAULT else f"-{folder.name}"
+    model = folder.name.removesuffix("-paper")
+    suffix = "" if model == DEFAULT else f"-{model}"
     policy.card["fidelity"] = card_rows(policy, results / f"length{suffix}.json")
     with TemporaryDirectory() as copy:
         policy.save_pretrained(copy, half=True)
@@ -62,9 +63,12 @@ def ship(folder: Path, results: Path) -> None:
 def card_rows(policy: Policy, path: Path) -> list[dict[str, Any]]:
     """The card's figures from a length file. Raises ReportError if it is of another policy or lacks a retention."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    if document["policy"] != policy.digest():
+    method, about = "lkv", document
+    if has_paper_scorer(policy):
+        method, about = PAPER_SCORER, document.get(PAPER_SCORER, {})
+    if about.get("policy") != policy.digest():
         raise ReportError(f"{path} was measured with another policy; run benchmarks.remeasure with this one first.")
-    rows = [row for row in document["rows"] if row["task"] == "all" and row["method"] == "lkv"]
+    rows = [row for row in document["rows"] if row["task"] == "all" and row["method"] == method]
     if missing := [retention for retention in _RETENTIONS if all(row["retention"] != retention for row in rows)]:
         raise ReportError(f"{path} has no figures of LKV at R = {missing[0]}; measure them first.")
     return [

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from benchmarks.common import RESULTS
+from benchmarks.common import PAPER_SCORER, RESULTS
 from lkv.evaluation.report.names import method_label
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
@@ -56,7 +56,7 @@ def other_models() -> list[str]:
 
 
 def name_of(method: str) -> str:
-    if method == "lkv-paper":
+    if method == PAPER_SCORER:
         return "LKV, the paper's scorer"
     return f"**{method_label(method)}**" if method == "lkv" else method_label(method)
 

@@ -302,7 +302,7 @@ def test_cards_say_what_was_measured(capsys):
         policy = Policy.from_pretrained(entry.folder)
         assert policy.card == entry.card
         assert describe_overlap(entry.card).endswith("were left out" if told["removed"] else "and were trained on")
-        if not entry.has_paper_scorer:
+        if entry.card["decontamination"]["removed"]:
             [source] = {row["source"] for row in entry.card["fidelity"]}
             assert entry.card["fidelity"] == ship.card_rows(policy, RESULTS / Path(source).name)
     assert main(["policies"]) == 0
@@ -375,6 +375,8 @@ def test_another_policy_is_measured_by_each_file_s_command(tmp_path):
             words = remeasure.command_for(line, tmp_path, tmp_path / "policy", "m.gguf" if "--model" in line else None)
             assert "EVAL_FOLDER" not in words and words[-2:] == ["--policy", str(tmp_path / "policy")]
             assert not {"snapkv", "kvzip", "keydiff"} & set(words)
+    words = remeasure.command_for("benchmarks.x --methods lkv lkv-h+expected", tmp_path, tmp_path, is_paper=True)
+    assert words == ["benchmarks.x", "--methods", "lkv", "--policy", str(tmp_path)]
     words = remeasure.command_for(
         "lkv eval ruler --data EVAL_FOLDER --methods lkv snapkv --pattern X", tmp_path, tmp_path
     )
@@ -404,3 +406,17 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
     assert again["kept"] == {"methods": ["keydiff", "lkv-paper", "snapkv"], **about, "later": later}
     with pytest.raises(ReportError, match="on other samples"):
         remeasure.merge(earlier, now | {"rows": [row("full", 0) | {"n": 4}, row("lkv", 2)]})
+    # A policy with the paper's scorer, and then one with LKV's again.
+    paper = now | {"date": "4", "policy": "paper"}
+    measured = paper | {"rows": [row("full", 0), row("lkv", 8)]}
+    merged = remeasure.merge_paper_scorer(again, measured)
+    assert merged["rows"] == [row("full", 0), row("snapkv", 3), row("lkv", 9), row("lkv-paper", 8), row("keydiff", 7)]
+    assert merged["lkv-paper"] == paper and (merged["date"], merged["policy"]) == ("3", "new")
+    assert merged["kept"] == {"methods": ["keydiff", "snapkv"], **about, "later": later}
+    assert remeasure.merge_paper_scorer(
+        again | {"kept": {"methods": ["lkv-paper"], **about, "later": later}}, measured
+    )["kept"] == {"methods": [], **about, "later": later}
+    merged = remeasure.merge(merged, now | {"date": "5", "rows": [row("full", 0), row("lkv", 6)]})
+    assert merged["lkv-paper"] == paper and merged["kept"]["methods"] == ["keydiff", "snapkv"]
+    with pytest.raises(ReportError, match="on other samples"):
+        remeasure.merge_paper_scorer(earlier, now | {"rows": [row("full", 0) | {"n": 4}, row("lkv", 2)]})
