@@ -26,7 +26,7 @@ _SINK_TOKENS = 4  # the first tokens draw attention whatever they say: left out 
 _SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
-_LR = 3e-3
+_LR = 6e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
 _MIN_ATTENTION = 1e-6  # lower scores of KVzip count as this
 _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
@@ -120,7 +120,7 @@ class KVzipTargets(NamedTuple):
         attention: the expected-attention component with weight 1, [H', n]; None where the policy has none.
         positions: of the tokens, [n].
         end: the position after the text.
-        scores: the logarithm of KVzip's scores, standardised over the text, [H', n].
+        scores: of KVzip as `regression_targets` gives them, [H', n].
         shares: each head's share of KVzip's budget at `_RETENTIONS`, [3, L, H].
     """
 
@@ -140,7 +140,7 @@ def warm_start_from_kvzip(
     samples: Callable[[int], TokenizedSample],
     contexts: int,
 ) -> float:
-    """Fit LKV-T to the logarithm of KVzip's scores, up to a shift and scale a text, and LKV-H to the heads' shares.
+    """Fit LKV-T to KVzip's scores (`regression_targets`), and LKV-H to the heads' shares.
 
     All processes share the `contexts`. Returns the unexplained share of the variance of the scores.
     """
@@ -165,8 +165,7 @@ def kvzip_targets(
         [GlobalTopKBudget.from_scores(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
         for retention in _RETENTIONS
     ]
-    target = table[:, 0].clamp(min=_MIN_ATTENTION).log()
-    target = (target - target.mean(-1, keepdim=True)) / target.std(-1, keepdim=True).clamp(min=1e-6) * _SCORE_STD
+    target = regression_targets(table[:, 0])
     generator = torch.Generator("cpu").manual_seed(len(ids))
     positions = torch.randperm(len(ids), generator=generator, device="cpu")[:WARM_START_SAMPLE].sort().values
     keys, values, attention = [], [], []
@@ -189,6 +188,17 @@ def kvzip_targets(
         target[..., positions.to(device)].flatten(0, 1),
         torch.tensor(counts, device=device) / len(ids),
     )
+
+
+def regression_targets(scores: Tensor) -> Tensor:
+    """What LKV-T is fitted to for KVzip's scores [..., T]: the normal deviates of their ranks, times `_SCORE_STD`.
+
+    Ranks decide what is kept; a few tokens of very low scores do not carry the squared error. Equal scores share one.
+    """
+    scores = scores.clamp(min=_MIN_ATTENTION)
+    ordered = scores.sort(-1).values
+    below, not_above = (torch.searchsorted(ordered, scores, right=right) for right in (False, True))
+    return torch.special.ndtri((below + not_above) / (2 * scores.shape[-1])) * _SCORE_STD
 
 
 def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: bool = False) -> float:

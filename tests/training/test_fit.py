@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ from lkv.training.fit_texts import open_texts
 from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
-from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets
+from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets, regression_targets
 from tests.conftest import save_model
 
 TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought it, but the lights came back. " * 40
@@ -114,8 +115,16 @@ def test_the_regression_scores_tokens_as_the_policy_does(loaded):
     prompt = read_prompt(model, torch.tensor([context]))
     scores = torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
     assert torch.allclose(_scores_of_all_heads(policy, target), scores.flatten(0, 1), atol=1e-4)
-    assert torch.allclose(target.scores.std(-1), torch.full((6,), 2.0), atol=0.05)
+    assert torch.allclose(target.scores.std(-1), torch.full((6,), 2.0), atol=0.1)
     assert target.shares.mean((1, 2)).tolist() == pytest.approx([0.05, 0.15, 0.3], abs=0.01)
+
+
+def test_the_regression_is_on_ranks():
+    scores = torch.tensor([[0.5, 1e-9, 0.01, 1e-7, 0.01, 0.2]])  # those below 1e-6 are equal
+    expected = [2 * NormalDist().inv_cdf(rank / 12) for rank in (11, 2, 6, 2, 6, 9)]
+    assert regression_targets(scores)[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert regression_targets(torch.full((2, 5), 0.3)).abs().max() < 1e-6
+    assert regression_targets(torch.rand(3, 4000)).std(-1).tolist() == pytest.approx([2.0] * 3, abs=0.01)
 
 
 def test_budgets_and_components_have_learning_rates_of_their_own(loaded):
