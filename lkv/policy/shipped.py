@@ -54,7 +54,7 @@ def describe_overlap(card: dict[str, Any]) -> str:
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
     fate = "and were left out" if checked["removed"] else "and were trained on"
-    earlier = [stage.get("decontamination", {}).get("removed") for stage in list(_stages(card))[1:]]
+    earlier = [stage.get("decontamination", {}).get("removed") for stage in list(card_stages(card))[1:]]
     if checked["removed"] and not all(earlier):
         other = "trained on them" if False in earlier else "were not compared"
         fate += f"; earlier stages of training {other}"
@@ -128,7 +128,7 @@ def _read_policy(path: Path) -> StoredPolicy:
     return policy
 
 
-def _stages(card: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def card_stages(card: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A card's stages of training, the last one first."""
     while card:
         yield card
@@ -138,7 +138,7 @@ def _stages(card: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _retentions(card: dict[str, Any]) -> str:
     """The smallest and largest retention of all stages of the training."""
     used = []
-    for training in (stage["training"] for stage in _stages(card) if stage.get("training")):
+    for training in (stage["training"] for stage in card_stages(card) if stage.get("training")):
         retentions = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
         used += retentions or [training["retention_start"], training["retention_end"]]
     if not used:

@@ -41,8 +41,8 @@ def test_what_compensation_changes_is_what_the_result_files_say(page):
             f"{-max(high[:3]):.0%} to {-min(high[:3]):.0%} up to 4,000 tokens, while at 7,800 it rises by {high[3]:.0%}"
             in text
         )
-        changes = compensation_changes(QWEN.format("refit"), "retention", 0.15).values()
-        assert {f"KL falls by {-change:.0%} at R = 0.15" in text for change in changes} == {True}
+        changes = compensation_changes(QWEN.format("refit"), "retention", 0.15)
+        assert f"it rises by {changes[2000]:.0%} at 2,000 tokens and falls by {-changes[4000]:.0%} at 4,000" in text
 
 
 def test_every_method_is_named_and_no_file_that_is_not_there():
