@@ -26,7 +26,7 @@ _SINK_TOKENS = 4  # the first tokens draw attention whatever they say: left out 
 _SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
-_LR = 6e-3
+_LR = 3e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
 _MIN_ATTENTION = 1e-6  # lower scores of KVzip count as this
 _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
@@ -191,14 +191,16 @@ def kvzip_targets(
 
 
 def regression_targets(scores: Tensor) -> Tensor:
-    """What LKV-T is fitted to for KVzip's scores [..., T]: the normal deviates of their ranks, times `_SCORE_STD`.
+    """What LKV-T is fitted to for KVzip's scores [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
 
-    Ranks decide what is kept; a few tokens of very low scores do not carry the squared error. Equal scores share one.
+    One is the logarithm, in which the greatest scores are far apart; the other the normal deviate of the rank, in which
+    a few very low scores do not carry the squared error. Equal scores share a rank.
     """
-    scores = scores.clamp(min=_MIN_ATTENTION)
-    ordered = scores.sort(-1).values
-    below, not_above = (torch.searchsorted(ordered, scores, right=right) for right in (False, True))
-    return torch.special.ndtri((below + not_above) / (2 * scores.shape[-1])) * _SCORE_STD
+    log = scores.clamp(min=_MIN_ATTENTION).log()
+    standardised = (log - log.mean(-1, keepdim=True)) / log.std(-1, keepdim=True).clamp(min=1e-6)
+    ordered = log.sort(-1).values
+    below, not_above = (torch.searchsorted(ordered, log, right=right) for right in (False, True))
+    return (standardised + torch.special.ndtri((below + not_above) / (2 * log.shape[-1]))) / 2 * _SCORE_STD
 
 
 def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: bool = False) -> float:
