@@ -259,10 +259,6 @@ class TrainingConfig:
 
 SETTINGS: dict[str, FieldInfo] = TrainingConfig.__pydantic_fields__  # type: ignore[attr-defined]
 
-_PAPER_CPU = TrainingConfig(
-    steps=1000, batch=2, continuations=2, lr=2e-3, lr_end=2e-4, tau_end=0.01, hold=0.25, min_tokens=500,
-    max_tokens=2000, max_continuation=144,
-)  # fmt: skip
 # All lengths and all R at once. A temperature below 0.08 only adds variance on a CPU's small batches.
 _CPU = TrainingConfig(
     steps=200, batch=4, continuations=6, tokens_a_continuation=1200, lr=5e-4, lr_end=5e-5, warmup=5, tau_start=0.4,
@@ -279,11 +275,11 @@ PRESETS: dict[str, TrainingConfig] = {
     # A second stage from the weights of a first: the gradients of single contexts nearly cancel by then, so it takes
     # large batches and a small last rate.
     "finish": replace(_CPU, batch=8, steps=100, tau_start=0.2, lr=3e-4, lr_end=2e-5, seed=2),
-    # The paper's scorer on a CPU, at one R, in two stages.
-    "paper-cpu": _PAPER_CPU,
-    "paper-cpu-finish": replace(
-        _PAPER_CPU, steps=220, batch=8, seed=2, warmup=10, lr=1e-3, lr_end=2e-5, tau_start=0.3, tau_end=0.1,
-        retention_start=0.15, hold=0.0, checkpoint_every=5, evaluate_every=55, validation_samples=32, max_tokens=3072,
+    # The paper's scorer on a CPU: a first stage, which a short `finish` may follow.
+    "paper-cpu": replace(
+        _CPU, steps=100, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=6e-4, warmup=10, heads_lr=3.0,
+        min_tokens=500, max_tokens=4096, max_continuation=80, evaluate_every=25, key="cached", attention="none",
+        position=False,
     ),
 }  # fmt: skip
 
