@@ -108,11 +108,11 @@ def test_methods_of_plugins_are_listed(monkeypatch, capsys):
 def test_policies_list_what_is_shipped_and_the_alternatives(capsys):
     assert main(["policies"]) == 0
     output = capsys.readouterr().out
-    assert "texts of up to 4,096 tokens, at R 0.15" in output
+    assert "texts of up to 4,096 tokens, at R 0.03 to 0.5" in output
     # Two values in two bytes for each of 64 channels, in 3 heads of 30 layers.
     assert "1,000 tokens take 23.0 MB uncompressed in 16 bits, 3.5 MB at R 0.15" in output
     assert "R (retention) is the share of the KV entries that is kept" in output
-    assert "KL 0.079, top-1 agreement 0.886 to the full cache at R 0.15, 1,000 to 2,000 tokens" in output
+    assert "KL 0.098, top-1 agreement 0.857 to the full cache at R 0.15, 1,000 tokens" in output
     for command in ("`lkv methods`", "`lkv fit NAME`", "`lkv policies --model NAME`"):
         assert command in output
 
