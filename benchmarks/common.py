@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lkv.config import ScorerInputs
 from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.integrations.transformers.prefill import LayerKV
@@ -92,12 +91,6 @@ def save_rows(
 
 
 PAPER_SCORER = "lkv-paper"  # LKV with the paper's own scorer (k as cached, no other component) as a row's method
-
-
-def has_paper_scorer(policy: Policy) -> bool:
-    """Whether a policy's scorer is the paper's."""
-    return policy.inputs == ScorerInputs()
-
 
 # Options of every benchmark of several models: a folder, GGUF file or hub id, and its policy's folder.
 SUBJECT: dict[str, Any] = {"model": str, "policy": Path, "dtype": "float32"}

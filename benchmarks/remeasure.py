@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import PAPER_SCORER, RESULTS, has_paper_scorer
+from benchmarks.common import PAPER_SCORER, RESULTS
 from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.methods.registry import parse_method
@@ -40,7 +40,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs-local/remeasure"))
     options = parser.parse_args()
     policy = Policy.from_pretrained(options.policy)
-    is_paper = has_paper_scorer(policy)
     work = options.work / policy.digest()[:12]
     work.mkdir(parents=True, exist_ok=True)
     for name in options.names:
@@ -48,8 +47,8 @@ def main() -> None:
         document = json.loads(path.read_text(encoding="utf-8"))
         measured = work / f"{name}.json"
         if not measured.is_file():
-            _measure(document["command"], measured, options, is_paper)
-        merging = merge_paper_scorer if is_paper else merge
+            _measure(document["command"], measured, options, policy.inputs.is_paper)
+        merging = merge_paper_scorer if policy.inputs.is_paper else merge
         merged = merging(document, json.loads(measured.read_text(encoding="utf-8")))
         write_text(path, json.dumps(merged, indent=1) + "\n", LkvError, "the results")
         print(f"{path}: {len(merged['rows'])} rows")
@@ -79,8 +78,7 @@ def command_for(command: str, data: Path, policy: Path, model: str | None = None
     words = list[str]()
     for option, values in _grouped(shlex.split(command)):
         if option == "--methods":
-            is_measured = "lkv".__eq__ if is_paper else lambda name: parse_method(name).needs_policy
-            values = [name for name in values if is_measured(name)]
+            values = [name for name in values if (name == "lkv" if is_paper else parse_method(name).needs_policy)]
             if not values:
                 raise ReportError(f"no method of `{command}` reads a policy; there is nothing to measure again.")
         elif option == "--data":
@@ -132,10 +130,11 @@ def merge_paper_scorer(earlier: dict[str, Any], measured: dict[str, Any]) -> dic
 
     Raises ReportError if the samples are not the same.
     """
-    _check_samples(_by_key(measured["rows"]), _by_key(earlier["rows"]))
+    old = _by_key(earlier["rows"])
+    _check_samples(_by_key(measured["rows"]), old)
     new = _by_key([row | {"method": PAPER_SCORER} for row in measured["rows"] if row["method"] == "lkv"])
     rows = [new.get(_key(row)) if row["method"] == PAPER_SCORER else row for row in earlier["rows"]]
-    rows += [row for key, row in new.items() if key not in _by_key(earlier["rows"])]
+    rows += [row for key, row in new.items() if key not in old]
     document = {**earlier, PAPER_SCORER: {key: measured[key] for key in (*_PROVENANCE, "policy")}}
     if "kept" in document:
         document["kept"] = _without_paper_scorer(document["kept"])
@@ -143,8 +142,8 @@ def merge_paper_scorer(earlier: dict[str, Any], measured: dict[str, Any]) -> dic
     return {**document, "rows": [row for row in rows if row]}
 
 
-def _without_paper_scorer(kept: dict[str, Any]) -> dict[str, Any]:
-    others = {**kept, "methods": [name for name in kept["methods"] if name != PAPER_SCORER]}
+def _without_paper_scorer(provenance: dict[str, Any]) -> dict[str, Any]:
+    others = {**provenance, "methods": [name for name in provenance["methods"] if name != PAPER_SCORER]}
     later = _without_paper_scorer(others.pop("later")) if "later" in others else {"methods": []}
     return others | ({"later": later} if later["methods"] else {})
 

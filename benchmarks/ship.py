@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.common import PAPER_SCORER, RESULTS, has_paper_scorer
+from benchmarks.common import PAPER_SCORER, RESULTS
 from lkv.errors import ReportError
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
@@ -64,7 +64,7 @@ def card_rows(policy: Policy, path: Path) -> list[dict[str, Any]]:
     """The card's figures from a length file. Raises ReportError if it is of another policy or lacks a retention."""
     document = json.loads(path.read_text(encoding="utf-8"))
     method, about = "lkv", document
-    if has_paper_scorer(policy):
+    if policy.inputs.is_paper:
         method, about = PAPER_SCORER, document.get(PAPER_SCORER, {})
     if about.get("policy") != policy.digest():
         raise ReportError(f"{path} was measured with another policy; run benchmarks.remeasure with this one first.")

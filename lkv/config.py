@@ -133,6 +133,11 @@ class ScorerInputs:
         if not isinstance(self.knots, int) or not 0 <= self.knots <= MAX_KNOTS:
             raise ValueError(f"knots is {self.knots!r}, but must be a whole number from 0 to {MAX_KNOTS}")
 
+    @property
+    def is_paper(self) -> bool:
+        """Whether they are the paper's: k as cached and v, and nothing else."""
+        return self == ScorerInputs()
+
 
 def num_knots(tokens: int) -> int:
     """Return how many knots the position component needs for texts of up to `tokens` tokens."""

@@ -31,8 +31,8 @@ class StoredPolicy:
 
     @property
     def has_paper_scorer(self) -> bool:
-        """Whether its scorer is the paper's: it reads k as cached and v, and nothing else."""
-        return self.inputs == ScorerInputs()
+        """Whether its scorer is the paper's."""
+        return self.inputs.is_paper
 
     @property
     def hub_names(self) -> list[str]:
