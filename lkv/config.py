@@ -219,7 +219,7 @@ class TrainingConfig:
         default=0,
         ge=0,
         validation_alias=AliasChoices("warmup_contexts", "imitated"),  # its name in older files
-        description="contexts of the KVzip warm start of a policy that is trained from scratch",
+        description="contexts of the warm start (from eviction errors) of a policy that is trained from scratch",
     )
     student: Literal["continuation", "full"] = Field(
         default="continuation",

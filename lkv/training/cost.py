@@ -9,8 +9,8 @@ from lkv.config import TrainingConfig
 from lkv.models.shapes import Shape
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
-WARM_START_TOKENS = 2000  # of a text that is measured, or that KVzip scores, at most
-WARM_START_UPDATES = 4  # of LKV-T on each text that KVzip scored: more of them fit the few texts and not others
+WARM_START_TOKENS = 2000  # of a text that is measured, or whose eviction errors are, at most
+WARM_START_UPDATES = 16  # of LKV-T on each of these texts
 WARM_START_SAMPLE = 512  # tokens of each such text that LKV-T is fitted to: they can be kept for all texts
 
 _CONTINUATION_TOKENS = 120  # of a typical continuation: most answers are short
@@ -27,7 +27,7 @@ class Estimate:
     contexts: int
     tokens: float
     calibration_flops: float
-    kvzip_flops: float
+    warm_start_flops: float
     steps: int
     step_flops: float
     validations: int
@@ -37,7 +37,7 @@ class Estimate:
     def flops(self) -> float:
         """Operations in all."""
         training = self.steps * self.step_flops + self.validations * self.validation_flops
-        return self.calibration_flops + self.kvzip_flops + training
+        return self.calibration_flops + self.warm_start_flops + training
 
     def __str__(self) -> str:
         tokens = f"{self.tokens / 1e6:,.1f} million" if self.tokens >= 1e6 else f"{round(self.tokens, -2):,.0f}"
@@ -45,10 +45,10 @@ class Estimate:
 
 
 class Speed(NamedTuple):
-    """Floating-point operations a second: of reading a prompt, of the KVzip warm start, and of training."""
+    """Floating-point operations a second: of reading a prompt, of the warm start, and of training."""
 
     prefill: float
-    kvzip: float
+    warm_start: float
     training: float
 
 
@@ -56,7 +56,7 @@ def estimate_seconds(cost: Estimate, speed: Speed, processes: int = 1) -> float:
     """Seconds of a training; calibration and validation are not split among processes."""
     return (
         cost.calibration_flops / speed.prefill
-        + cost.kvzip_flops / speed.kvzip / processes
+        + cost.warm_start_flops / speed.warm_start / processes
         + cost.steps * cost.step_flops / speed.training / processes
         + cost.validations * cost.validation_flops / speed.training
     )
@@ -68,7 +68,7 @@ def estimate(
     """Count the operations of training a policy for a model of `shape`.
 
     The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores.
-    `context_tokens` is the mean length of a context; a policy that `is_initialized` needs neither measuring nor KVzip.
+    `context_tokens` is the mean length of a context; a policy that `is_initialized` needs neither.
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
     continuations: float = config.continuations
@@ -84,7 +84,7 @@ def estimate(
         contexts,
         contexts * (tokens + continuations * length),
         0.0 if is_initialized else CALIBRATION_SAMPLES * shape.forward_flops(startup_tokens),
-        0.0 if is_initialized else config.warmup_contexts * kvzip_flops(shape, startup_tokens),
+        0.0 if is_initialized else config.warmup_contexts * warm_start_flops(shape, startup_tokens),
         config.steps,
         config.batch * _sample_flops(shape, tokens, one_pass, is_whole),
         math.ceil(config.steps / config.evaluate_every),
@@ -92,8 +92,8 @@ def estimate(
     )
 
 
-def kvzip_flops(shape: Shape, tokens: float) -> float:
-    """Operations of the KVzip warm start on one text: it is read, replayed, and LKV-T is fitted to the scores."""
+def warm_start_flops(shape: Shape, tokens: float) -> float:
+    """Operations of the warm start on one text: it is read and repeated, and LKV-T is fitted to it."""
     replay = shape.forward_flops(tokens, tokens)
     regression = WARM_START_UPDATES * _score_flops(shape, min(tokens, WARM_START_SAMPLE))
     return shape.forward_flops(tokens) + replay + regression

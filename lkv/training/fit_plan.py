@@ -18,11 +18,11 @@ RECIPE = replace(
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 STATISTICS_TEXTS = 6
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
-_KVZIP_TEXTS, _KVZIP_SHARE = 8, 0.25  # of the whole time, at most
-_LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, the regression reads more texts first
+_REGRESSION_TEXTS, _REGRESSION_SHARE = 16, 0.25  # of the whole time, at most
+_LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, the regression may take all that is left
 _TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
 # Seconds of each kind of work, in those of reading as many tokens.
-_KVZIP_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 3.0, 10.0, 1.5, 3.5
+_REGRESSION_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 4.0, 10.0, 1.5, 3.5
 
 
 def longest_context(tokens: float) -> int:
@@ -33,7 +33,7 @@ def longest_context(tokens: float) -> int:
 
 def config_for(positions: int, longest: int) -> TrainingConfig:
     """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
-    # KVzip reads a text twice, the second time after a request of a few tokens.
+    # The regression reads a text twice, the second time after a request of a few tokens.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(
         replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
@@ -44,10 +44,10 @@ class Plan(NamedTuple):
     """Seconds of each stage, and how many texts the second and the last one read."""
 
     statistics: float
-    kvzip: float
+    regression: float
     distillation: float
     table: float
-    kvzip_texts: int
+    regression_texts: int
     table_texts: int
 
 
@@ -62,10 +62,11 @@ def make_plan(reading: float, seconds: float) -> Plan:
             f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
             f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
         )
-    kvzip_texts = min(_KVZIP_TEXTS, int(_KVZIP_SHARE * seconds / (_KVZIP_READINGS * reading)))
     left = seconds - statistics - table
-    if left < (kvzip_texts * _KVZIP_READINGS + _LEAST_CONTEXTS * _CONTEXT_READINGS) * reading:
-        kvzip_texts = max(kvzip_texts, min(2 * _KVZIP_TEXTS, int(left / (_KVZIP_READINGS * reading))))
-    kvzip = kvzip_texts * _KVZIP_READINGS * reading
-    distillation = max(0.0, seconds - statistics - kvzip - table)
-    return Plan(statistics, kvzip, distillation, table, kvzip_texts, table_texts)
+    share = _REGRESSION_SHARE * seconds
+    if left - share < _LEAST_CONTEXTS * _CONTEXT_READINGS * reading:
+        share = left
+    regression_texts = min(_REGRESSION_TEXTS, int(share / (_REGRESSION_READINGS * reading)))
+    regression = regression_texts * _REGRESSION_READINGS * reading
+    distillation = max(0.0, seconds - statistics - regression - table)
+    return Plan(statistics, regression, distillation, table, regression_texts, table_texts)

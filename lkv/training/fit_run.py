@@ -1,4 +1,4 @@
-"""One run of `lkv fit`: statistics, regression on KVzip's scores, distillation, comparison; a killed run resumes."""
+"""One run of `lkv fit`: statistics, regression on eviction errors, distillation, comparison; a killed run resumes."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan
 from lkv.training.fit_texts import FitTexts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
-from lkv.training.warm_start import KVzipTargets, calibrate, fit_to_targets, kvzip_targets
+from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name
 from lkv.utils.durations import format_duration
 from lkv.utils.files import name_without_place
@@ -103,12 +103,12 @@ class FitRun:
             texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
             self._finish_stage(1, "statistics")
-        if self._stage < 2 and self._plan.kvzip_texts:
+        if self._stage < 2 and self._plan.regression_texts:
             targets = self._read_targets()
             self.policy.tokens.output.detach().copy_(self._initial_output)
             error = fit_to_targets(self.policy, targets)
             explained = f"{1 - error:.0%}" if error < 1 else "none"
-            self._finish_stage(2, f"KVzip regression, {explained} of the variance")
+            self._finish_stage(2, f"regression, {explained} of the variance")
         self._distill()
         return self._finish()
 
@@ -158,7 +158,8 @@ class FitRun:
         if own_chars and not self._texts.held_out.has_own_texts:
             log("there is too little own text to hold any out: KL is measured on Python's own texts")
         log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
-        log(f"2. regression on KVzip's second pass over {_texts(plan.kvzip_texts)}: {format_duration(plan.kvzip)}")
+        read = _texts(plan.regression_texts)
+        log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
         log(
             f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
             f"{format_duration(plan.distillation)}"
@@ -182,13 +183,13 @@ class FitRun:
         sample = data.sample(number, self._config.continuations)
         return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
 
-    def _read_targets(self) -> list[KVzipTargets]:
-        """KVzip's scores of as many texts as planned, or as the time allows."""
-        targets: list[KVzipTargets] = []
+    def _read_targets(self) -> list[RegressionTargets]:
+        """The eviction errors of as many texts as planned, or as the time allows."""
+        targets: list[RegressionTargets] = []
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
-        for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.kvzip_texts):
+        for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.regression_texts):
             ids = text.context[:WARM_START_TOKENS]
-            targets.append(kvzip_targets(self._model, self._tokenizer, self.policy, ids))
+            targets.append(regression_targets(self._model, self._tokenizer, self.policy, ids))
             if self._elapsed > latest:
                 break
         return targets

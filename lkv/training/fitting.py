@@ -1,6 +1,6 @@
 """`lkv fit`: a policy for any model in minutes, without settings.
 
-Three stages, each saved: statistics of k, v and queries; budgets and scores by regression on KVzip's second pass,
+Three stages, each saved: statistics of k, v and queries; budgets and scores by regression on what eviction changes,
 forward passes only; then distillation for the time that is left. A killed run resumes; it ends with a comparison.
 """
 

@@ -19,14 +19,14 @@ from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
-from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, kvzip_flops
+from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, warm_start_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import fit_to_targets, kvzip_targets, warm_start_from_kvzip
+from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
 from lkv.utils.devices import distributed_state
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder, name_without_place
@@ -146,7 +146,7 @@ def build(setup: TrainingSetup) -> Trainer:
         )
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
     if is_main or is_sharded:
-        speed = measure_speed(model, tokenizer, config, has_warm_start=cost.kvzip_flops > 0)
+        speed = measure_speed(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
         seconds = estimate_seconds(cost, speed, processes)
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
@@ -180,7 +180,7 @@ def build(setup: TrainingSetup) -> Trainer:
         require_samples(validation),
         setup.out,
         is_calibrated=setup.init is not None,
-        warm_start=partial(warm_start_from_kvzip, model, tokenizer, policy, samples, config.warmup_contexts)
+        warm_start=partial(warm_start, model, tokenizer, policy, samples, config.warmup_contexts)
         if config.warmup_contexts
         else None,
         is_sharded=is_sharded,
@@ -241,7 +241,7 @@ def measure_speed(
         return kl.item()
 
     def replay(tokens: int) -> float:
-        return fit_to_targets(policy, [kvzip_targets(model, tokenizer, policy, [1] * tokens)])
+        return fit_to_targets(policy, [regression_targets(model, tokenizer, policy, [1] * tokens)])
 
     def seconds(work: Callable[[int], float]) -> float:
         work(min(length, 32))  # what is made at the first pass is not timed
@@ -251,6 +251,6 @@ def measure_speed(
 
     with evaluation_mode(model):
         prefill = shape.forward_flops(length) / seconds(read)
-        kvzip = kvzip_flops(shape, length) / seconds(replay) if has_warm_start else prefill
+        warmed = warm_start_flops(shape, length) / seconds(replay) if has_warm_start else prefill
         training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
-    return Speed(prefill, kvzip, training)
+    return Speed(prefill, warmed, training)

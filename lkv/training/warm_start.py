@@ -1,4 +1,4 @@
-"""Before distillation: measure the input statistics and fit LKV-T to KVzip's scores."""
+"""Before distillation: measure the input statistics, and fit LKV-T and LKV-H to what evicting each token changes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,24 +11,24 @@ from tqdm import tqdm
 
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.selectors.kvzip import replay_scores
 from lkv.policy.policy import Policy
 from lkv.policy.token_scores import FUTURE, content_formula, expected_attention_scores, interpolate_knots
 from lkv.training.cost import WARM_START_SAMPLE, WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
+from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.processes import all_reduce, average_gradients
 from lkv.utils.devices import distributed_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SINK_TOKENS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
+_FIRST_TOKENS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
 _SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
 _LR = 3e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
-_MIN_ATTENTION = 1e-6  # lower scores of KVzip count as this
+_MIN_ERROR = 1e-10  # lower errors count as this
 _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
 
 
@@ -46,7 +46,7 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], outer=False)
             if is_learned:
                 unrotated = part.required_rotation.unrotate(to_fp32(part.query))
-                queries[layer].add(unrotated[0, :, _SINK_TOKENS:], outer=True)
+                queries[layer].add(unrotated[0, :, _FIRST_TOKENS:], outer=True)
         if len(prompts) < _SCALING_TEXTS:
             prompts.append([replace(part, queries=None) for part in prompt])
     for layer, moments in enumerate(inputs):
@@ -101,17 +101,17 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
                 future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
                 if is_scaled:
                     scores = expected_attention_scores(term, part.key, part.value, future, part.scale)
-                    deviations[layer] += scores[0, :, _SINK_TOKENS:].std(-1).to(deviations) / len(prompts)
+                    deviations[layer] += scores[0, :, _FIRST_TOKENS:].std(-1).to(deviations) / len(prompts)
                 else:
                     mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
-                    key = key[0, :, _SINK_TOKENS:]
+                    key = key[0, :, _FIRST_TOKENS:]
                     logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
                     sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(prompts)
         tokens.normaliser.copy_(sums)
     tokens.attention_weight.copy_(_SCORE_STD / deviations.clamp(min=1e-3))
 
 
-class KVzipTargets(NamedTuple):
+class RegressionTargets(NamedTuple):
     """What LKV-T is fitted to on one text, for some of its tokens, all layers and heads as one dimension H' = L H.
 
     Attributes:
@@ -120,8 +120,8 @@ class KVzipTargets(NamedTuple):
         attention: the expected-attention component with weight 1, [H', n]; None where the policy has none.
         positions: of the tokens, [n].
         end: the position after the text.
-        scores: of KVzip as `regression_targets` gives them, [H', n].
-        shares: each head's share of KVzip's budget at `_RETENTIONS`, [3, L, H].
+        scores: of the eviction errors, as `regression_scores` gives them, [H', n].
+        shares: each head's share of the tokens with the greatest errors of all heads at `_RETENTIONS`, [3, L, H].
     """
 
     key: Tensor
@@ -133,41 +133,43 @@ class KVzipTargets(NamedTuple):
     shares: Tensor
 
 
-def warm_start_from_kvzip(
+def warm_start(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     policy: Policy,
     samples: Callable[[int], TokenizedSample],
     contexts: int,
 ) -> float:
-    """Fit LKV-T to KVzip's scores (`regression_targets`), and LKV-H to the heads' shares.
+    """Fit the policy to the eviction errors of `contexts` texts, forward passes only.
 
-    All processes share the `contexts`. Returns the unexplained share of the variance of the scores.
+    All processes share them. Returns the unexplained share of the variance of the scores.
     """
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes
     rounds = max(1, contexts // count)
-    bar = tqdm(range(rounds), desc="KVzip warm start", leave=False, disable=index > 0)
+    bar = tqdm(range(rounds), desc="warm start", leave=False, disable=index > 0)
     texts = (samples(number * count + index).context[:WARM_START_TOKENS] for number in bar)
-    targets = [kvzip_targets(model, tokenizer, policy, ids) for ids in texts]
+    targets = [regression_targets(model, tokenizer, policy, ids) for ids in texts]
     return fit_to_targets(policy, targets, is_shared=count > 1)
 
 
 @torch.no_grad()
-def kvzip_targets(
+def regression_targets(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", policy: Policy, ids: list[int]
-) -> KVzipTargets:
-    """Read and replay one text: forward passes only."""
+) -> RegressionTargets:
+    """Read and repeat one text: forward passes only."""
     device = policy.tokens.mean.device
     prompt = read_prompt(model, torch.tensor([ids], device=device))
-    table = replay_scores(model, tokenizer, ids, prompt).to(device)
+    errors = measure_eviction_errors(model, tokenizer, ids, prompt).to(device)
     counts = [
-        [GlobalTopKBudget.from_scores(table, retention).counts(layer, table)[0] for layer in range(len(prompt))]
+        [GlobalTopKBudget.from_scores(errors, retention).counts(layer, errors)[0] for layer in range(len(prompt))]
         for retention in _RETENTIONS
     ]
-    target = regression_targets(table[:, 0])
+    target = regression_scores(errors[:, 0])
     generator = torch.Generator("cpu").manual_seed(len(ids))
-    positions = torch.randperm(len(ids), generator=generator, device="cpu")[:WARM_START_SAMPLE].sort().values
+    positions = torch.randperm(len(ids), generator=generator, device="cpu")[:WARM_START_SAMPLE]
+    # The first tokens are the only ones from which their knots are learned.
+    positions = torch.cat([torch.arange(min(_FIRST_TOKENS, len(ids)), device="cpu"), positions]).unique()
     keys, values, attention = [], [], []
     for layer, part in enumerate(prompt):
         places = positions.to(part.key.device)
@@ -179,7 +181,7 @@ def kvzip_targets(
             term = term._replace(weight=torch.ones_like(term.weight))
             key, value = part.key[:, :, places], part.value[:, :, places]
             attention.append(expected_attention_scores(term, key, value, future, part.scale)[0].to(device))
-    return KVzipTargets(
+    return RegressionTargets(
         torch.cat(keys),
         torch.cat(values),
         torch.cat(attention) if attention else None,
@@ -190,23 +192,23 @@ def kvzip_targets(
     )
 
 
-def regression_targets(scores: Tensor) -> Tensor:
-    """What LKV-T is fitted to for KVzip's scores [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
+def regression_scores(errors: Tensor) -> Tensor:
+    """What LKV-T is fitted to for eviction errors [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
 
-    One is the logarithm, in which the greatest scores are far apart; the other the normal deviate of the rank, in which
-    a few very low scores do not carry the squared error. Equal scores share a rank.
+    One is the logarithm, in which the greatest errors are far apart; the other the normal deviate of the rank, in which
+    a few very low ones do not carry the squared difference. Equal errors share a rank.
     """
-    log = scores.clamp(min=_MIN_ATTENTION).log()
+    log = errors.clamp(min=_MIN_ERROR).log()
     standardised = (log - log.mean(-1, keepdim=True)) / log.std(-1, keepdim=True).clamp(min=1e-6)
     ordered = log.sort(-1).values
     below, not_above = (torch.searchsorted(ordered, log, right=right) for right in (False, True))
     return (standardised + torch.special.ndtri((below + not_above) / (2 * log.shape[-1]))) / 2 * _SCORE_STD
 
 
-def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: bool = False) -> float:
-    """Fit the policy to `targets` by steps of Adam, one text each; every head of the model at once.
+def fit_to_targets(policy: Policy, targets: Sequence[RegressionTargets], is_shared: bool = False) -> float:
+    """Fit LKV-T to `targets` by steps of Adam, one text each, and its knots by least squares; then LKV-H.
 
-    Returns the unexplained share of the variance in the last round over the texts.
+    Every head of the model at once. Returns the unexplained share of the variance in the last round over the texts.
     """
     tokens = policy.tokens
     optimizer = torch.optim.Adam(tokens.parameters(), lr=_LR)
@@ -223,6 +225,8 @@ def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: b
             average_gradients(tokens.parameters(), "mean")
         optimizer.step()
         errors.append(float(loss.detach()) / _SCORE_STD**2)
+    if tokens.inputs.knots:
+        _solve_knots(policy, targets, is_shared)
     # LKV-H's ratios come close to the heads' shares.
     shares = torch.stack([text.shares for text in targets]).mean(0)
     target = (all_reduce(shares, "mean") if is_shared else shares).clamp(1e-4, 1 - 1e-4)
@@ -236,7 +240,7 @@ def fit_to_targets(policy: Policy, targets: Sequence[KVzipTargets], is_shared: b
     return sum(last) / len(last)
 
 
-def _scores_of_all_heads(policy: Policy, text: KVzipTargets) -> Tensor:
+def _scores_of_all_heads(policy: Policy, text: RegressionTargets) -> Tensor:
     """LKV-T's scores [H', n] of the tokens of `text`."""
     tokens = policy.tokens
     content = (x.flatten(0, 1) for x in (tokens.mean, tokens.std, tokens.hidden, tokens.bias, tokens.output))
@@ -247,3 +251,30 @@ def _scores_of_all_heads(policy: Policy, text: KVzipTargets) -> Tensor:
         scores = scores + interpolate_knots(tokens.start.flatten(0, 1), text.positions + 1)
         scores = scores + interpolate_knots(tokens.end.flatten(0, 1), text.end - text.positions)
     return scores
+
+
+@torch.no_grad()
+def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared: bool) -> None:
+    """Set the position component of all heads to the least squares of what the others leave of the scores.
+
+    Few tokens lie at the first knots, so that steps of a gradient hardly move them; but the first tokens draw attention
+    that no other component foresees.
+    """
+    tokens = policy.tokens
+    count = tokens.inputs.knots
+    knots = torch.cat([tokens.start, tokens.end], -1).flatten(0, 1)
+    squares, products = knots.new_zeros(2 * count, 2 * count), torch.zeros_like(knots)
+    each = torch.eye(count).to(knots)
+    for text in targets:
+        sides = text.positions + 1, text.end - text.positions
+        basis = torch.cat([interpolate_knots(each, places) for places in sides])
+        left = text.scores - _scores_of_all_heads(policy, text) + knots @ basis
+        basis = basis - basis.mean(-1, keepdim=True)
+        squares += basis @ basis.T
+        products += left @ basis.T
+    if is_shared:
+        squares, products = all_reduce(squares, "sum"), all_reduce(products, "sum")
+    # A knot that no token is near stays at 0.
+    solved = torch.linalg.solve(squares + torch.eye(2 * count).to(knots), products.T).T
+    tokens.start.copy_(solved[:, :count].view_as(tokens.start))
+    tokens.end.copy_(solved[:, count:].view_as(tokens.end))

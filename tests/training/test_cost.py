@@ -62,13 +62,13 @@ def test_operations_and_seconds_of_a_training_by_hand():
     assert one.contexts == 64_000 and one.flops == pytest.approx(steps + 8 * read)
     assert estimate(shape, config, is_initialized=True).flops == pytest.approx(steps)
     warm = estimate(shape, replace(config, warmup_contexts=16, attention="learned"))
-    assert warm.calibration_flops == pytest.approx(8 * read) and one.kvzip_flops == 0
-    assert warm.kvzip_flops == pytest.approx(16 * (read + replay + 4 * scores * 512 / tokens))
+    assert warm.calibration_flops == pytest.approx(8 * read) and one.warm_start_flops == 0
+    assert warm.warm_start_flops == pytest.approx(16 * (read + replay + 16 * scores * 512 / tokens))
     validated = estimate(shape, replace(config, validation_samples=16, steps=1001))
     assert validated.validations == 11
     assert validated.validation_flops == pytest.approx(16 * (shape.forward_flops(tokens) + 2 * continuation))
     seconds = estimate_seconds(warm, Speed(1e12, 2e12, 4e12), processes=8)
-    assert seconds == pytest.approx(8 * read / 1e12 + warm.kvzip_flops / 16e12 + steps / 32e12)
+    assert seconds == pytest.approx(8 * read / 1e12 + warm.warm_start_flops / 16e12 + steps / 32e12)
     assert [format_duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
 
 

@@ -34,7 +34,7 @@ from lkv.training.fit_texts import open_texts
 from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
-from lkv.training.warm_start import _scores_of_all_heads, calibrate, kvzip_targets, regression_targets
+from lkv.training.warm_start import _scores_of_all_heads, calibrate, regression_scores, regression_targets
 from tests.conftest import save_model
 
 TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought it, but the lights came back. " * 40
@@ -111,7 +111,7 @@ def test_held_out_fidelity_is_that_of_the_cache_with_its_entries_evicted(loaded)
 def test_the_regression_scores_tokens_as_the_policy_does(loaded):
     model, tokenizer = loaded
     policy, context = random_policy(model), ids(5, 120)
-    target = kvzip_targets(model, tokenizer, policy, context)
+    target = regression_targets(model, tokenizer, policy, context)
     prompt = read_prompt(model, torch.tensor([context]))
     scores = torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
     assert torch.allclose(_scores_of_all_heads(policy, target), scores.flatten(0, 1), atol=1e-4)
@@ -120,12 +120,12 @@ def test_the_regression_scores_tokens_as_the_policy_does(loaded):
 
 
 def test_the_regression_is_on_logarithms_and_ranks():
-    scores = torch.tensor([[0.5, 1e-9, 0.01, 1e-7, 0.01, 0.2]])  # those below 1e-6 are equal
-    log = torch.tensor([0.5, 1e-6, 0.01, 1e-6, 0.01, 0.2], dtype=torch.float64).log()
+    scores = torch.tensor([[0.5, 1e-13, 0.01, 1e-11, 0.01, 0.2]])  # those below 1e-10 are equal
+    log = torch.tensor([0.5, 1e-10, 0.01, 1e-10, 0.01, 0.2], dtype=torch.float64).log()
     deviates = torch.tensor([NormalDist().inv_cdf(rank / 12) for rank in (11, 2, 6, 2, 6, 9)], dtype=torch.float64)
     expected = (log - log.mean()) / log.std() + deviates
-    assert regression_targets(scores)[0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    assert regression_targets(torch.full((2, 5), 0.3)).abs().max() < 1e-6
+    assert regression_scores(scores)[0].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert regression_scores(torch.full((2, 5), 0.3)).abs().max() < 1e-6
 
 
 def test_budgets_and_components_have_learning_rates_of_their_own(loaded):
@@ -150,7 +150,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     said = capsys.readouterr()
     for text in (
         "1. statistics of 6 texts",
-        "KVzip regression",
+        "regression, ",
         "contexts: held-out KL",
         "of own text and Python's own",
     ):
@@ -281,10 +281,10 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     with pytest.raises(TrainingError, match=r"0.5 minutes are too short.*give --minutes 5 or more"):
         make_plan(10.0, 30.0)
     plan = make_plan(2.0, 600.0)
-    assert plan.kvzip_texts == 8 and plan.statistics + plan.kvzip + plan.distillation + plan.table == 600
+    assert plan.regression_texts == 16 and plan.statistics + plan.regression + plan.distillation + plan.table == 600
     short = make_plan(1.2, 60.0)
-    assert short.kvzip_texts == 9 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
-    assert make_plan(1.2, 120.0).kvzip_texts == 16 and make_plan(1.2, 180.0).kvzip_texts == 8
+    assert short.regression_texts == 9 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
+    assert make_plan(1.2, 120.0).regression_texts == 16 and make_plan(1.2, 180.0).regression_texts == 12
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)

@@ -7,11 +7,11 @@ from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.selectors.kvzip import replay_scores
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.warm_start import calibrate, warm_start_from_kvzip
+from lkv.training.eviction_errors import measure_eviction_errors
+from lkv.training.warm_start import _scores_of_all_heads, calibrate, fit_to_targets, regression_targets, warm_start
 from tests.conftest import save_model
 
 
@@ -48,18 +48,33 @@ def scores(model, policy: Policy, ids: list[int]) -> torch.Tensor:
     return torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
 
 
-def test_the_kvzip_warm_start_ranks_unseen_tokens_and_splits_the_budget_as_kvzip_does(loaded):
+def test_the_warm_start_ranks_unseen_tokens_and_splits_the_budget_by_what_eviction_changes(loaded):
     model, tokenizer = loaded
     policy = fresh(model)
     unseen = text(50).context
     prompt = read_prompt(model, torch.tensor([unseen]))
-    table = replay_scores(model, tokenizer, unseen, prompt)
+    table = measure_eviction_errors(model, tokenizer, unseen, prompt)
     target = table[:, 0].log()
     before = correlation(scores(model, policy, unseen), target)
-    warm_start_from_kvzip(model, tokenizer, policy, text, 160)
+    warm_start(model, tokenizer, policy, text, 160)
     assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
     for retention in (0.05, 0.15, 0.3):
         contest = GlobalTopKBudget.from_scores(table, retention)
         shares = torch.tensor([contest.counts(layer, table)[0] for layer in range(len(prompt))]) / len(unseen)
         assert (policy.inference_ratios(retention) - shares).abs().max() < 0.1
     assert (shares.max() - shares.min()) > 0.2, "the heads of this model do not differ: the test would show nothing"
+
+
+def test_few_texts_teach_that_the_first_token_is_kept(loaded):
+    """It is one token of a text, and steps of a gradient hardly move the knots that it alone reads."""
+    model, tokenizer = loaded
+    policy = fresh(model)
+    targets = [regression_targets(model, tokenizer, policy, text(number).context) for number in range(4)]
+    for target in targets:
+        assert target.positions[:4].tolist() == [0, 1, 2, 3]
+        target.scores[:, 0] = 20.0
+    before = [_scores_of_all_heads(policy, target) for target in targets]
+    assert not all(bool((scores[:, :1] >= scores).all()) for scores in before)
+    fit_to_targets(policy, targets)
+    after = [_scores_of_all_heads(policy, target) for target in targets]
+    assert all(bool((scores[:, :1] > scores[:, 1:] + 3).all()) for scores in after)

@@ -1,0 +1,87 @@
+"""A second pass that repeats a prompt, as KVzip does, and records the attention of what is repeated to the prompt."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lkv.errors import PromptError
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.cache_argument import cache_argument
+from lkv.integrations.transformers.cache_layers import BaseCache
+from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REQUEST = "Repeat the previous context exactly."
+_BLOCK = 128  # attention rows held at a time; measured best on a CPU
+
+
+class ReplayLayer(FrozenPromptLayer, ABC):
+    """A layer over a prompt that is repeated after it: a subclass records the attention, a block of rows at a time.
+
+    `attention_dtype` is that of the recorded attention, by default that of the model.
+    """
+
+    attention_dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def record(self, logits: Tensor, attention: Tensor, output: Tensor) -> None:
+        """Record one block of n rows, for the G query heads of each KV head.
+
+        Logits and attention [B, H, G, n, T + rows so far], and the attention's output [B, H, G, n, d].
+        """
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Attention over the prompt and what is read itself, [B, n, Hq, d], of which `record` sees every block."""
+        batch, heads, rows, dim = query.shape
+        tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
+        k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
+        grouped, parts = query.view(batch, kv_heads, heads // kv_heads, rows, dim) * scale, []
+        for start in range(0, rows, _BLOCK):
+            q = grouped[..., start : start + _BLOCK, :]
+            count = q.shape[3]
+            end = tokens + start + count
+            logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, count))
+            future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+            logits[..., end - count :].masked_fill_(future, -torch.inf)
+            # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
+            # copies of a matrix this large cost more than its softmax.
+            attention = torch.softmax(logits, -1, dtype=self.attention_dtype)
+            output = attention.to(v.dtype).flatten(2, 3) @ v[:, :, :end]
+            parts.append(output.unflatten(2, (-1, count)))
+            self.record(logits, attention, parts[-1])
+        return torch.cat(parts, -2).view(batch, heads, rows, -1).transpose(1, 2)
+
+
+@torch.no_grad()
+def replay(
+    model: "PreTrainedModel",
+    prompt: list[LayerKV],
+    layers: Sequence[ReplayLayer],
+    ids: list[int],
+    hidden_states: bool = False,
+) -> Any:
+    """Read `ids` straight after `prompt` through `layers`, and return the model's output without the head.
+
+    Raises PromptError if they do not fit into the model's context.
+    """
+    device, start = prompt[0].key.device, prompt[0].key.shape[2]
+    limit, end = patch_attention(model).spec.max_positions, start + len(ids)
+    if end > limit:
+        raise PromptError(
+            f"KVzip repeats the text after it has read it and would reach {end} tokens, but the model reads at "
+            f"most {limit}; shorten the text, or use another method."
+        )
+    return model.base_model(
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.arange(start, end, device=device)[None],
+        **cache_argument(BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers))),
+        use_cache=True,
+        output_hidden_states=hidden_states,
+    )

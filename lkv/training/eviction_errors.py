@@ -1,0 +1,83 @@
+"""What evicting each token of a text changes, measured while the model repeats the text."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import LayerKV
+from lkv.integrations.transformers.spec import full_attention_modules
+from lkv.methods.replay import REQUEST, ReplayLayer, replay
+from lkv.utils.devices import full_precision
+from lkv.utils.prompts import encode_question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LEAST_REST = 1e-3  # of the attention, so much counts as left for the other tokens: it is known no better
+
+
+@torch.no_grad()
+def measure_eviction_errors(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
+) -> Tensor:
+    """Compute by how much a layer's output changes without each entry of a prompt, [L, 1, H, T] in float32.
+
+    Without a token of attention a and value v, the output o of a query head becomes o + a / (1 - a) (o - v) (CAOTE,
+    Goel et al. 2025). The error is the root of the mean over rows of |a / (1 - a) W (o - v)|^2, summed over the query
+    heads that share the entry, W being a head's part of the output projection; it is divided by the root mean square
+    norm of what the layer's output is added to, so that layers compare. Rows are those of the prompt `ids`, already
+    read into `prompt`, as the model repeats it. Raises PromptError if it does not fit into the model's context twice.
+    """
+    projections = (getattr(module, name) for module, name in full_attention_modules(model))
+    layers = [_ErrorLayer(part, projection) for part, projection in zip(prompt, projections, strict=True)]
+    repeated = encode_question(tokenizer, REQUEST) + ids
+    out = replay(model, prompt, layers, repeated, hidden_states=True)
+    windows, device = patch_attention(model).sliding_windows, prompt[0].key.device
+    inputs = [hidden for hidden, window in zip(out.hidden_states, windows, strict=False) if window is None]
+    squares = (hidden.float().square().sum().to(device) for hidden in inputs)
+    errors = (layer.squares.to(device) / square for layer, square in zip(layers, squares, strict=True))
+    return torch.stack([error.clamp(min=0).sqrt() for error in errors])
+
+
+class _ErrorLayer(ReplayLayer):
+    """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T]."""
+
+    attention_dtype = torch.float32  # how much is left beside a token must be known
+
+    def __init__(self, prompt: LayerKV, projection: nn.Module):
+        super().__init__(prompt)
+        self.squares = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
+        self._projection = projection
+        self._products: Tensor | None = None
+
+    def record(self, logits: Tensor, attention: Tensor, output: Tensor) -> None:
+        groups, dim = output.shape[2], output.shape[-1]
+        value, output = self._prompt.value.float()[:, :, None], output.float()
+        with full_precision(value.device):
+            if self._products is None:  # here, within the layer, its weights are at hand even if they are sharded
+                self._products = _products_of_weights(self._projection, value.shape[1], groups, dim).to(value.device)
+            attention = attention[..., : value.shape[3]]
+            odds = (1 - attention).clamp_(min=_LEAST_REST).reciprocal_().mul_(attention).square_()
+            # |W (o - v)|^2 = o P o - 2 o P v + v P v with P = W^T W [H, G, d, d], the first two summed over rows before
+            # they are taken times v.
+            projected = output @ self._products
+            norms = (projected * output).sum(-1, keepdim=True)
+            rows = torch.cat([-2 * projected, norms, torch.ones_like(norms)], -1)
+            crossed, of_outputs, total_odds = (odds.transpose(-1, -2) @ rows).split([dim, 1, 1], -1)
+            crossed += total_odds * (value @ self._products)
+            self.squares += ((crossed * value).sum(-1) + of_outputs[..., 0]).sum(2)
+
+
+def _products_of_weights(projection: nn.Module, kv_heads: int, groups: int, dim: int) -> Tensor:
+    """W^T W [H, G, d, d] of each query head's part of an output projection, which may be quantised, sharded or adapted.
+
+    So W is what the module makes of unit vectors.
+    """
+    parameter = next(iter([*projection.parameters(), *projection.buffers()]))
+    dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+    units = torch.eye(kv_heads * groups * dim, dtype=dtype, device=parameter.device)
+    weight = (projection(units) - projection(torch.zeros_like(units[:1]))).float()
+    weight = weight.unflatten(0, (kv_heads, groups, dim))
+    return weight @ weight.transpose(-1, -2)
