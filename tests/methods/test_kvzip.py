@@ -44,6 +44,7 @@ def test_kvzip_repeats_a_long_text_in_chunks(model, monkeypatch):
             sinks, part = given[..., : min(4, start)], given[..., start : min(start + 10, 25)]
             part = part / (sinks.sum(-1) + part.sum(-1) + given[..., 25:].sum(-1))[..., None]
             expected[layer][:, start : start + 10] = part.unflatten(0, (2, 2)).amax((1, 2))
+    expected[..., :4] = 2.0  # always kept
     for layer in range(3):
         torch.testing.assert_close(
             found.scores(layer, prompt[layer])[0].double(), expected[layer], atol=1e-5, rtol=1e-4
@@ -65,7 +66,8 @@ def test_kvzip_scores_equal_the_attention_of_a_replay(model):
     for layer, attention in enumerate(weights):
         received = attention[0, :, TOKENS:, :TOKENS].view(2, 2, -1, TOKENS).amax((1, 2))
         scores = method.selector.scores(layer, prompt[layer])
-        torch.testing.assert_close(scores[0].double(), received.detach(), atol=1e-5, rtol=1e-4)
+        assert (scores[..., :4] == 2).all(), "the first tokens are always kept"
+        torch.testing.assert_close(scores[0, :, 4:].double(), received[:, 4:].detach(), atol=1e-5, rtol=1e-4)
         kept += sum(method.budget.counts(layer, scores)[0])
     assert kept == int(0.25 * 3 * 2 * TOKENS)
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
 _CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
-_SINKS = 4  # first tokens of the prompt, whose attention counts as well as that of the part repeated
+_SINKS = 4  # first tokens, always kept; attention to them counts as well as that to the part repeated
+_KEPT = 2.0  # their score, above any attention
 
 
 class _LargestAttention(ReplayLayer):
@@ -50,7 +51,8 @@ def replay_scores(
     """Compute the largest attention [L, 1, H, T] that each entry of a prompt receives while the model repeats it.
 
     The prompt `ids`, already read into `prompt`, is repeated in parts, each straight after the prompt; an entry counts
-    by its own part's repetition alone. Raises PromptError if a part does not fit into the model's context.
+    by its own part's repetition alone. The first tokens are above all others: in the authors' code they are a system
+    prompt that is never evicted. Raises PromptError if a part does not fit into the model's context.
     """
     layers = [_LargestAttention(layer) for layer in prompt]
     for start in range(0, len(ids), _CHUNK):
@@ -60,12 +62,17 @@ def replay_scores(
             layer.repeated = slice(start, start + len(part))
         replay(model, prompt, layers, encode_question(tokenizer, request) + part)
     device = prompt[0].key.device
-    return torch.stack([layer.scores.to(device) for layer in layers])
+    scores = torch.stack([layer.scores.to(device) for layer in layers])
+    scores[..., :_SINKS] = _KEPT
+    return scores
 
 
 @register_selector("kvzip", label="KVzip", description="attention received while the text is repeated (KVzip)")
 class KVzip(Selector):
-    """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text."""
+    """KVzip (Kim et al. 2025): the largest attention that an entry receives while the model repeats the text.
+
+    The first four tokens are kept.
+    """
 
     required_inputs = ("model", "tokenizer")
     has_second_pass = True
