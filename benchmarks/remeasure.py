@@ -6,7 +6,8 @@ Each file's own command is run with the methods that read a policy. Rows of the 
 "kept" with their date, machine and versions. What only one run of both methods can give goes: differences to LKV's
 samples. So do rows with a policy that the command does not make. It resumes: measured files stay in --work.
 
-A policy with the paper's scorer is measured as LKV alone: its rows take the place of those of "lkv-paper".
+A policy with the paper's scorer is measured as LKV alone: its rows take the place of those of "lkv-paper". With
+--methods, these are measured instead, and named under "again" with their date, machine and versions.
 """
 
 import argparse
@@ -36,11 +37,12 @@ def main() -> None:
     parser.add_argument("names", nargs="+")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--policy", type=Path, required=True)
+    parser.add_argument("--methods", nargs="+", help="of the command, to be measured again (default: see above)")
     parser.add_argument("--model", help="folder or GGUF file (default: as the file's command has it)")
     parser.add_argument("--work", type=Path, default=Path("runs-local/remeasure"))
     options = parser.parse_args()
     policy = Policy.from_pretrained(options.policy)
-    work = options.work / policy.digest()[:12]
+    work = options.work / "-".join([policy.digest()[:12], *(options.methods or [])])
     work.mkdir(parents=True, exist_ok=True)
     for name in options.names:
         path = RESULTS / f"{name}.json"
@@ -48,8 +50,11 @@ def main() -> None:
         measured = work / f"{name}.json"
         if not measured.is_file():
             _measure(document["command"], measured, options, policy.inputs.is_paper)
-        merging = merge_paper_scorer if policy.inputs.is_paper else merge
-        merged = merging(document, json.loads(measured.read_text(encoding="utf-8")))
+        results = json.loads(measured.read_text(encoding="utf-8"))
+        if options.methods:
+            merged = merge_methods(document, results, options.methods)
+        else:
+            merged = (merge_paper_scorer if policy.inputs.is_paper else merge)(document, results)
         write_text(path, json.dumps(merged, indent=1) + "\n", LkvError, "the results")
         print(f"{path}: {len(merged['rows'])} rows")
 
@@ -58,7 +63,7 @@ def _measure(command: str, out: Path, options: argparse.Namespace, is_paper: boo
     """Run a result file's command with the methods that read a policy."""
     run, documents = lambda *words: subprocess.run([sys.executable, *words], check=True), []
     for number, line in enumerate(command.split("; ")):
-        words = command_for(line, options.data, options.policy, options.model, is_paper)
+        words = command_for(line, options.data, options.policy, options.model, is_paper, options.methods)
         part = out.with_name(f"{out.stem}-{number}.json")
         if words[0] == "lkv":  # writes a journal, of which benchmarks.evaluations makes rows
             journal = str(part.with_suffix(".jsonl"))
@@ -70,17 +75,27 @@ def _measure(command: str, out: Path, options: argparse.Namespace, is_paper: boo
     write_text(out, json.dumps({**documents[-1], "rows": rows}, indent=1) + "\n", LkvError, "the results")
 
 
-def command_for(command: str, data: Path, policy: Path, model: str | None = None, is_paper: bool = False) -> list[str]:
-    """The words of a result file's command for this data and policy, with the methods alone that read a policy.
+def command_for(
+    command: str,
+    data: Path,
+    policy: Path,
+    model: str | None = None,
+    is_paper: bool = False,
+    methods: Sequence[str] | None = None,
+) -> list[str]:
+    """The words of a result file's command for this data and policy, with `methods` alone.
 
-    Of these, only LKV itself for a policy with the paper's scorer.
+    By default those that read a policy; of these, only LKV itself for a policy with the paper's scorer.
     """
     words = list[str]()
     for option, values in _grouped(shlex.split(command)):
         if option == "--methods":
-            values = [name for name in values if (name == "lkv" if is_paper else parse_method(name).needs_policy)]
+            if methods:
+                values = [name for name in values if name in methods]
+            else:
+                values = [name for name in values if (name == "lkv" if is_paper else parse_method(name).needs_policy)]
             if not values:
-                raise ReportError(f"no method of `{command}` reads a policy; there is nothing to measure again.")
+                raise ReportError(f"`{command}` has no such method; there is nothing to measure again.")
         elif option == "--data":
             values = [str(data)]
         elif option == "--model" and model:
@@ -111,7 +126,7 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     _check_samples(new, old)
     rows = [new.get(_key(row)) if _reads_policy(row) else _without_differences(row) for row in earlier["rows"]]
     rows += [row for key, row in new.items() if key not in old and row["method"] != FULL]
-    described = {FULL, PAPER_SCORER} if PAPER_SCORER in earlier else {FULL}
+    described = {FULL, *earlier.get("again", ()), *([PAPER_SCORER] if PAPER_SCORER in earlier else [])}
     others = sorted({row["method"] for row in old.values() if not _reads_policy(row)} - described)
     document = {key: value for key, value in earlier.items() if key != "kept"}
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
@@ -142,6 +157,28 @@ def merge_paper_scorer(earlier: dict[str, Any], measured: dict[str, Any]) -> dic
     return {**document, "rows": [row for row in rows if row]}
 
 
+def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """The result `earlier` with the rows of `methods` that were measured again, named under "again".
+
+    Raises ReportError if the samples are not the same.
+    """
+    new = _by_key(measured["rows"])
+    _check_samples(new, _by_key(earlier["rows"]))
+    rows = [new.get(_key(row)) if _method(row) in methods else row for row in earlier["rows"]]
+    provenance = {key: measured[key] for key in _PROVENANCE}
+    document = {**earlier, "again": earlier.get("again", {}) | dict.fromkeys(methods, provenance)}
+    if "kept" in document:
+        others = [name for name in document["kept"]["methods"] if name not in methods]
+        document["kept"] = {**document["kept"], "methods": others}
+    del document["rows"]
+    return {**document, "rows": [row for row in rows if row]}
+
+
+def _method(row: dict[str, Any]) -> str:
+    """A row's method without its precision."""
+    return str(row["method"]).partition(" (")[0]
+
+
 def _without_paper_scorer(provenance: dict[str, Any]) -> dict[str, Any]:
     others = {**provenance, "methods": [name for name in provenance["methods"] if name != PAPER_SCORER]}
     later = _without_paper_scorer(others.pop("later")) if "later" in others else {"methods": []}
@@ -170,7 +207,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def _reads_policy(row: dict[str, Any]) -> bool:
     """Whether a row's method, without its precision, reads the policy; those of the paper's scorer read another."""
     with suppress(LkvError):
-        return parse_method(row["method"].partition(" (")[0]).needs_policy
+        return parse_method(_method(row)).needs_policy
     return False
 
 

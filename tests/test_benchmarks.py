@@ -380,8 +380,10 @@ def test_another_policy_is_measured_by_each_file_s_command(tmp_path):
         "lkv eval ruler --data EVAL_FOLDER --methods lkv snapkv --pattern X", tmp_path, tmp_path
     )
     assert words == ["lkv", "eval", "ruler", "--data", str(tmp_path), "--methods", "lkv", "--policy", str(tmp_path)]
-    with pytest.raises(ReportError, match="reads a policy; there is nothing"):
+    with pytest.raises(ReportError, match="has no such method; there is nothing"):
         remeasure.command_for("lkv eval ruler --methods snapkv", tmp_path, tmp_path)
+    words = remeasure.command_for("x --methods lkv snapkv kvzip --seed 0", tmp_path, tmp_path, methods=["kvzip"])
+    assert words == ["x", "--methods", "kvzip", "--seed", "0", "--policy", str(tmp_path)]
 
 
 def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
@@ -419,3 +421,13 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
     assert merged["lkv-paper"] == paper and merged["kept"]["methods"] == ["keydiff", "snapkv"]
     with pytest.raises(ReportError, match="on other samples"):
         remeasure.merge_paper_scorer(earlier, now | {"rows": [row("full", 0) | {"n": 4}, row("lkv", 2)]})
+    # A method that reads no policy, and then a policy again.
+    provenance = {"date": "6", "machine": "b", "versions": {"torch": "2"}}
+    measured = now | provenance | {"rows": [row("full", 0), row("snapkv", 1)]}
+    merged = remeasure.merge_methods(merged, measured, ["snapkv"])
+    assert row("snapkv", 1) in merged["rows"] and row("snapkv", 3) not in merged["rows"] and merged["date"] == "5"
+    assert merged["again"] == {"snapkv": provenance} and merged["kept"]["methods"] == ["keydiff"]
+    merged = remeasure.merge(merged, now | {"date": "7", "rows": [row("full", 0), row("lkv", 6)]})
+    assert merged["again"] == {"snapkv": provenance} and merged["kept"]["methods"] == ["keydiff"]
+    with pytest.raises(ReportError, match="on other samples"):
+        remeasure.merge_methods(merged, measured | {"rows": [row("full", 0) | {"n": 4}]}, ["snapkv"])
