@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
-from lkv.config import ModelSpec, TrainingConfig, from_dict
+from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, from_dict
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
@@ -156,12 +156,18 @@ def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
         about_data = {name: checkpoint.card.get(name) for name in ("data_digest", "decontamination")}
         described = {"step": checkpoint.step, "training": checkpoint.config, **about_data}
         return {name: value for name, value in described.items() if value is not None}
-    earlier = Policy.from_pretrained(folder)
-    saved, inputs = (replace(each.inputs, knots=min(each.inputs.knots, 1)) for each in (earlier, policy))
-    if saved != inputs:
-        raise TrainingError(f"{folder} {_OTHER_INPUTS}")
+    earlier = read_initial_policy(folder, policy.inputs)
     _load_state(policy, earlier.state_dict(), earlier.spec, folder)
     return earlier.card
+
+
+def read_initial_policy(folder: Path, inputs: ScorerInputs) -> Policy:
+    """The policy in `folder`, which a policy that reads `inputs` can start from. Raises TrainingError if it cannot."""
+    policy = Policy.from_pretrained(folder)
+    saved, wanted = (replace(each, knots=min(each.knots, 1)) for each in (policy.inputs, inputs))
+    if saved != wanted:
+        raise TrainingError(f"{folder} {_OTHER_INPUTS}")
+    return policy
 
 
 def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec | None, folder: Path) -> None:

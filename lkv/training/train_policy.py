@@ -18,7 +18,8 @@ from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
-from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint
+from lkv.policy.policy_file import is_policy
+from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint, read_initial_policy
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, warm_start_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture
@@ -109,6 +110,8 @@ def prepare(
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))
     config = resolve_config(preset, overrides, shape.positions)
+    if init is not None and is_policy(init):
+        read_initial_policy(init, config.inputs)
     checkpoint = read_checkpoint(out) if (out / CHECKPOINT).exists() else None
     if checkpoint:
         checkpoint.check_run(config)

@@ -8,12 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
-from lkv.config import PRESETS, check_positions, fit_to_positions
+from lkv.config import PRESETS, ScorerInputs, check_positions, fit_to_positions
 from lkv.errors import TrainingError
+from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
-from tests.conftest import save_model
+from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
 
@@ -108,6 +109,16 @@ def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path,
     (model / "model.safetensors").write_bytes(b"not read")
     assert train(model, folder, tmp_path / "out", "--preset", "paper") == 2
     assert "are more than the 512 positions of this model" in capsys.readouterr().err
+
+
+def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(tmp_path, folder):  # noqa: F811
+    model, other = save_model(tmp_path / "model"), tmp_path / "other"
+    (model / "model.safetensors").write_bytes(b"not read")
+    Policy(inspect_model(tiny_llama()), inputs=ScorerInputs("unrotated")).save_pretrained(other)
+    settings = {"min_tokens": 60, "max_tokens": 120}
+    with pytest.raises(TrainingError, match="does not hold the parameters of a policy with these inputs"):
+        prepare("paper-cpu", settings, str(model), folder, tmp_path / "out", init=other)
+    assert prepare("paper-cpu", settings | {"key": "unrotated"}, str(model), folder, tmp_path / "out", init=other)
 
 
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
