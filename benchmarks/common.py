@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
+from lkv.evaluation.report.names import method_label
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL
@@ -27,6 +28,7 @@ from lkv.utils.statistics import bootstrap
 
 _FOLDERS = ("data", "train", "work", "out")
 RESULTS = Path(__file__).parent / "results"
+PAPER_SCORER = "lkv-paper"  # LKV with the paper's own scorer (k as cached, no other component) as a row's method
 _CPU = torch.device("cpu")
 
 
@@ -90,7 +92,10 @@ def save_rows(
     write_results(options.out, name, rows, seed, command_of(f"benchmarks.{name}", options, data))
 
 
-PAPER_SCORER = "lkv-paper"  # LKV with the paper's own scorer (k as cached, no other component) as a row's method
+def row_label(method: str) -> str:
+    """The name of a row's method in tables and figures."""
+    return "LKV, the paper's scorer" if method == PAPER_SCORER else method_label(method)
+
 
 # Options of every benchmark of several models: a folder, GGUF file or hub id, and its policy's folder.
 SUBJECT: dict[str, Any] = {"model": str, "policy": Path, "dtype": "float32"}

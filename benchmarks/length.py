@@ -10,11 +10,10 @@ those of a task, one number for each length or one for all.
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import PAPER_SCORER, SUBJECT, method_grids, parse_options, per_length, run_cases, subject_of
+from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, row_label, run_cases, subject_of
 from benchmarks.fidelity import measure, summarise
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from lkv.evaluation.report.figures import finish_figure, method_styles, new_figure, save_figure
-from lkv.evaluation.report.names import method_label
 from lkv.methods.registry import FULL
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
@@ -65,7 +64,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
             if line:
                 low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
                 axes.errorbar(
-                    [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=_label(method),
+                    [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=row_label(method),
                     color=style.colour, marker=style.marker, linewidth=style.width, linestyle=style.line, capsize=2,
                     zorder=style.order,
                 )  # fmt: skip
@@ -84,10 +83,6 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     caption = f"{model}; n = {most} continuations a point at most; 95% intervals"
     finish_figure(figure, [left, right], "Fidelity by length and by retention", caption)
     save_figure(figure, path)
-
-
-def _label(method: str) -> str:
-    return "LKV, the paper's scorer" if method == PAPER_SCORER else method_label(method)
 
 
 if __name__ == "__main__":

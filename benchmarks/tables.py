@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from benchmarks.common import PAPER_SCORER, RESULTS
-from lkv.evaluation.report.names import method_label
+from benchmarks.common import RESULTS, row_label
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
@@ -56,9 +55,7 @@ def other_models() -> list[str]:
 
 
 def name_of(method: str) -> str:
-    if method == PAPER_SCORER:
-        return "LKV, the paper's scorer"
-    return f"**{method_label(method)}**" if method == "lkv" else method_label(method)
+    return f"**{row_label(method)}**" if method == "lkv" else row_label(method)
 
 
 def interval(row: Row, key: str = "", digits: int = 3) -> str:
