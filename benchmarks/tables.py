@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, row_label
@@ -33,6 +34,24 @@ def source(name: str) -> str:
         + ", with a policy that is not shipped" * is_other
         + ", some methods in an earlier run on the same samples" * has_earlier
     )
+
+
+def files_before(method: str, date: str) -> list[str]:
+    """The result files in which rows of `method` were measured before a date (ISO)."""
+    return [path.stem for path in sorted(RESULTS.glob("*.json")) if _date_of(method, path) < date]
+
+
+def _date_of(method: str, path: Path) -> str:
+    """When the rows of `method` in a result file were measured; past all dates where there are none."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    rows = document.get("rows", ())
+    if not any(str(row.get("method", "")).partition(" (")[0] == method for row in rows if isinstance(row, dict)):
+        return "9999"
+    kept = document.get("kept", {})
+    for about in (document.get("again", {}).get(method), kept.get("later"), kept):
+        if about and method in about.get("methods", [method]):
+            return str(about["date"])
+    return str(document["date"])
 
 
 @cache
