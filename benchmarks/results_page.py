@@ -75,7 +75,8 @@ def results_page() -> str:
         names = ", ".join(f"`{name}.json`" for name in before)
         kvzip += (
             " It keeps the first four tokens of a text, as its authors keep the system prompt. Earlier it did not, "
-            f"which made it worse on Qwen2.5-Coder, where they matter: KVzip's rows of {names} are of that time."
+            "which made it worse, most at small R and on Qwen2.5-Coder: KVzip's rows of "
+            f"{names} are of that time."
         )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
