@@ -166,7 +166,8 @@ def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Se
     _check_samples(new, _by_key(earlier["rows"]))
     rows = [new.get(_key(row)) if _method(row) in methods else row for row in earlier["rows"]]
     provenance = {key: measured[key] for key in _PROVENANCE}
-    document = {**earlier, "again": earlier.get("again", {}) | dict.fromkeys(methods, provenance)}
+    measured_again = sorted({_method(row) for row in new.values()} & {*methods})
+    document = {**earlier, "again": earlier.get("again", {}) | dict.fromkeys(measured_again, provenance)}
     if "kept" in document:
         others = [name for name in document["kept"]["methods"] if name not in methods]
         document["kept"] = {**document["kept"], "methods": others}

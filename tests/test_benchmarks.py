@@ -424,7 +424,7 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
     # A method that reads no policy, and then a policy again.
     provenance = {"date": "6", "machine": "b", "versions": {"torch": "2"}}
     measured = now | provenance | {"rows": [row("full", 0), row("snapkv", 1)]}
-    merged = remeasure.merge_methods(merged, measured, ["snapkv"])
+    merged = remeasure.merge_methods(merged, measured, ["snapkv", "tova"])
     assert row("snapkv", 1) in merged["rows"] and row("snapkv", 3) not in merged["rows"] and merged["date"] == "5"
     assert merged["again"] == {"snapkv": provenance} and merged["kept"]["methods"] == ["keydiff"]
     merged = remeasure.merge(merged, now | {"date": "7", "rows": [row("full", 0), row("lkv", 6)]})
