@@ -283,8 +283,8 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     plan = make_plan(2.0, 600.0)
     assert plan.regression_texts == 16 and plan.statistics + plan.regression + plan.distillation + plan.table == 600
     short = make_plan(1.2, 60.0)
-    assert short.regression_texts == 9 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
-    assert make_plan(1.2, 120.0).regression_texts == 16 and make_plan(1.2, 180.0).regression_texts == 12
+    assert short.regression_texts == 7 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
+    assert make_plan(1.2, 120.0).regression_texts == 16 and make_plan(1.2, 180.0).regression_texts == 9
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
