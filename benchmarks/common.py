@@ -92,6 +92,11 @@ def save_rows(
     write_results(options.out, name, rows, seed, command_of(f"benchmarks.{name}", options, data))
 
 
+def method_of(row: dict[str, Any]) -> str:
+    """A row's method without its precision; empty where it has none."""
+    return str(row.get("method", "")).partition(" (")[0]
+
+
 def row_label(method: str) -> str:
     """The name of a row's method in tables and figures."""
     return "LKV, the paper's scorer" if method == PAPER_SCORER else method_label(method)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import PAPER_SCORER, RESULTS
+from benchmarks.common import PAPER_SCORER, RESULTS, method_of
 from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.methods.registry import parse_method
@@ -164,20 +164,15 @@ def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Se
     """
     new = _by_key(measured["rows"])
     _check_samples(new, _by_key(earlier["rows"]))
-    rows = [new.get(_key(row)) if _method(row) in methods else row for row in earlier["rows"]]
+    rows = [new.get(_key(row)) if method_of(row) in methods else row for row in earlier["rows"]]
     provenance = {key: measured[key] for key in _PROVENANCE}
-    measured_again = sorted({_method(row) for row in new.values()} & {*methods})
+    measured_again = sorted({method_of(row) for row in new.values()} & {*methods})
     document = {**earlier, "again": earlier.get("again", {}) | dict.fromkeys(measured_again, provenance)}
     if "kept" in document:
         others = [name for name in document["kept"]["methods"] if name not in methods]
         document["kept"] = {**document["kept"], "methods": others}
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
-
-
-def _method(row: dict[str, Any]) -> str:
-    """A row's method without its precision."""
-    return str(row["method"]).partition(" (")[0]
 
 
 def _without_paper_scorer(provenance: dict[str, Any]) -> dict[str, Any]:
@@ -208,7 +203,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def _reads_policy(row: dict[str, Any]) -> bool:
     """Whether a row's method, without its precision, reads the policy; those of the paper's scorer read another."""
     with suppress(LkvError):
-        return parse_method(_method(row)).needs_policy
+        return parse_method(method_of(row)).needs_policy
     return False
 
 

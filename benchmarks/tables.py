@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, row_label
+from benchmarks.common import RESULTS, method_of, row_label
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
@@ -45,7 +45,7 @@ def _date_of(method: str, path: Path) -> str:
     """When the rows of `method` in a result file were measured; past all dates where there are none."""
     document = json.loads(path.read_text(encoding="utf-8"))
     rows = document.get("rows", ())
-    if not any(str(row.get("method", "")).partition(" (")[0] == method for row in rows if isinstance(row, dict)):
+    if not any(method_of(row) == method for row in rows if isinstance(row, dict)):
         return "9999"
     kept = document.get("kept", {})
     for about in (document.get("again", {}).get(method), kept.get("later"), kept):

@@ -1,6 +1,7 @@
 """What evicting each token of a text changes, measured while the model repeats the text."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +37,16 @@ def measure_eviction_errors(
     out = replay(model, prompt, layers, repeated, hidden_states=True)
     windows, device = patch_attention(model).sliding_windows, prompt[0].key.device
     inputs = [hidden for hidden, window in zip(out.hidden_states, windows, strict=False) if window is None]
-    squares = (hidden.float().square().sum().to(device) for hidden in inputs)
-    errors = (layer.squares.to(device) / square for layer, square in zip(layers, squares, strict=True))
+    norms = (hidden.float().square().sum().to(device) for hidden in inputs)
+    errors = (layer.squares.to(device) / norm for layer, norm in zip(layers, norms, strict=True))
     return torch.stack([error.clamp(min=0).sqrt() for error in errors])
 
 
 class _ErrorLayer(ReplayLayer):
-    """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T]."""
+    """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T].
+
+    |W (o - v)|^2 is o P o - 2 o P v + v P v with P = W^T W; what is taken times v is summed over rows first.
+    """
 
     attention_dtype = torch.float32  # how much is left beside a token must be known
 
@@ -50,24 +54,35 @@ class _ErrorLayer(ReplayLayer):
         super().__init__(prompt)
         self.squares = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
         self._projection = projection
-        self._products: Tensor | None = None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Attention as `ReplayLayer` has it."""
+        heads, dim = value.shape[1], value.shape[-1]
+        # Within the layer's own pass even sharded weights are whole; what is made of them is kept for no longer.
+        with full_precision(value.device):
+            products = _products_of_weights(self._projection, heads, query.shape[1] // heads, dim).to(value.device)
+            self._value = self._prompt.value.float()[:, :, None]
+            self._products, self._projected_value = (
+                products,
+                self._value @ products,
+            )  # P [H, G, d, d], v P [B, H, G, T, d]
+        output = super().attend(query, key, value, mask, scale, stock)
+        del self._value, self._products, self._projected_value
+        return output
 
     def record(self, logits: Tensor, attention: Tensor, output: Tensor) -> None:
-        groups, dim = output.shape[2], output.shape[-1]
-        value, output = self._prompt.value.float()[:, :, None], output.float()
-        with full_precision(value.device):
-            if self._products is None:  # here, within the layer, its weights are at hand even if they are sharded
-                self._products = _products_of_weights(self._projection, value.shape[1], groups, dim).to(value.device)
-            attention = attention[..., : value.shape[3]]
+        output, dim = output.float(), output.shape[-1]
+        with full_precision(output.device):
+            attention = attention[..., : self._value.shape[3]]
             odds = (1 - attention).clamp_(min=_LEAST_REST).reciprocal_().mul_(attention).square_()
-            # |W (o - v)|^2 = o P o - 2 o P v + v P v with P = W^T W [H, G, d, d], the first two summed over rows before
-            # they are taken times v.
             projected = output @ self._products
             norms = (projected * output).sum(-1, keepdim=True)
             rows = torch.cat([-2 * projected, norms, torch.ones_like(norms)], -1)
             crossed, of_outputs, total_odds = (odds.transpose(-1, -2) @ rows).split([dim, 1, 1], -1)
-            crossed += total_odds * (value @ self._products)
-            self.squares += ((crossed * value).sum(-1) + of_outputs[..., 0]).sum(2)
+            crossed += total_odds * self._projected_value
+            self.squares += ((crossed * self._value).sum(-1) + of_outputs[..., 0]).sum(2)
 
 
 def _products_of_weights(projection: nn.Module, kv_heads: int, groups: int, dim: int) -> Tensor:

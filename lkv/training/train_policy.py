@@ -254,6 +254,6 @@ def measure_speed(
 
     with evaluation_mode(model):
         prefill = shape.forward_flops(length) / seconds(read)
-        warmed = warm_start_flops(shape, length) / seconds(replay) if has_warm_start else prefill
+        warm_start_rate = warm_start_flops(shape, length) / seconds(replay) if has_warm_start else prefill
         training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
-    return Speed(prefill, warmed, training)
+    return Speed(prefill, warm_start_rate, training)

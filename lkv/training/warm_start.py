@@ -22,7 +22,8 @@ from lkv.utils.devices import distributed_state
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_FIRST_TOKENS = 4  # the first tokens draw attention whatever they say: left out of the statistics of queries
+# The first tokens draw attention whatever they say: the statistics leave them out, and the regression always has them.
+_FIRST_TOKENS = 4
 _SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
 
@@ -268,10 +269,10 @@ def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared
     for text in targets:
         sides = text.positions + 1, text.end - text.positions
         basis = torch.cat([interpolate_knots(each, places) for places in sides])
-        left = text.scores - _scores_of_all_heads(policy, text) + knots @ basis
+        residual = text.scores - _scores_of_all_heads(policy, text) + knots @ basis
         basis = basis - basis.mean(-1, keepdim=True)
         squares += basis @ basis.T
-        products += left @ basis.T
+        products += residual @ basis.T
     if is_shared:
         squares, products = all_reduce(squares, "sum"), all_reduce(products, "sum")
     # A knot that no token is near stays at 0.

@@ -33,13 +33,12 @@ def expected_errors(model, tokenizer, context: list[int]) -> torch.Tensor:
         hidden = out.hidden_states[layer][0, tokens:].square().sum(-1).mean()
         table = torch.zeros(value.shape[0], tokens, dtype=torch.float64)
         for head in range(heads):
-            kept = value[head // groups]
-            change = weights[:, head]
+            values, projection = value[head // groups], weights[:, head]
             for token in range(tokens):
                 without = attention[head].clone()
                 without[:, token] = 0
                 without /= without.sum(-1, keepdim=True)
-                difference = (attention[head] @ kept - without @ kept) @ change.T
+                difference = (attention[head] @ values - without @ values) @ projection.T
                 table[head // groups, token] += difference.square().sum(-1).mean() / hidden
         errors.append(table.sqrt())
     return torch.stack(errors)
