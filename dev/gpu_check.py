@@ -73,7 +73,8 @@ class Check:
         self._out.mkdir(parents=True, exist_ok=True)
         if self._sanitizer is None:
             print("compute-sanitizer is not installed (it comes with the CUDA toolkit): memory is not checked.")
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # pytest-benchmark warns beside -n, and warnings are errors.
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
         for tool in TOOLS if self._sanitizer else ():
             options = ["--tool", tool, "--error-exitcode", "9"]
             if self._call([str(self._sanitizer), *options, *pytest, *SANITIZED], 90):
