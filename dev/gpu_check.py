@@ -74,10 +74,10 @@ class Check:
         if self._sanitizer is None:
             print("compute-sanitizer is not installed (it comes with the CUDA toolkit): memory is not checked.")
         # pytest-benchmark warns beside -n, and warnings are errors.
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:benchmark"]
         for tool in TOOLS if self._sanitizer else ():
             options = ["--tool", tool, "--error-exitcode", "9"]
-            if self._call([str(self._sanitizer), *options, *pytest, *SANITIZED], 90):
+            if self._call([str(self._sanitizer), *options, *pytest, "-q", *SANITIZED], 90):
                 return self._stop(f"{tool} found something")
         # Every assertion, and no more. A first run also compiles all kernels, in several processes; each test is named
         # as it ends, also where the time does not suffice for all.

@@ -52,6 +52,17 @@ def test_all_is_checked_and_then_timed_within_a_quarter_of_an_hour(tmp_path, cap
     assert status == 1 and len(commands) == 1
 
 
+def test_each_test_is_named_as_it_ends(tmp_path):
+    """So that a run that its limit ends has said which failed."""
+    _, commands = checked(tmp_path, [1])
+    words = commands[0][0][: -len(gpu_check.CHECKS)]
+    (tmp_path / "test_two.py").write_text("def test_right(): pass\ndef test_wrong(): assert False\n")
+    run = subprocess.run([*words, str(tmp_path / "test_two.py")], capture_output=True, text=True, cwd=tmp_path)
+    lines = run.stdout.splitlines()
+    assert any("PASSED" in line and "::test_right" in line for line in lines)
+    assert any("FAILED" in line and line.rstrip().endswith("::test_wrong") for line in lines)
+
+
 def test_training_attention_is_measured_into_the_file_that_is_given(tmp_path):
     """The command that `gpu_check` runs, on a CPU and a short text."""
     (words,) = [words for words, _ in gpu_check.timings("llama-3.2-1b", tmp_path) if "soft_mask" in words[0]]
