@@ -62,12 +62,10 @@ class _ErrorLayer(ReplayLayer):
         heads, dim = value.shape[1], value.shape[-1]
         # Within the layer's own pass even sharded weights are whole; what is made of them is kept for no longer.
         with full_precision(value.device):
-            products = _products_of_weights(self._projection, heads, query.shape[1] // heads, dim).to(value.device)
+            products = _products_of_weights(self._projection, heads, query.shape[1] // heads, dim)
             self._value = self._prompt.value.float()[:, :, None]
-            self._products, self._projected_value = (
-                products,
-                self._value @ products,
-            )  # P [H, G, d, d], v P [B, H, G, T, d]
+            self._products = products.to(value.device)  # P [H, G, d, d]
+            self._projected_value = self._value @ self._products  # v P [B, H, G, T, d]
         output = super().attend(query, key, value, mask, scale, stock)
         del self._value, self._products, self._projected_value
         return output
