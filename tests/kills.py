@@ -1,26 +1,26 @@
 """Work killed at random moments, as a power cut would end it: what it wrote is whole, and it goes on to the same end.
 
-The work runs in forked processes: what takes long, the imports, is done once.
+The work runs in processes forked from one that has done the imports, which take long, and nothing else: where a test of
+the stand-in GPU has run, PyTorch refuses a backward pass in a fork of the tests' own process.
 """
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tqdm import tqdm
 
 from lkv.context.compression import compress
 from lkv.context.context import Context
@@ -45,48 +45,52 @@ def run_and_kill(work: Work, folder: Path, after: float, has_begun: Callable[[Pa
     child = _start(work, folder)
     end = time.monotonic() + LONGEST
     while not has_begun(folder) and time.monotonic() < end:
-        if os.waitpid(child, os.WNOHANG)[0]:
+        if not child.is_alive():
             return False
         time.sleep(0.002)
     time.sleep(after)
-    # It may have ended, but until it is waited for its number is no other process's.
-    os.kill(child, signal.SIGKILL)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    child.kill()
+    child.join()
+    return child.exitcode == -signal.SIGKILL
 
 
 def run_to_end(work: Work, folder: Path) -> None:
     """`work` in a process of its own, to its end."""
     child = _start(work, folder)
-    status = os.waitpid(child, 0)[1]
+    child.join()
     error = _error_file(folder)
     said = error.read_text(encoding="utf-8") if error.exists() else ""
-    assert status == 0, f"{work.__name__} in {folder} ended with {status}\n{said}"
+    assert child.exitcode == 0, f"{work.__name__} in {folder} ended with {child.exitcode}\n{said}"
 
 
 def _error_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.error")
 
 
-def _start(work: Work, folder: Path) -> int:
-    """The number of a forked process that does `work`, and nothing after it."""
-    with warnings.catch_warnings():
-        # Python warns of threads that a forked process does not have; the work needs none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child:
-        return child
-    status = 1
+def _start(work: Work, folder: Path) -> ForkServerProcess:
+    """A process that does `work`, and nothing after it."""
+    child = _forks().Process(target=_do, args=(work, folder), daemon=True)
+    child.start()
+    return child
+
+
+@cache
+def _forks() -> ForkServerContext:
+    """Where processes are forked from one that has imported this module."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([__name__])
+    return forks
+
+
+def _do(work: Work, folder: Path) -> None:
+    torch.set_num_threads(1)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1), os.dup2(quiet, 2)
     try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(quiet, 1), os.dup2(quiet, 2)
-        # Progress bars lock a semaphore that forked processes share: who is killed within it would stop all after it.
-        tqdm.set_lock(threading.RLock())
         work(folder)
-        status = 0
     except BaseException:
         _error_file(folder).write_text(traceback.format_exc(), encoding="utf-8")
-    finally:
-        os._exit(status)
+        raise
 
 
 def save_contexts(folder: Path) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
-from tqdm import tqdm
 
 from lkv.context.compression import compress
 from lkv.context.context import Context
@@ -280,7 +279,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tqdm.monitor_interval = 0  # a thread of its own, and the kills fork
     try:
         tally = Tally(options.out, options.seed, "make soak")
     except ValueError as error:
