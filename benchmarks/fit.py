@@ -9,14 +9,16 @@ thread's processor time, so that other work on the machine does not count. The c
 saved state, finished policies from --work.
 """
 
+import itertools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
-from benchmarks.fidelity import measure, summarise
+from benchmarks.fidelity import Sample, measure, summarise
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
@@ -27,20 +29,23 @@ from lkv.training import fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.fit_plan import PROGRESS_TEXTS
+from lkv.utils.statistics import ratio_of_macro_means
 
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
 SHIPPED = "shipped"
+RATIO = "ratio"  # the task of rows that compare two methods on the same samples
 
 
 def main() -> None:
     options = parse_options(
         __doc__, "fit", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), train=Path,
         fits=["none:10", "clean:10"], tokens=[1000, 2000, 4000], retention=[0.15, 0.05], contexts=[2], tasks=TASKS,
-        work=Path("runs-local/fit"), seed=0, out=Path,
+        work=Path("runs-local/fit"), threads=1, seed=0, out=Path,
     )  # fmt: skip
-    torch.set_num_threads(1)
-    fitting.clock = time.process_time
+    torch.set_num_threads(options.threads)
+    if options.threads == 1:
+        fitting.clock = time.process_time
     subject = subject_of(options)
     options.out = options.out or subject.results("fit")
     policies = {fit: fitted(subject, fit, options) for fit in options.fits}
@@ -58,7 +63,8 @@ def main() -> None:
         return measure(subject.model, {"": grid}, ids, cut_targets(continuations))
 
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        measured = [(cases[key][0], cases[key][2], sample) for key, sample in samples.items()]
+        rows = [*summarise(measured), *ratios(measured, names[:-2], names[-2:])]
         rows += [row for fit, policy in policies.items() for row in curve(fit, policy)]
         return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
 
@@ -95,6 +101,27 @@ def fitted(subject: Any, fit: str, options: Any) -> Policy:
     elif kind != "none":
         data |= {"data": options.train}
     return fitting.fit(subject.model, subject.tokenizer, minutes=float(minutes), out=folder, name=subject.name, **data)
+
+
+def ratios(
+    samples: Sequence[tuple[str, int | None, Sample]], methods: Sequence[str], baselines: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Rows by length: KL of each method, a mean over tasks, by that of each baseline on the same samples."""
+    groups: dict[tuple[int | None, float], dict[str, dict[str, list[float]]]] = {}
+    for task, tokens, sample in samples:
+        for index, (method, retention) in enumerate(sample["rows"]):
+            kls = [continuation[index][0] for continuation in sample["measured"]]
+            by_task = groups.setdefault((tokens, retention), {}).setdefault(method, {})
+            by_task.setdefault(task, []).append(sum(kls) / len(kls))
+    rows = []
+    for (tokens, retention), kls_of in groups.items():
+        for method, baseline in itertools.product(methods, baselines):
+            if method in kls_of and baseline in kls_of:
+                ratio = ratio_of_macro_means(list(kls_of[method].values()), list(kls_of[baseline].values()))
+                if ratio is not None:
+                    row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens}
+                    rows.append(row | {"retention": retention, **ratio._asdict(), "unit": "KL by that of `against`"})
+    return rows
 
 
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:

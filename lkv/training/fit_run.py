@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 RUN = ".fit"  # the folder of a run that is not finished
 _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
-_AVERAGING = 8  # the average of the weights reaches over the last 1 / 9 or so of the steps
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 
 
@@ -83,7 +82,7 @@ class FitRun:
         # Before the regression, scores are the attention to expect alone.
         self._initial_output = self.policy.tokens.output.detach().clone()
         self.policy.tokens.output.detach().zero_()
-        self._average, self._best = copy.deepcopy(self.policy), copy.deepcopy(self.policy)
+        self._best = copy.deepcopy(self.policy)
         self._optimizer = make_optimizer(self.policy, config)
         self._stage, self._steps, self._contexts = 0, 0, 0
         self._best_kl, self._distilling_since = math.inf, 0.0
@@ -121,8 +120,7 @@ class FitRun:
             checkpoint.check_run(self._config, self._texts.digest)
             checkpoint.load_policy(self.policy)
             checkpoint.load_optimizer(self.policy, self._optimizer)
-            for name, policy in (("average", self._average), ("best", self._best)):
-                policy.load_state_dict(Policy.from_pretrained(self._state / name).state_dict())
+            self._best.load_state_dict(Policy.from_pretrained(self._state / "best").state_dict())
             progress = checkpoint.card["progress"]
             self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
             self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
@@ -136,7 +134,6 @@ class FitRun:
             "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed, "best_kl": self._best_kl,
             "distilling_since": self._distilling_since, "curve": self._curve,
         }  # fmt: skip
-        self._average.save_pretrained(self._state / "average")
         self._best.save_pretrained(self._state / "best")
         save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
 
@@ -196,20 +193,19 @@ class FitRun:
 
     def _finish_stage(self, stage: int, title: str) -> None:
         self._stage = stage
-        self._average.load_state_dict(self.policy.state_dict())
         self._report(title)
 
     def _report(self, title: str) -> None:
-        """Print the held-out KL of the averaged weights, keep them if they are the best so far, and save the state."""
+        """Print the held-out KL, keep the weights if they are the best so far, and save the state."""
         begin = self._elapsed
-        measured = self._progress_texts.measure(self._average)
+        measured = self._progress_texts.measure(self.policy)
         self._report_seconds = self._elapsed - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):
             raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
         if kl <= self._best_kl:
             self._best_kl = kl
-            self._best.load_state_dict(self._average.state_dict())
+            self._best.load_state_dict(self.policy.state_dict())
         point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
         self._curve.append({"seconds": round(self._elapsed, 1), "contexts": self._contexts, **point})
         text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
@@ -240,7 +236,7 @@ class FitRun:
             log("3. the distillation did not run: no time was left for it; give more --minutes")
 
     def _step(self, now: Schedule) -> None:
-        """One update on a batch of contexts, and one of the averaged weights."""
+        """One update on a batch of contexts."""
         config = self._config
         numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
         numbered = [(number, self._sample(self._texts.training, number)) for number in numbers]
@@ -258,9 +254,6 @@ class FitRun:
         self._optimizer.step()
         self._contexts += config.batch
         self._steps += 1
-        with torch.no_grad():
-            for average, parameter in zip(self._average.parameters(), self.policy.parameters(), strict=True):
-                average.lerp_(parameter, (_AVERAGING + 1) / (self._steps + _AVERAGING + 1))
 
     def _finish(self) -> Policy:
         """Compare the best policy with the baselines, print that, and save the policy."""
