@@ -1,6 +1,18 @@
 """The section of docs/results.md on `lkv fit`, from the files that benchmarks.fit wrote."""
 
-from benchmarks.tables import KL, Row, counted, kl_and_agreement, other_models, read, source, table, tokens
+from benchmarks.tables import (
+    KL,
+    Row,
+    counted,
+    document,
+    interval,
+    kl_and_agreement,
+    other_models,
+    read,
+    source,
+    table,
+    tokens,
+)
 from lkv.evaluation.report.names import FULL, method_label
 
 _FITTED_ON = {
@@ -31,7 +43,36 @@ def _fits(file: str) -> list[str]:
             curves.append(f"* {title}: {falls}")
     held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
     means = _fit_table(file, ("all",), where)
-    return [*means, held_out, "\n".join(curves)] if means else []
+    return [*means, *_ratio_table(file), held_out, "\n".join(curves)] if means else []
+
+
+def _ratio_table(file: str) -> list[str]:
+    """KL by that of the baselines on the same samples: a line a policy, a column a baseline, length and retention."""
+    rows = read(file, task="ratio")
+    cells = {
+        (row["method"], row["minutes"], row["against"], row["tokens"], row["retention"]): interval(row, digits=2)
+        for row in rows
+    }
+    columns = dict.fromkeys((row["against"], row["tokens"], row["retention"]) for row in rows)
+    order = sorted(columns, key=lambda column: (column[0], *_length_first(column[1:])))
+    titles = _fit_titles(rows)
+    head = [
+        f"by {titles.get((name, None), name)}'s, {tokens(length)}, R = {retention:g}"
+        for name, length, retention in order
+    ]
+    body = [
+        [title, *(cells[*key, *column] for column in order)]
+        for key, title in titles.items()
+        if (*key, *order[0]) in cells
+    ]
+    lead = "Their KL by that of KVzip and of the shipped policy on the same samples, means over tasks:"
+    return [lead, table(head, body)] if rows else []
+
+
+def _minutes(file: str) -> str:
+    """What the minutes of a file are of."""
+    words = document(file)["command"].split()
+    return f"{words[words.index('--threads') + 1]} idle cores" if "--threads" in words else "one thread"
 
 
 def _fit_titles(rows: list[Row]) -> dict[tuple[str, float | None], str]:
@@ -51,8 +92,8 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
     if not rows:
         return []
     lead = (
-        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of one thread: {KL} and top-1 agreement on "
-        f"{where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
+        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {_minutes(file)}: {KL} and top-1 "
+        f"agreement on {where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
     )
     columns = dict.fromkeys((row["task"], row["tokens"], row["retention"]) for row in rows if row["method"] != FULL)
     order = sorted(columns, key=lambda column: (tasks.index(column[0]), *_length_first(column[1:])))

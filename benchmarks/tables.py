@@ -19,16 +19,20 @@ Row = dict[str, Any]
 
 def read(name: str, /, **wanted: Any) -> list[Row]:
     """The rows of a result file with these values; none where the file is not there."""
-    path = RESULTS / f"{name}.json"
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    rows = document(name)["rows"] if (RESULTS / f"{name}.json").is_file() else []
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+
+
+def document(name: str) -> dict[str, Any]:
+    """A result file: its rows, and the command, machine and versions they are of."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def source(name: str) -> str:
     """A result file's name, with a remark where its policy is not shipped or some rows are of an earlier run."""
-    document = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    is_other = document.get("policy") is not None and document["policy"] not in _shipped_digests()
-    has_earlier = "kept" in document
+    of_file = document(name)
+    is_other = of_file.get("policy") is not None and of_file["policy"] not in _shipped_digests()
+    has_earlier = "kept" in of_file
     return (
         f"`{name}.json`"
         + ", with a policy that is not shipped" * is_other
