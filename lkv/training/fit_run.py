@@ -185,8 +185,7 @@ class FitRun:
         targets: list[RegressionTargets] = []
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
         for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.regression_texts):
-            ids = text.context[:WARM_START_TOKENS]
-            targets.append(regression_targets(self._model, self._tokenizer, self.policy, ids))
+            targets.append(regression_targets(self._model, self._tokenizer, self.policy, text.context))
             if self._elapsed > latest:
                 break
         return targets

@@ -1,5 +1,7 @@
 """What a policy imitates before the distillation."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,11 +9,13 @@ from lkv.config import ScorerInputs
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
+from lkv.methods.replay import REQUEST
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, fit_to_targets, regression_targets, warm_start
+from lkv.utils.prompts import encode_question
 from tests.conftest import save_model
 
 
@@ -78,3 +82,13 @@ def test_few_texts_teach_that_the_first_token_is_kept(loaded):
     fit_to_targets(policy, targets)
     after = [_scores_of_all_heads(policy, target) for target in targets]
     assert all(bool((scores[:, :1] > scores[:, 1:] + 3).all()) for scores in after)
+
+
+def test_a_text_that_the_model_cannot_read_twice_is_shortened(tmp_path):
+    model, tokenizer = load_model(str(save_model(tmp_path, max_position_embeddings=200)), torch.float32)
+    policy, ids = fresh(model), text(0).context
+    longest = (200 - len(encode_question(tokenizer, REQUEST))) // 2
+    assert 0 < longest < len(ids)
+    targets, of_shortened = (regression_targets(model, tokenizer, policy, each) for each in (ids, ids[:longest]))
+    assert targets.end == longest and torch.equal(targets.scores, of_shortened.scores)
+    assert math.isfinite(warm_start(model, tokenizer, policy, text, 2))
