@@ -49,6 +49,8 @@ def _fits(file: str) -> list[str]:
 def _ratio_table(file: str) -> list[str]:
     """KL by that of the baselines on the same samples: a line a policy, a column a baseline, length and retention."""
     rows = read(file, task="ratio")
+    if not rows:
+        return []
     cells = {
         (row["method"], row["minutes"], row["against"], row["tokens"], row["retention"]): interval(row, digits=2)
         for row in rows
@@ -66,7 +68,7 @@ def _ratio_table(file: str) -> list[str]:
         if (*key, *order[0]) in cells
     ]
     lead = "Their KL by that of KVzip and of the shipped policy on the same samples, means over tasks:"
-    return [lead, table(head, body)] if rows else []
+    return [lead, table(head, body)]
 
 
 def _minutes(file: str) -> str:
