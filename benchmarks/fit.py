@@ -11,7 +11,7 @@ saved state, finished policies from --work.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from lkv.training import fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.fit_plan import PROGRESS_TEXTS
-from lkv.utils.statistics import ratio_of_macro_means
+from lkv.utils.statistics import bootstrap_ratio
 
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
@@ -63,8 +63,8 @@ def main() -> None:
         return measure(subject.model, {"": grid}, ids, cut_targets(continuations))
 
     def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        measured = [(cases[key][0], cases[key][2], sample) for key, sample in samples.items()]
-        rows = [*summarise(measured), *ratios(measured, names[:-2], names[-2:])]
+        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        rows += ratios(((cases[key][2], sample) for key, sample in samples.items()), names[:-2], names[-2:])
         rows += [row for fit, policy in policies.items() for row in curve(fit, policy)]
         return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
 
@@ -104,24 +104,26 @@ def fitted(subject: Any, fit: str, options: Any) -> Policy:
 
 
 def ratios(
-    samples: Sequence[tuple[str, int | None, Sample]], methods: Sequence[str], baselines: Sequence[str]
+    samples: Iterable[tuple[int | None, Sample]], methods: Sequence[str], baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows by length: KL of each method, a mean over tasks, by that of each baseline on the same samples."""
-    groups: dict[tuple[int | None, float], dict[str, dict[str, list[float]]]] = {}
-    for task, tokens, sample in samples:
-        for index, (method, retention) in enumerate(sample["rows"]):
-            kls = [continuation[index][0] for continuation in sample["measured"]]
-            by_task = groups.setdefault((tokens, retention), {}).setdefault(method, {})
-            by_task.setdefault(task, []).append(sum(kls) / len(kls))
+    """Rows by length: the mean KL of each method by that of each baseline on the same samples."""
+    by_length: dict[int | None, list[Sample]] = {}
+    for tokens, sample in samples:
+        by_length.setdefault(tokens, []).append(sample)
     rows = []
-    for (tokens, retention), kls_of in groups.items():
-        for method, baseline in itertools.product(methods, baselines):
-            if method in kls_of and baseline in kls_of:
-                ratio = ratio_of_macro_means(list(kls_of[method].values()), list(kls_of[baseline].values()))
-                if ratio is not None:
-                    row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens}
-                    rows.append(row | {"retention": retention, **ratio._asdict(), "unit": "KL by that of `against`"})
+    for tokens, members in by_length.items():
+        indices = {tuple(row): index for index, row in enumerate(members[0]["rows"])}
+        for (method, retention), baseline in itertools.product(indices, baselines):
+            if method in methods and (baseline, retention) in indices:
+                own, other = (_kls(members, indices[name, retention]) for name in (method, baseline))
+                row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens, "retention": retention}
+                rows.append(row | bootstrap_ratio(own, other)._asdict() | {"unit": "KL by that of `against`"})
     return rows
+
+
+def _kls(samples: Iterable[Sample], index: int) -> list[list[float]]:
+    """KL of each continuation of each sample, for the method number `index` in it."""
+    return [[continuation[index][0] for continuation in sample["measured"]] for sample in samples]
 
 
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ def _ratio_table(file: str) -> list[str]:
         for key, title in titles.items()
         if (*key, *order[0]) in cells
     ]
-    lead = "Their KL by that of KVzip and of the shipped policy on the same samples, means over tasks:"
+    lead = "Their KL by that of KVzip and of the shipped policy on the same samples:"
     return [lead, table(head, body)]
 
 

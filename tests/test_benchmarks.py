@@ -434,12 +434,12 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
         remeasure.merge_methods(merged, measured | {"rows": [row("full", 0) | {"n": 4}]}, ["snapkv"])
 
 
-def test_the_ratio_of_two_fits_is_that_of_their_means_over_tasks():
-    def sample(own, other):  # two continuations
-        return {"rows": [["lkv@a", 0.1], ["kvzip", 0.1]], "measured": [[[own, 1.0], [other, 1.0]]] * 2}
+def test_the_ratio_of_two_fits_is_that_of_their_means():
+    def sample(own, other, continuations):
+        return {"rows": [("lkv@a", 0.1), ("kvzip", 0.1)], "measured": [[[own, 1.0], [other, 1.0]]] * continuations}
 
-    samples = [("prose", 1000, sample(own, 2.0)) for own in (1.0, 3.0)]
-    samples += [("code", 1000, sample(own, 4.0)) for own in (1.0, 1.0)]
-    (row,) = fit.ratios(samples, ["lkv@a"], ["kvzip", "absent"])
-    assert (row["against"], row["tokens"], row["retention"], row["n"]) == ("kvzip", 1000, 0.1, 4)
-    assert row["value"] == pytest.approx((2 + 1) / (2 + 4)) and row["low"] < row["value"] < row["high"]
+    samples = [(1000, sample(1.0, 2.0, 2)), (1000, sample(3.0, 2.0, 1)), (2000, sample(5.0, 4.0, 1))]
+    first, second = fit.ratios(samples, ["lkv@a"], ["kvzip", "absent"])
+    assert (first["against"], first["tokens"], first["retention"], first["n"]) == ("kvzip", 1000, 0.1, 3)
+    assert (first["value"], first["low"], first["high"]) == pytest.approx((5 / 6, 1 / 2, 3 / 2))
+    assert (second["value"], second["low"], second["high"]) == (1.25, 1.25, 1.25)

@@ -30,6 +30,14 @@ def bootstrap(groups: Groups) -> Mean:
     return _interval(sums.sum() / sizes.sum(), sums[drawn].sum(1) / sizes[drawn].sum(1), int(sizes.sum()))
 
 
+def bootstrap_ratio(groups: Groups, baseline: Groups) -> Mean:
+    """The mean of all values by that of `baseline`, positive values of the same samples, drawn as in `bootstrap`."""
+    sums, sums_of_baseline = (np.array([sum(group) for group in each], np.float64) for each in (groups, baseline))
+    drawn = np.random.default_rng(0).integers(0, len(groups), (2000, len(groups)))
+    ratios = sums[drawn].sum(1) / sums_of_baseline[drawn].sum(1)
+    return _interval(sums.sum() / sums_of_baseline.sum(), ratios, sum(map(len, groups)))
+
+
 def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
     """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
