@@ -25,7 +25,7 @@ def read(name: str, /, **wanted: Any) -> list[Row]:
 
 def document(name: str) -> dict[str, Any]:
     """A result file: its rows, and the command, machine and versions they are of."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def source(name: str) -> str:
