@@ -47,28 +47,24 @@ def _fits(file: str) -> list[str]:
 
 
 def _ratio_table(file: str) -> list[str]:
-    """KL by that of the baselines on the same samples: a line a policy, a column a baseline, length and retention."""
+    """KL by that of the baselines on the same samples: lines of policy and baseline, columns of length and R."""
     rows = read(file, task="ratio")
     if not rows:
         return []
+    columns = sorted(dict.fromkeys((row["tokens"], row["retention"]) for row in rows), key=_length_first)
     cells = {
         (row["method"], row["minutes"], row["against"], row["tokens"], row["retention"]): interval(row, digits=2)
         for row in rows
     }
-    columns = dict.fromkeys((row["against"], row["tokens"], row["retention"]) for row in rows)
-    order = sorted(columns, key=lambda column: (column[0], *_length_first(column[1:])))
     titles = _fit_titles(rows)
-    head = [
-        f"by {titles.get((name, None), name)}'s, {tokens(length)}, R = {retention:g}"
-        for name, length, retention in order
-    ]
     body = [
-        [title, *(cells[*key, *column] for column in order)]
+        [f"{title}, by {titles[against, None]}", *(cells[*key, against, *column] for column in columns)]
+        for against in dict.fromkeys(row["against"] for row in rows)
         for key, title in titles.items()
-        if (*key, *order[0]) in cells
+        if (*key, against, *columns[0]) in cells
     ]
     lead = "Their KL by that of KVzip and of the shipped policy on the same samples:"
-    return [lead, table(head, body)]
+    return [lead, table([f"{tokens(length)}, R = {retention:g}" for length, retention in columns], body)]
 
 
 def _minutes(file: str) -> str:
