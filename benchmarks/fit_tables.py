@@ -15,7 +15,7 @@ from benchmarks.tables import (
 )
 from lkv.evaluation.report.names import FULL, method_label
 
-_FITTED_ON = {
+FITTED_ON = {
     "lkv@none": "Python's own texts",
     "lkv@code": "code and Python's own texts",
     "lkv@meetings": "meetings and Python's own texts",
@@ -29,7 +29,8 @@ def fits() -> list[str]:
     parts = [part for file in ("fit", *(f"fit-{name}" for name in other_models())) for part in _fits(file)]
     where = "evaluation texts of two kinds, {} contexts of each a length, with a regression on KVzip's scores as it was"
     own = _fit_table("fit_domains", ("code", "meetings"), where)
-    return ["## A policy in minutes", *parts, *own] if parts else []
+    figure = "![fit](benchmarks/results/small/fit.png)"
+    return ["## A policy in minutes", *parts, figure, *own] if parts else []
 
 
 def _fits(file: str) -> list[str]:
@@ -67,7 +68,7 @@ def _ratio_table(file: str) -> list[str]:
     return [lead, table([f"{tokens(length)}, R = {retention:g}" for length, retention in columns], body)]
 
 
-def _minutes(file: str) -> str:
+def minutes_of(file: str) -> str:
     """What the minutes of a file are of."""
     words = document(file)["command"].split()
     return f"{words[words.index('--threads') + 1]} idle cores" if "--threads" in words else "one thread"
@@ -78,7 +79,7 @@ def _fit_titles(rows: list[Row]) -> dict[tuple[str, float | None], str]:
     fitted = dict.fromkeys((row["method"], row["minutes"]) for row in rows if row.get("minutes"))
     titles: dict[tuple[str, float | None], str] = {
         (method, minutes): f"`lkv fit`, {title}, {minutes:g} minute{'s' * (minutes != 1)}"
-        for method, title in _FITTED_ON.items()
+        for method, title in FITTED_ON.items()
         for minutes in sorted(each for name, each in fitted if name == method)
     }
     return titles | {("lkv@shipped", None): "the shipped policy", ("kvzip", None): method_label("kvzip")}
@@ -90,7 +91,7 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
     if not rows:
         return []
     lead = (
-        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {_minutes(file)}: {KL} and top-1 "
+        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)}: {KL} and top-1 "
         f"agreement on {where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
     )
     columns = dict.fromkeys((row["task"], row["tokens"], row["retention"]) for row in rows if row["method"] != FULL)

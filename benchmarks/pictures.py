@@ -11,12 +11,15 @@ from typing import Any
 from benchmarks import length, memory
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
+from benchmarks.fit_tables import FITTED_ON, minutes_of
 from benchmarks.results_page import LONGER
 from benchmarks.tables import read
-from lkv.evaluation.report.figures import plot_memory, plot_table, save_figure
+from lkv.evaluation.report.figures import finish_figure, new_figure, plot_memory, plot_table, save_figure
 from lkv.evaluation.report.names import AVERAGE, FULL, method_label, sort_methods
 from lkv.evaluation.report.profile_table import read_profile
 from lkv.evaluation.report.tables import MIN_SAMPLES, Cell, Column, Table, TableRow, make_cells
+from lkv.training.fit_plan import PROGRESS_TEXTS
+from lkv.training.heldout import PROGRESS_RETENTIONS
 
 _MODEL = "SmolLM2-135M-Instruct"
 
@@ -60,6 +63,35 @@ def draw_tasks(name: str, suite: str, path: Path) -> None:
     _draw_table("tasks", f"{suite}, by task", rows, "task", columns, caption, path)
 
 
+def draw_fits(path: Path) -> None:
+    """Held-out KL over the minutes of `lkv fit`, a panel a model; of each kind of text the fit of most minutes."""
+    files = ["fit", *(path.stem for path in sorted(RESULTS.glob("fit-*.json")))]
+    figure = new_figure(0.6 + 4.5 * len(files), 4.2)
+    panels = list(figure.subplots(1, len(files), sharey=True, squeeze=False)[0])
+    for axes, file in zip(panels, files, strict=True):
+        points = read(file, task="held-out texts of the fit")
+        longest: dict[str, float] = {}
+        for row in points:
+            longest[row["method"]] = max(row["minutes"], longest.get(row["method"], 0.0))
+        for number, method in enumerate(longest):
+            for retention, line in zip(PROGRESS_RETENTIONS, ("-", "--"), strict=True):
+                curve = read(
+                    file, task="held-out texts of the fit", method=method, minutes=longest[method], retention=retention
+                )
+                axes.plot(
+                    [row["seconds"] / 60 for row in curve], [row["value"] for row in curve], line, color=f"C{number}",
+                    marker="o", markersize=3, label=FITTED_ON[method] if line == "-" else "",
+                )  # fmt: skip
+        axes.set_title(points[0]["model"].rpartition("/")[2])
+        axes.set_xlabel(f"minutes of {minutes_of(file)}")
+        axes.set_yscale("log")
+    panels[0].set_ylabel("KL(full || compressed), nats a token")
+    first, second = PROGRESS_RETENTIONS
+    caption = f"R = {first:g}, dashed {second:g}; {PROGRESS_TEXTS} texts that no stage reads; first after the statistics"
+    finish_figure(figure, panels, "lkv fit by minutes", caption)
+    save_figure(figure, path)
+
+
 def draw_profile(path: Path) -> None:
     """Memory over length."""
     save_figure(plot_memory(read_profile(RESULTS / "profile.json")), path)
@@ -92,6 +124,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "ruler_tasks": partial(draw_tasks, "ruler", "RULER"),
     "longbench_tasks": partial(draw_tasks, "longbench", "LongBench"),
     "profile": draw_profile,
+    "fit": draw_fits,
     **{
         path.stem: partial(draw_lengths, path.stem)
         for name in ("length", "refit", *LONGER)
