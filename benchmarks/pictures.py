@@ -87,7 +87,7 @@ def draw_fits(path: Path) -> None:
         axes.set_yscale("log")
     panels[0].set_ylabel("KL(full || compressed), nats a token")
     first, second = PROGRESS_RETENTIONS
-    caption = f"R = {first:g}, dashed {second:g}; {PROGRESS_TEXTS} texts that no stage reads; first after the statistics"
+    caption = f"R = {first:g}, dashed {second:g}; {PROGRESS_TEXTS} unread texts, at first after the statistics"
     finish_figure(figure, panels, "lkv fit by minutes", caption)
     save_figure(figure, path)
 
