@@ -96,6 +96,8 @@ def results_page() -> str:
         *fidelity(),
         *variants(),
         *fits(),
+        "With the policy of ten minutes on Python's own texts:",
+        *needles("fit_needles"),
     ]
     parts += ["## Compensation", refit, compensation(), *lengths("refit"), *needles("refit_needles")]
     parts += [part for name in other_models() for part in other_model(name)]
