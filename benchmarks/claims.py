@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import RESULTS
-from benchmarks.tables import interval, read, table
+from benchmarks.tables import document, interval, read, table
 from lkv.config import TrainingConfig
 from lkv.policy.shipped import card_stages, shipped_policies
 from lkv.training.cost import CALIBRATION_SAMPLES
@@ -145,7 +145,7 @@ def training() -> list[str]:
     path = RESULTS / "paper_training.json"
     if not path.is_file():
         return []
-    results = json.loads(path.read_text(encoding="utf-8"))
+    results = document(path.stem)
     held_out = [row for row in results["rows"] if row["what"] == "held out"]
     columns = list(dict.fromkeys((row["texts"], row["tokens"], row["retention"]) for row in held_out))
     lines: dict[str, list[str]] = {}

@@ -4,9 +4,10 @@ python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.
 
 --fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind ("meetings", "code": what such
 a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without what overlaps with the evaluation
-files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes are of one
-thread's processor time, so that other work on the machine does not count. The command resumes: each fit from its last
-saved state, finished policies from --work.
+files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes of one
+thread are of processor time, so that other work on the machine does not count; those of more --threads are of the
+clock, on a machine that does nothing else. The command resumes: each fit from its last saved state, finished policies
+from --work.
 """
 
 import itertools
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import Sample, measure, summarise
+from benchmarks.fit_tables import CURVE, RATIO
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
@@ -34,7 +36,6 @@ from lkv.utils.statistics import bootstrap_ratio
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
 SHIPPED = "shipped"
-RATIO = "ratio"  # the task of rows that compare two methods on the same samples
 
 
 def main() -> None:
@@ -129,7 +130,7 @@ def _kls(samples: Iterable[Sample], index: int) -> list[list[float]]:
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:
     """Rows of the held-out KL as it fell, on texts of the policy's own data."""
     texts = {
-        "task": "held-out texts of the fit",
+        "task": CURVE,
         "method": f"lkv@{fit}",
         "unit": "nats a token, KL(full || compressed)",
     }

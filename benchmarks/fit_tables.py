@@ -15,6 +15,8 @@ from benchmarks.tables import (
 )
 from lkv.evaluation.report.names import FULL, method_label
 
+# The task of rows that compare two methods on the same samples, and of those of the held-out KL by minutes.
+RATIO, CURVE = "ratio", "held-out texts of the fit"
 FITTED_ON = {
     "lkv@none": "Python's own texts",
     "lkv@code": "code and Python's own texts",
@@ -26,11 +28,16 @@ FITTED_ON = {
 
 def fits() -> list[str]:
     """Policies of `lkv fit` against KVzip and the shipped policy, by kind of own text, and the KL over the minutes."""
-    parts = [part for file in ("fit", *(f"fit-{name}" for name in other_models())) for part in _fits(file)]
+    parts = [part for file in fit_files() for part in _fits(file)]
     where = "evaluation texts of two kinds, {} contexts of each a length, with a regression on KVzip's scores as it was"
     own = _fit_table("fit_domains", ("code", "meetings"), where)
     figure = "![fit](benchmarks/results/small/fit.png)"
     return ["## A policy in minutes", *parts, figure, *own] if parts else []
+
+
+def fit_files() -> list[str]:
+    """The result files of `benchmarks.fit`, one a model."""
+    return ["fit", *(f"fit-{name}" for name in other_models())]
 
 
 def _fits(file: str) -> list[str]:
@@ -38,7 +45,7 @@ def _fits(file: str) -> list[str]:
     where = "evaluation texts, {} contexts a length, needles among them"
     curves = []
     for (method, minutes), title in _fit_titles(read(file, task="all")).items():
-        points = read(file, task="held-out texts of the fit", method=method, minutes=minutes, retention=0.15)
+        points = read(file, task=CURVE, method=method, minutes=minutes, retention=0.15)
         if points:
             falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
             curves.append(f"* {title}: {falls}")
@@ -49,7 +56,7 @@ def _fits(file: str) -> list[str]:
 
 def _ratio_table(file: str) -> list[str]:
     """KL by that of the baselines on the same samples: lines of policy and baseline, columns of length and R."""
-    rows = read(file, task="ratio")
+    rows = read(file, task=RATIO)
     if not rows:
         return []
     columns = sorted(dict.fromkeys((row["tokens"], row["retention"]) for row in rows), key=_length_first)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import length, memory
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
-from benchmarks.fit_tables import FITTED_ON, minutes_of
+from benchmarks.fit_tables import CURVE, FITTED_ON, fit_files, minutes_of
 from benchmarks.results_page import LONGER
 from benchmarks.tables import read
 from lkv.evaluation.report.figures import finish_figure, new_figure, plot_memory, plot_table, save_figure
@@ -65,19 +65,17 @@ def draw_tasks(name: str, suite: str, path: Path) -> None:
 
 def draw_fits(path: Path) -> None:
     """Held-out KL over the minutes of `lkv fit`, a panel a model; of each kind of text the fit of most minutes."""
-    files = ["fit", *(path.stem for path in sorted(RESULTS.glob("fit-*.json")))]
+    files = [file for file in fit_files() if read(file, task=CURVE)]
     figure = new_figure(0.6 + 4.5 * len(files), 4.2)
     panels = list(figure.subplots(1, len(files), sharey=True, squeeze=False)[0])
     for axes, file in zip(panels, files, strict=True):
-        points = read(file, task="held-out texts of the fit")
-        longest: dict[str, float] = {}
-        for row in points:
-            longest[row["method"]] = max(row["minutes"], longest.get(row["method"], 0.0))
-        for number, method in enumerate(longest):
+        points = read(file, task=CURVE)
+        # The last of a kind's fits, by minutes.
+        longest = {row["method"]: row["minutes"] for row in sorted(points, key=lambda row: row["minutes"])}
+        for number, (method, minutes) in enumerate(longest.items()):
+            own = [row for row in points if (row["method"], row["minutes"]) == (method, minutes)]
             for retention, line in zip(PROGRESS_RETENTIONS, ("-", "--"), strict=True):
-                curve = read(
-                    file, task="held-out texts of the fit", method=method, minutes=longest[method], retention=retention
-                )
+                curve = [row for row in own if row["retention"] == retention]
                 axes.plot(
                     [row["seconds"] / 60 for row in curve], [row["value"] for row in curve], line, color=f"C{number}",
                     marker="o", markersize=3, label=FITTED_ON[method] if line == "-" else "",

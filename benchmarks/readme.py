@@ -3,7 +3,6 @@
 python -m benchmarks.readme [--check]
 """
 
-import json
 import sys
 
 from benchmarks.claims import claims_page
@@ -11,7 +10,7 @@ from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.memory import best_precisions, comparable_length
 from benchmarks.results_page import results_page
-from benchmarks.tables import AT_4096, KL, interval, name_of, overlapping_items, read, score, table, tokens
+from benchmarks.tables import AT_4096, KL, document, interval, name_of, overlapping_items, read, score, table, tokens
 from lkv.evaluation.report.names import FULL
 
 ROOT = RESULTS.parents[1]
@@ -131,7 +130,7 @@ def _cost_sentence() -> str:
     (token,), (half,) = (
         read("decode", dtype=dtype, what="token", threads=1, **AT_4096) for dtype in ("float32", "bfloat16")
     )
-    machines = [json.loads((RESULTS / f"{name}.json").read_text())["machine"] for name in ("prefill", "decode")]
+    machines = [document(name)["machine"] for name in ("prefill", "decode")]
     return (
         f"**Cost**, at 15% of the entries and 4,096 tokens, as a fraction of the full cache's: memory "
         f"{size['value']:.3f}, prefill time {interval(time, digits=2)} ({machines[0]}), time per decoded token "

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, method_of, row_label
@@ -42,20 +41,20 @@ def source(name: str) -> str:
 
 def files_before(method: str, date: str) -> list[str]:
     """The result files in which rows of `method` were measured before a date (ISO)."""
-    return [path.stem for path in sorted(RESULTS.glob("*.json")) if _date_of(method, path) < date]
+    return [path.stem for path in sorted(RESULTS.glob("*.json")) if _date_of(method, path.stem) < date]
 
 
-def _date_of(method: str, path: Path) -> str:
+def _date_of(method: str, name: str) -> str:
     """When the rows of `method` in a result file were measured; past all dates where there are none."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    rows = document.get("rows", ())
+    of_file = document(name)
+    rows = of_file.get("rows", ())
     if not any(method_of(row) == method for row in rows if isinstance(row, dict)):
         return "9999"
-    kept = document.get("kept", {})
-    for about in (document.get("again", {}).get(method), kept.get("later"), kept):
+    kept = of_file.get("kept", {})
+    for about in (of_file.get("again", {}).get(method), kept.get("later"), kept):
         if about and method in about.get("methods", [method]):
             return str(about["date"])
-    return str(document["date"])
+    return str(of_file["date"])
 
 
 @cache

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 _LEAST_REST = 1e-3  # of the attention, so much counts as left for the other tokens: it is known no better
 
 
+def longest_text(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The most tokens of a text that the model can read and then repeat; at least one."""
+    request = encode_question(tokenizer, REQUEST)
+    return max(1, (patch_attention(model).spec.max_positions - len(request)) // 2)
+
+
 @torch.no_grad()
 def measure_eviction_errors(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]

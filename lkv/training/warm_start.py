@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.replay import REQUEST
 from lkv.policy.policy import Policy
 from lkv.policy.token_scores import FUTURE, content_formula, expected_attention_scores, interpolate_knots
 from lkv.training.cost import WARM_START_SAMPLE, WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.eviction_errors import measure_eviction_errors
+from lkv.training.eviction_errors import longest_text, measure_eviction_errors
 from lkv.training.processes import all_reduce, average_gradients
 from lkv.utils.devices import distributed_state
-from lkv.utils.prompts import encode_question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -162,9 +159,8 @@ def regression_targets(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", policy: Policy, ids: list[int]
 ) -> RegressionTargets:
     """Read and repeat the first `WARM_START_TOKENS` of a text, or as many as the model can read twice."""
-    device, request = policy.tokens.mean.device, encode_question(tokenizer, REQUEST)
-    longest = (patch_attention(model).spec.max_positions - len(request)) // 2
-    ids = ids[: max(1, min(WARM_START_TOKENS, longest))]
+    device = policy.tokens.mean.device
+    ids = ids[: min(WARM_START_TOKENS, longest_text(model, tokenizer))]
     prompt = read_prompt(model, torch.tensor([ids], device=device))
     errors = measure_eviction_errors(model, tokenizer, ids, prompt).to(device)
     counts = [

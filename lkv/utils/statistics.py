@@ -26,16 +26,19 @@ def bootstrap(groups: Groups) -> Mean:
     if not any(len(group) for group in groups):
         raise ValueError("there are no values to average.")
     sums, sizes = np.array([(sum(group), len(group)) for group in groups], np.float64).T
-    drawn = np.random.default_rng(0).integers(0, len(groups), (2000, len(groups)))
-    return _interval(sums.sum() / sizes.sum(), sums[drawn].sum(1) / sizes[drawn].sum(1), int(sizes.sum()))
+    return _ratio_of_sums(sums, sizes, int(sizes.sum()))
 
 
 def bootstrap_ratio(groups: Groups, baseline: Groups) -> Mean:
     """The mean of all values by that of `baseline`, positive values of the same samples, drawn as in `bootstrap`."""
     sums, sums_of_baseline = (np.array([sum(group) for group in each], np.float64) for each in (groups, baseline))
-    drawn = np.random.default_rng(0).integers(0, len(groups), (2000, len(groups)))
-    ratios = sums[drawn].sum(1) / sums_of_baseline[drawn].sum(1)
-    return _interval(sums.sum() / sums_of_baseline.sum(), ratios, sum(map(len, groups)))
+    return _ratio_of_sums(sums, sums_of_baseline, sum(map(len, groups)))
+
+
+def _ratio_of_sums(sums: np.ndarray, others: np.ndarray, samples: int) -> Mean:
+    """The sum over groups of `sums` by that of `others`, drawing groups."""
+    drawn = np.random.default_rng(0).integers(0, len(sums), (2000, len(sums)))
+    return _interval(sums.sum() / others.sum(), sums[drawn].sum(1) / others[drawn].sum(1), samples)
 
 
 def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
