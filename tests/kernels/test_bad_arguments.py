@@ -251,7 +251,7 @@ def test_soft_mask_attention_of_tensors_that_do_not_fit(index, change):
         soft_mask_attention(*tensors)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
 @pytest.mark.parametrize(
     ("index", "change"),
     [
@@ -260,6 +260,7 @@ def test_soft_mask_attention_of_tensors_that_do_not_fit(index, change):
         *((index, lambda x: x[:1]) for index in (0, 1, 2, 5, 6)), *((index, lambda x: x[:, :1]) for index in range(6)),
         *((index, lambda x: x[:, :, 1:]) for index in range(6)), (0, lambda x: x[..., 1:]), (3, lambda x: x[..., 1:]),
         (6, lambda x: x + 1), (6, lambda x: x - 2), (6, lambda x: x.int()), (6, lambda x: None),
+        (1, lambda x: x.double()), (2, lambda x: x.half()), (5, lambda x: x * torch.nan), (5, lambda x: x - -torch.inf),
     ],
 )  # fmt: skip
 def test_continuations_of_tensors_that_do_not_fit(backend, index, change):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.kernels.soft_mask_attention import soft_mask_attention
+from lkv.kernels.soft_mask_attention import continuation_attention, matmul, soft_mask_attention
 
 
 def inputs(batch, kv_heads, groups, rows, length, dim, dtype=torch.float64, seed=0):
@@ -80,3 +80,64 @@ def test_empty_rows_are_zero_and_pass_no_gradient(dtype, rows):
         results.append([out, *grads])
     tolerance = 32 * torch.finfo(dtype).eps
     torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
+
+
+def continuations(rows, tokens, prompts, dim=16, value_dim=16, dtype=torch.float64):
+    """Three continuations of two KV heads and six query heads, their prompts, the mask and the prompts' numbers."""
+    torch.manual_seed(rows)
+    own = [torch.randn(3, heads, rows, width, dtype=dtype) for heads, width in ((6, dim), (2, dim), (2, value_dim))]
+    prompt = [torch.randn(prompts, 2, tokens, width, dtype=dtype) for width in (dim, value_dim)]
+    log_mask = -12 * torch.rand(3, 2, tokens, dtype=torch.promote_types(dtype, torch.float32))
+    log_mask[:, :, ::3] = -torch.inf
+    log_mask[1, 1] = -torch.inf  # a head that has nothing of its prompt
+    learned = [x.requires_grad_() for x in (*own, log_mask)]
+    return learned, prompt, torch.tensor([0, prompts - 1, 0]) if prompts > 1 else None
+
+
+@pytest.mark.parametrize("most_scores", [1, 2**8, 2**19])
+@pytest.mark.parametrize(("rows", "tokens", "prompts"), [(1, 1, 1), (5, 40, 1), (7, 3, 2), (4, 33, 2), (3, 0, 1)])
+@pytest.mark.parametrize("value_dim", [16, 8])
+def test_continuations_on_a_cpu_equal_the_formula(monkeypatch, most_scores, rows, tokens, prompts, value_dim):
+    monkeypatch.setattr(matmul, "_MOST_SCORES", most_scores)
+    (*own, log_mask), prompt, owners = continuations(rows, tokens, prompts, value_dim=value_dim)
+    outs = [
+        continuation_attention(*own, *prompt, log_mask, owners, 0.3, backend=backend)
+        for backend in ("auto", "reference")
+    ]
+    torch.testing.assert_close(*outs, atol=1e-12, rtol=1e-12)
+    grads = [torch.autograd.grad(out.sin().sum(), [*own, log_mask]) for out in outs]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
+
+
+def test_the_full_cache_needs_no_mask():
+    (*own, log_mask), prompt, _ = continuations(5, 20, 1)
+    outs = [continuation_attention(*own, *prompt, mask) for mask in (None, torch.zeros_like(log_mask))]
+    torch.testing.assert_close(*outs, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_of_continuations_is_that_of_the_stock_kernel(dtype):
+    """Values and gradients, against the formula in float64."""
+    (*own, log_mask), prompt, owners = continuations(16, 200, 2, 64, 64, dtype)
+    results = []
+    for backend, precision in (("reference", torch.float64), ("sdpa", dtype), ("auto", dtype)):
+        tensors = [x.detach().to(precision).requires_grad_() for x in (*own, *prompt)]
+        mask = log_mask.detach().requires_grad_()
+        out = continuation_attention(*tensors, mask, owners, backend=backend)
+        results.append([out.detach(), *torch.autograd.grad(out.double().sin().sum(), [*tensors[:3], mask])])
+    for truth, stock, ours in zip(*results, strict=True):
+        allowed = max(float((stock - truth).abs().max()), 1e-6)
+        assert float((ours - truth).abs().max()) <= 2.5 * allowed
+
+
+def test_continuations_copy_nothing_of_the_prompt():
+    """What is saved for the backward pass: the inputs, the output and a log-sum-exp a row."""
+    (*own, log_mask), prompt, _ = continuations(4, 5_000, 1, dtype=torch.float32)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):
+        out = continuation_attention(*own, *prompt, log_mask)
+    given = {x.data_ptr() for x in (*own, *prompt, log_mask)}
+    new = [x for x in saved if isinstance(x, torch.Tensor) and x.data_ptr() not in given]
+    assert len(saved) >= 8
+    assert sum(x.nbytes for x in new) == out.nbytes + 4 * out[..., 0].numel()

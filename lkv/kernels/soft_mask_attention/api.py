@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.soft_mask_attention import matmul
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -63,10 +64,7 @@ def soft_mask_attention(
         raise ValueError(f"Expected log_mask of shape {[batch, kv_heads, length]} but got {list(log_mask.shape)}.")
     if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
         raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
-    if log_mask.device.type == "cpu" and not bool((log_mask < torch.inf).all()):
-        raise ValueError(
-            "log_mask contains NaN or +inf, but it must be the logarithm of a finite mask m >= 0 (-inf where m = 0)."
-        )
+    _check_mask(log_mask)
     chosen = _chosen(backend, q.device, q.dtype, head_dim, v.shape[3])
     attend = {"reference": attend_by_formula, "sdpa": _attend_by_sdpa}.get(chosen) or _triton_module().attend
     return attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
@@ -96,7 +94,7 @@ def continuation_attention(
         log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for that of the full cache.
         owners: int64 [n], the number of each continuation's prompt; None where there is one prompt.
         scale: As in `soft_mask_attention`.
-        backend: As in `soft_mask_attention`.
+        backend: As in `soft_mask_attention`; "auto" on a CPU takes matrix products, for which nothing is copied either.
 
     Returns:
         Outputs [n, Hq, t, d], differentiable in `q`, `key`, `value` and `log_mask`.
@@ -110,10 +108,12 @@ def continuation_attention(
     prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if backend == "auto" and q.device.type == "cpu":
+        return matmul.attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
     if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         return attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
     k, v = (
         torch.cat([x.expand(rows, -1, -1, -1) if owners is None else x[owners], own], 2)
@@ -144,10 +144,21 @@ def _check_continuations(
     ):  # fmt: skip
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in arguments.items())
         raise ValueError(f"The shapes do not fit each other: {shapes}.")
+    if not q.dtype == key.dtype == value.dtype:
+        raise ValueError(f"key is {key.dtype} and value {value.dtype}, but they must have the dtype of q, {q.dtype}.")
+    if log_mask is not None:
+        _check_mask(log_mask)
     if owners is not None and owners.dtype != torch.int64:
         raise ValueError(f"owners is {owners.dtype}, but it must be torch.int64.")
     if owners is not None and owners.device.type == "cpu" and not bool(((owners >= 0) & (owners < prompts)).all()):
         raise ValueError(f"owners names prompts that are not there; give numbers from 0 to {prompts - 1}.")
+
+
+def _check_mask(log_mask: Tensor) -> None:
+    if log_mask.device.type == "cpu" and not bool((log_mask < torch.inf).all()):
+        raise ValueError(
+            "log_mask contains NaN or +inf, but it must be the logarithm of a finite mask m >= 0 (-inf where m = 0)."
+        )
 
 
 @functools.cache
