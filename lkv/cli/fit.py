@@ -30,12 +30,13 @@ class Fit(Command):
         import torch
 
         from lkv.models.loading import DEFAULT, load_model
+        from lkv.training import fitting
         from lkv.training.fit_texts import open_texts
-        from lkv.training.fitting import fit_to
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        started = fitting.clock()
+        device = find_device(self.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         texts = open_texts((), self.data, self.against)  # what is wrong with them is said before the model is loaded
-        dtype = torch_dtype(self.dtype) or faster_dtype(torch.device(device))
-        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, find_device(device))
-        fit_to(texts, model, tokenizer, self.minutes, self.out, self.model or DEFAULT)
+        dtype = torch_dtype(self.dtype) or faster_dtype(device)
+        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, device)
+        fitting.fit_to(texts, model, tokenizer, self.minutes, self.out, self.model or DEFAULT, started)

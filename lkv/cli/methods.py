@@ -133,7 +133,8 @@ def _describe_model(name: str) -> str:
 def _describe_policy(policy: StoredPolicy) -> str:
     lines = describe_card(policy.spec, policy.card)
     if fit := policy.card.get("fit"):
+        fate = "" if policy.is_preferred else ", not the default: another one, or SnapKV, was better"
         lines.append(
-            f"fitted    here in {fit.get('minutes')} minutes on {fit.get('contexts')} contexts; {policy.folder}"
+            f"fitted    here in {fit.get('minutes')} minutes on {fit.get('contexts')} contexts{fate}; {policy.folder}"
         )
     return "\n".join([policy.name, *(f"  {line}" for line in lines)])

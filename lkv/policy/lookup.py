@@ -60,11 +60,9 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
         PolicyMismatchError: If there is none; the message says which methods need none and how to make one.
     """
     spec = model if isinstance(model, ModelSpec) else patch_attention(model).spec
-    for entry in _stored_policies():
-        if entry.has_paper_scorer == paper and model_difference(entry.spec, spec) is None:
-            return Policy.from_pretrained(entry.folder)
-    if name and not paper and (policy := _published_policy(name)):
-        policy.check_model(spec)
+    if policy := stored_policy(spec, paper):
+        return policy
+    if name and not paper and (policy := _published_policy(name, spec)):
         return policy
     about = f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)"
     raise PolicyMismatchError(
@@ -72,10 +70,10 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
     )
 
 
-def shipped_policy(spec: ModelSpec) -> Policy | None:
-    """The policy shipped for the model that `spec` describes, if any."""
-    for entry in shipped_policies():
-        if not entry.has_paper_scorer and model_difference(entry.spec, spec) is None:
+def stored_policy(spec: ModelSpec, paper: bool = False) -> Policy | None:
+    """The policy on this machine that is the default for the model that `spec` describes, if any."""
+    for entry in _stored_policies():
+        if entry.has_paper_scorer == paper and model_difference(entry.spec, spec) is None:
             return Policy.from_pretrained(entry.folder)
     return None
 
@@ -88,6 +86,8 @@ def _stored_policies() -> list[StoredPolicy]:
 def _worse_policy(name: str | None, spec: ModelSpec | None) -> str:
     """Where the policy is that `lkv fit` made for the model, but found worse than SnapKV; empty if there is none."""
     for entry in fitted_policies():
+        if entry.is_preferred or "preferred" not in entry.card.get("fit", {}):
+            continue
         is_named = name is not None and name.lower() in map(str.lower, (entry.name, *entry.hub_names))
         if is_named or (spec is not None and model_difference(entry.spec, spec) is None):
             return (
@@ -97,8 +97,11 @@ def _worse_policy(name: str | None, spec: ModelSpec | None) -> str:
     return ""
 
 
-def _published_policy(model: str) -> Policy | None:
-    """Download the policy that is published for the model `model` of the hub, None where there is none."""
+def _published_policy(model: str, spec: ModelSpec | None = None) -> Policy | None:
+    """Download the policy that is published for the model `model` of the hub, None where there is none.
+
+    One that is for another model than `spec`, of the same name, is none.
+    """
     publisher = os.environ.get("LKV_POLICY_HUB", "lkv-policies")
     if not publisher or model.count("/") != 1 or os.path.exists(model) or model.startswith((".", "/", "~")):
         return None
@@ -107,19 +110,21 @@ def _published_policy(model: str) -> Policy | None:
         policy = Policy.from_pretrained(name)
     except PolicyFileError:
         return None
+    if spec is not None and model_difference(policy.spec, spec) is not None:
+        return None
     print(f"using the policy {name} from the hub (commit {policy.commit})", file=sys.stderr)
     return policy
 
 
 def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str | None = None) -> Policy:
-    """Load a policy from its folder, a training run's folder, the hub ("owner/name"), or by the name of a shipped one.
+    """Load a policy from its folder, a training run's folder, the hub ("owner/name"), or by its name in `lkv policies`.
 
     `strict` and `revision` are those of `Policy.from_pretrained`. Raises PolicyFileError.
     """
     folder = as_path(name, PolicyFileError, "the policy")
-    shipped_folder = next((entry.folder for entry in shipped_policies() if entry.name == str(name)), None)
-    if shipped_folder is not None:
-        return Policy.from_pretrained(shipped_folder, strict, revision)
+    for entry in (*shipped_policies(), *fitted_policies()):
+        if entry.name == str(name):
+            return Policy.from_pretrained(entry.folder, strict, revision)
     if is_policy(folder / "policy") and not is_policy(folder):
         return Policy.from_pretrained(folder / "policy", strict, revision)
     if (folder / "config.json").is_file() and not is_policy(folder):

@@ -51,22 +51,25 @@ class Plan(NamedTuple):
     table_texts: int
 
 
-def make_plan(reading: float, seconds: float) -> Plan:
-    """Divide `seconds` where one text is read in `reading` seconds. Raises TrainingError if they are too few."""
-    statistics = (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
+def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0) -> Plan:
+    """Divide what is left of `seconds` after `spent` and after `stage` stages, where a text is read in `reading`.
+
+    Raises TrainingError if a run that begins has too little time.
+    """
+    statistics = 0.0 if stage else (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
     table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))
     table = table_texts * _TABLE_READINGS * reading
-    if statistics + table > seconds:
-        least = math.ceil((statistics + table) / 60 * 1.2)
+    left = seconds - spent - statistics - table
+    if left < 0 and not stage:
+        least = math.ceil((spent + statistics + table) / 60 * 1.2)
         raise TrainingError(
             f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
             f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
         )
-    left = seconds - statistics - table
     share = _REGRESSION_SHARE * seconds
     if left - share < _LEAST_CONTEXTS * _CONTEXT_READINGS * reading:
         share = left
-    regression_texts = min(_REGRESSION_TEXTS, int(share / (_REGRESSION_READINGS * reading)))
+    fitting_texts = min(_REGRESSION_TEXTS, int(share / (_REGRESSION_READINGS * reading)))
+    regression_texts = max(0, fitting_texts) if stage < 2 else 0
     regression = regression_texts * _REGRESSION_READINGS * reading
-    distillation = max(0.0, seconds - statistics - regression - table)
-    return Plan(statistics, regression, distillation, table, regression_texts, table_texts)
+    return Plan(statistics, regression, max(0.0, left - regression), table, regression_texts, table_texts)

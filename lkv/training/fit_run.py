@@ -1,10 +1,11 @@
 """One run of `lkv fit`: statistics, regression on eviction errors, distillation, comparison; a killed run resumes."""
 
 import copy
+import itertools
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ import torch
 from lkv.config import TrainingConfig
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.policy.lookup import shipped_policy
+from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy
+from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import describe_overlap
-from lkv.training.checkpoint import CHECKPOINT, read_checkpoint, save_checkpoint
+from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, read_checkpoint, save_checkpoint
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
@@ -27,7 +29,7 @@ from lkv.training.fit_texts import FitTexts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
-from lkv.utils.devices import dtype_name
+from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
 from lkv.utils.files import name_without_place
 
@@ -37,17 +39,19 @@ if TYPE_CHECKING:
 RUN = ".fit"  # the folder of a run that is not finished
 _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
+_SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 
 
 class UselessStateError(LkvError):
-    """A run that was interrupted cannot be continued: it was for other data, settings or another model."""
+    """The saved state of an interrupted run cannot be read."""
 
 
 class FitRun:
     """One run of `fit`: its plan, its stages and the state that a later call resumes from.
 
-    `call_seconds` gives the time since this call began; that of earlier calls is added.
+    `elapsed` gives the seconds of this call and, where it continues a run, of the earlier ones. With `keeps_earlier` a
+    policy that is in `folder` already stays, and the new one gets a folder beside it.
     """
 
     def __init__(
@@ -60,13 +64,13 @@ class FitRun:
         folder: Path,
         model_name: str,
         texts: FitTexts,
-        call_seconds: Callable[[], float],
+        elapsed: Callable[[], float],
+        keeps_earlier: bool,
     ):
         self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
-        self._folder, self._state, self._call_seconds = folder, folder / RUN / "state", call_seconds
-        self._earlier = 0.0
-        self._texts = texts
+        self._folder, self._state, self._keeps_earlier = folder, folder / RUN / "state", keeps_earlier
+        self._elapsed, self._texts = elapsed, texts
         spec = patch_attention(model).spec
         torch.manual_seed(config.seed)
         card: dict[str, Any] = {"model": name_without_place(model_name), "data": texts.training.origins}
@@ -89,10 +93,6 @@ class FitRun:
         self._curve: list[dict[str, float]] = []
         self._report_seconds = 0.0
 
-    @property
-    def _elapsed(self) -> float:
-        return self._earlier + self._call_seconds()
-
     def run(self) -> Policy:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
@@ -112,26 +112,45 @@ class FitRun:
         return self._finish()
 
     def _restore(self) -> None:
-        """Take up the state of a run on the same data that was interrupted."""
+        """Take up the state of a run on the same data that was interrupted, or that was short of memory.
+
+        Raises UselessStateError if it cannot be read, and TrainingError if it is of another run.
+        """
         if not (self._state / CHECKPOINT).exists():
             return
         try:
             checkpoint = read_checkpoint(self._state)
-            checkpoint.check_run(self._config, self._texts.digest)
-            checkpoint.load_policy(self.policy)
-            checkpoint.load_optimizer(self.policy, self._optimizer)
-            self._best.load_state_dict(Policy.from_pretrained(self._state / "best").state_dict())
             progress = checkpoint.card["progress"]
+            lengths = {name: checkpoint.config[name] for name in ("min_tokens", "max_tokens")}
+            self._load_run(checkpoint, replace(self._config, **lengths))
+            initialize_from(self._best, self._state / "best")
+            is_shorter = self._config.max_tokens < lengths["max_tokens"]
+            if not is_shorter:  # position tables are shorter too
+                checkpoint.load_optimizer(self.policy, self._optimizer)
             self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
-            self._earlier, self._best_kl = progress["seconds"], progress["best_kl"]
+            self._best_kl = math.inf if is_shorter else progress["best_kl"]
             self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
-        except (LkvError, KeyError, RuntimeError) as error:
+        except _OtherRunError as error:
+            raise TrainingError(
+                f"{self._state.parent} holds an interrupted run of {progress['seconds'] / 60:.1f} minutes on other "
+                "data, with other settings or of another model; repeat that call to continue it, give another --out, "
+                "or delete that folder to start anew."
+            ) from error
+        except (LkvError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UselessStateError(str(error)) from error
-        log(f"continuing the run that was interrupted after {self._earlier / 60:.1f} minutes")
+        log(f"continuing the run that was interrupted after {progress['seconds'] / 60:.1f} minutes")
+
+    def _load_run(self, checkpoint: Checkpoint, config: TrainingConfig) -> None:
+        """Load the policy of a run with the settings `config`. Raises _OtherRunError if it is another run."""
+        try:
+            checkpoint.check_run(config, self._texts.digest)
+            checkpoint.load_policy(self.policy)
+        except TrainingError as error:
+            raise _OtherRunError(str(error)) from error
 
     def _save(self) -> None:
         self.policy.card["progress"] = {
-            "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed, "best_kl": self._best_kl,
+            "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed(), "best_kl": self._best_kl,
             "distilling_since": self._distilling_since, "curve": self._curve,
         }  # fmt: skip
         self._best.save_pretrained(self._state / "best")
@@ -140,7 +159,7 @@ class FitRun:
     def _make_plan(self) -> None:
         """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
         config = self._config
-        self._plan = plan = make_plan(self._reading, self._seconds)
+        self._plan = plan = make_plan(self._reading, self._seconds, self._elapsed(), self._stage)
         for line in self._texts.training.lines:
             log(line)
         if "decontamination" in self.policy.card:
@@ -154,20 +173,22 @@ class FitRun:
         )
         if own_chars and not self._texts.held_out.has_own_texts:
             log("there is too little own text to hold any out: KL is measured on Python's own texts")
-        log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
-        read = _texts(plan.regression_texts)
-        log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
+        if self._stage < 1:
+            log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
+        if self._stage < 2:
+            read = _texts(plan.regression_texts)
+            log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
         log(
             f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
             f"{format_duration(plan.distillation)}"
         )
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
-    def _draw(self, data: Mixture, start: int, count: int) -> list[TokenizedSample]:
-        """`count` samples from number `start` on that have something to predict."""
+    def _draw(self, data: Mixture, start: int, count: int, longest: int | None = None) -> list[TokenizedSample]:
+        """`count` samples from number `start` on that have something to predict, of at most `longest` tokens."""
         samples: list[TokenizedSample] = []
         for number in range(start, start + 20 * count):
-            sample = self._sample(data, number)
+            sample = self._sample(data, number, longest)
             if sample.continuations:
                 samples.append(sample)
             if len(samples) == count:
@@ -176,9 +197,10 @@ class FitRun:
             raise DataError("the texts are too short to learn from; give longer ones.")
         return samples
 
-    def _sample(self, data: Mixture, number: int) -> TokenizedSample:
-        sample = data.sample(number, self._config.continuations)
-        return tokenize_sample(sample, self._tokenizer, self._config.max_tokens, self._config.max_continuation)
+    def _sample(self, data: Mixture, number: int, longest: int | None = None) -> TokenizedSample:
+        config = self._config
+        sample = data.sample(number, config.continuations)
+        return tokenize_sample(sample, self._tokenizer, longest or config.max_tokens, config.max_continuation)
 
     def _read_targets(self) -> list[RegressionTargets]:
         """The eviction errors of as many texts as planned, or as the time allows."""
@@ -186,7 +208,7 @@ class FitRun:
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
         for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.regression_texts):
             targets.append(regression_targets(self._model, self._tokenizer, self.policy, text.context))
-            if self._elapsed > latest:
+            if self._elapsed() > latest:
                 break
         return targets
 
@@ -196,9 +218,9 @@ class FitRun:
 
     def _report(self, title: str) -> None:
         """Print the held-out KL, keep the weights if they are the best so far, and save the state."""
-        begin = self._elapsed
+        begin = self._elapsed()
         measured = self._progress_texts.measure(self.policy)
-        self._report_seconds = self._elapsed - begin
+        self._report_seconds = self._elapsed() - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):
             raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
@@ -206,30 +228,30 @@ class FitRun:
             self._best_kl = kl
             self._best.load_state_dict(self.policy.state_dict())
         point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
-        self._curve.append({"seconds": round(self._elapsed, 1), "contexts": self._contexts, **point})
+        self._curve.append({"seconds": round(self._elapsed(), 1), "contexts": self._contexts, **point})
         text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
-        minutes, seconds = divmod(int(self._elapsed), 60)
+        minutes, seconds = divmod(int(self._elapsed()), 60)
         log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
         self._save()
 
     def _distill(self) -> None:
         """Train until the comparison has to begin; the schedule follows the clock."""
         config, end = self._config, self._seconds - self._plan.table
-        begin = self._distilling_since = self._distilling_since or self._elapsed
-        pace, reported = 0.0, self._elapsed
+        begin = self._distilling_since = self._distilling_since or self._elapsed()
+        pace, reported = 0.0, self._elapsed()
         interval = max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
         with defer_interrupt() as interrupted:
-            while (now := self._elapsed) + pace < end:
+            while (now := self._elapsed()) + pace < end:
                 self._step(schedule(config, config.steps * (now - begin) / (end - begin)))
-                pace = max(pace / 2, self._elapsed - now)
-                is_last = self._elapsed + pace >= end
-                if is_last or interrupted.is_set() or self._elapsed - reported > interval:
+                pace = max(pace / 2, self._elapsed() - now)
+                is_last = self._elapsed() + pace >= end
+                if is_last or interrupted.is_set() or self._elapsed() - reported > interval:
                     self._report(f"{self._contexts} contexts")
-                    reported = self._elapsed
+                    reported = self._elapsed()
                 if interrupted.is_set():
                     raise TrainingStoppedError(
-                        f"stopped after {self._elapsed / 60:.1f} of {self._seconds / 60:g} minutes, which are saved in "
-                        f"{self._state}; run the same command to continue."
+                        f"stopped after {self._elapsed() / 60:.1f} of {self._seconds / 60:g} minutes, which are saved "
+                        f"in {self._state}; run the same command to continue."
                     )
         if not self._contexts:
             log("3. the distillation did not run: no time was left for it; give more --minutes")
@@ -255,36 +277,65 @@ class FitRun:
         self._steps += 1
 
     def _finish(self) -> Policy:
-        """Compare the best policy with the baselines, print that, and save the policy."""
+        """Compare the best policy with the baselines, save it, and print the comparison."""
         policy = self._best.eval().requires_grad_(False)
-        samples = self._draw(self._texts.held_out, _FIRST_CONTEXT, self._plan.table_texts)
-        shipped = shipped_policy(policy.spec)
-        rows = compare(self._model, self._tokenizer, samples, policy, shipped)
-        print(format_table(rows))
+        default = stored_policy(policy.spec)
+        rows, lengths = self._compare(policy, default)
         better, card = better_baselines(rows), policy.card
         is_worse_than_snapkv = _DECISIVE_RETENTION in better.get("snapkv", ())
-        card.pop("progress", None)
-        errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "shipped")}
+        errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "default")}
         card["fit"] = {
-            "minutes": round(self._elapsed / 60, 1), "contexts": self._contexts, "curve": self._curve,
+            "minutes": round(self._elapsed() / 60, 1), "contexts": self._contexts, "curve": self._curve,
             "comparison": rows,
-            "preferred": not is_worse_than_snapkv and (shipped is None or errors["lkv"] < errors["shipped"]),
+            "preferred": not is_worse_than_snapkv and (default is None or errors["lkv"] < errors["default"]),
         }  # fmt: skip
-        lengths = sorted(len(sample.context) for sample in samples)
         card["fidelity"] = [
-            {"retention": row["retention"], "tokens": [lengths[0], lengths[-1]], "kl": row["kl"],
+            {"retention": row["retention"], "tokens": [min(lengths), max(lengths)], "kl": row["kl"],
              "agreement": row["agreement"]}
             for row in rows if row["method"] == "lkv"
         ]  # fmt: skip
-        policy.save_pretrained(self._folder, half=True)
+        folder = _free_folder(self._folder) if self._keeps_earlier else self._folder
+        policy.save_pretrained(folder, half=True)
         rmtree(self._folder / RUN, ignore_errors=True)
-        print(f"the policy is in {self._folder}, after {self._elapsed / 60:.1f} minutes")
+        print(format_table(rows))
+        print(f"the policy is in {folder}, after {self._elapsed() / 60:.1f} minutes")
         for line in describe_better_baselines(better):
             print(line)
         if not card["fit"]["preferred"]:
-            cause = "SnapKV" if is_worse_than_snapkv else "the policy shipped for this model"
-            print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {self._folder}")
+            cause = "SnapKV" if is_worse_than_snapkv else "the policy that was this model's default"
+            print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {folder}")
         return policy
+
+    def _compare(self, policy: Policy, default: Policy | None) -> tuple[list[dict[str, Any]], list[int]]:
+        """The rows of `compare`, and the lengths of the texts, which are shorter where memory is."""
+        del self._progress_texts  # whose k and v are held
+        longest = self._config.max_tokens
+        while True:
+            samples = self._draw(self._texts.held_out, _FIRST_CONTEXT, self._plan.table_texts, longest)
+            try:
+                rows = compare(self._model, self._tokenizer, samples, policy, default)
+                return rows, [len(sample.context) for sample in samples]
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                longest //= 2
+                if longest < _SHORTEST_COMPARED:
+                    raise TrainingError(
+                        f"there is not enough memory to compare the policy with the baselines; it is in "
+                        f"{self._state / 'best'}."
+                    ) from error
+                log(f"out of memory in the comparison: going on with texts of at most {longest:,} tokens")
+            release(input_device(self._model))
+
+
+class _OtherRunError(LkvError):
+    """The saved state is not of this run."""
+
+
+def _free_folder(folder: Path) -> Path:
+    """`folder`, or where it holds a policy the first of FOLDER-2, FOLDER-3, ... that does not exist."""
+    numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(path for path in numbered if not path.exists()) if is_policy(folder) else folder
 
 
 def _texts(count: int, kind: str = "") -> str:

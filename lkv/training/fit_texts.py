@@ -34,8 +34,12 @@ def open_texts(
 ) -> FitTexts:
     """Read texts, a folder or both, beside Python's own, without what overlaps with the files `against`.
 
-    Raises DataError for too little text of one's own.
+    Raises DataError for texts that are no strings, and for too little text of one's own.
     """
+    is_one = isinstance(texts, str)
+    texts = tuple(texts)
+    if is_one or not all(isinstance(text, str) for text in texts):
+        raise DataError("texts must be a list of strings, one for each document.")
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
         raise DataError(
@@ -45,13 +49,16 @@ def open_texts(
     overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
     more: dict[str, Any] = {"filter_items": overlap} if overlap else {}
     lengths = RECIPE.min_tokens, RECIPE.max_tokens
-    mixture = Mixture(folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, **more)
+    mixture = Mixture(
+        folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, skip_unknown=True, **more
+    )  # fmt: skip
     if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} and the texts hold" if texts else f"{folder} holds"
         clean = "without what overlaps with the evaluated files, " if overlap else ""
+        skipped = "; ".join(line for line in mixture.lines if line.startswith("skipped"))
         raise DataError(
             f"{clean}{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, "
-            ".jsonl, .pdf or source files, or no data to use Python's own texts."
+            f".jsonl, .pdf or source files, or no data to use Python's own texts{f' ({skipped})' if skipped else ''}."
         )
     files = overlap.files.values() if overlap else ()
     digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]

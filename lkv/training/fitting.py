@@ -19,12 +19,13 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.prefill import query_rotations
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.policy.policy import Policy
+from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import fitted_folder
-from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
+from lkv.training.checkpoint import CHECKPOINT, check_is_not_data, lock_folder, read_checkpoint
 from lkv.training.fit_plan import config_for, longest_context
 from lkv.training.fit_run import RUN, FitRun, UselessStateError, log
 from lkv.training.fit_texts import FitTexts, open_texts
-from lkv.utils.devices import is_out_of_memory
+from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_writable_folder
 
 if TYPE_CHECKING:
@@ -91,16 +92,14 @@ def fit_to(
 ) -> Policy:
     """Make a policy from texts that are open, as `fit` does, in `minutes` from `started` (default: now)."""
     started = clock() if started is None else started
-
-    def call_seconds() -> float:
-        return clock() - started
-
     query_rotations(model, "`lkv fit`")
     spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
+    _check_folder(folder, texts)
     is_new = not folder.exists()
     check_writable_folder(folder / RUN, TrainingError, "the policy")
+    keeps_earlier = out is None
     with (
         lock_folder(folder / RUN),
         _removed_if_unused(folder / RUN, is_new),
@@ -109,17 +108,24 @@ def fit_to(
         torch.enable_grad(),
     ):
         per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
-        longest = _interrupted_length(folder / RUN / "state") or longest_context(minutes * 60 / per_token)
+        interrupted, earlier = _interrupted_run(folder / RUN / "state")
+        longest = interrupted or longest_context(minutes * 60 / per_token)
+
+        def elapsed() -> float:
+            return earlier + clock() - started
+
         while True:
             config = config_for(spec.max_positions, longest)
             try:
                 contexts = texts.with_lengths(config.min_tokens, config.max_tokens)
                 return FitRun(
-                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, contexts, call_seconds
-                ).run()
+                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, contexts, elapsed,
+                    keeps_earlier,
+                ).run()  # fmt: skip
             except UselessStateError as error:
-                log(f"the interrupted run in {folder / RUN} is of no use here ({error}): starting anew")
-                longest = longest_context(minutes * 60 / per_token)
+                log(f"the interrupted run in {folder / RUN} cannot be read ({error}): starting anew")
+                rmtree(folder / RUN / "state", ignore_errors=True)
+                longest, earlier = longest_context(minutes * 60 / per_token), 0.0
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -129,11 +135,19 @@ def fit_to(
                         "shortest that make sense; close other programs, or load the model in a smaller dtype."
                     ) from error
                 longest = config.max_tokens // 2
-                log(
-                    f"out of memory with contexts of {config.max_tokens:,} tokens: starting again with at most "
-                    f"{longest:,}"
-                )
-            rmtree(folder / RUN / "state", ignore_errors=True)
+                log(f"out of memory with contexts of {config.max_tokens:,} tokens: going on with at most {longest:,}")
+            release(input_device(model))
+
+
+def _check_folder(folder: Path, texts: FitTexts) -> None:
+    """Raise TrainingError where a policy in `folder` would replace another file, or be read as a document later."""
+    if (folder / "config.json").exists() and not is_policy(folder):
+        raise TrainingError(
+            f"{folder} holds the config.json of something else, which the policy's would replace; give an --out of its "
+            "own."
+        )
+    if texts.training.index.used:
+        check_is_not_data(folder, texts.training.index.folder)
 
 
 @contextmanager
@@ -150,11 +164,13 @@ def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _interrupted_length(state: Path) -> int | None:
-    """The greatest length of a context in the run whose state is there, which may be less after memory ran out."""
-    with suppress(LkvError, KeyError, TypeError):
-        return int(read_checkpoint(state).config["max_tokens"]) if (state / CHECKPOINT).exists() else None
-    return None
+def _interrupted_run(state: Path) -> tuple[int | None, float]:
+    """Of the run whose state is there: the greatest length of a context, and its seconds; (None, 0) for none."""
+    with suppress(LkvError, KeyError, TypeError, ValueError):
+        if (state / CHECKPOINT).exists():
+            checkpoint = read_checkpoint(state)
+            return int(checkpoint.config["max_tokens"]), float(checkpoint.card["progress"]["seconds"])
+    return None, 0.0
 
 
 @contextmanager

@@ -26,7 +26,7 @@ TABLE_RETENTIONS = (0.3, 0.15, 0.05)
 _BASELINES = {
     "lkv": "new policy",
     "lkv-h+expected": "Expected Attention, its budgets",
-    "shipped": "shipped policy",
+    "default": "the default policy so far",
     "kvzip": "KVzip (reads twice)",
     "snapkv": "SnapKV",
 }
@@ -64,10 +64,10 @@ def compare(
     tokenizer: "PreTrainedTokenizerBase",
     samples: Sequence[TokenizedSample],
     policy: Policy,
-    shipped: Policy | None = None,
+    default: Policy | None = None,
     retentions: Sequence[float] = TABLE_RETENTIONS,
 ) -> list[dict[str, Any]]:
-    """Measure `policy` and baselines that need none, or its budgets alone; a row a method and retention.
+    """Measure `policy`, the model's `default` so far, and baselines; a row a method and retention.
 
     A baseline that cannot serve the texts is left out.
     """
@@ -77,10 +77,10 @@ def compare(
         for sample in samples:
             run, teacher = _read(model, sample, queries=True)
             for name in _BASELINES:
-                if name == "shipped" and shipped is None:
+                if name == "default" and default is None:
                     continue
-                used = shipped if name == "shipped" else policy
-                spec = parse_method("lkv" if name == "shipped" else name)
+                used = default if name == "default" else policy
+                spec = parse_method("lkv" if name == "default" else name)
 
                 def inputs(retention: float, used: Policy | None = used) -> MethodInputs:
                     target = RetentionTarget(retention)

@@ -19,7 +19,14 @@ from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.training.checkpoint import CHECKPOINT, initialize_from, lock_folder, read_checkpoint, read_initial_policy
+from lkv.training.checkpoint import (
+    CHECKPOINT,
+    check_is_not_data,
+    initialize_from,
+    lock_folder,
+    read_checkpoint,
+    read_initial_policy,
+)
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, warm_start_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture
@@ -100,12 +107,8 @@ def prepare(
             f"{', '.join(available) or 'none'})."
         )
     override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
-    inside, outside = out.resolve(), data.resolve()
-    is_read = inside.is_relative_to(outside) and not any(
-        part.startswith(".") for part in inside.relative_to(outside).parts
-    )
-    if is_read and not is_built(data):
-        raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
+    if not is_built(data):
+        check_is_not_data(out, data)
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))

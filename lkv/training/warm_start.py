@@ -17,7 +17,7 @@ from lkv.training.cost import WARM_START_SAMPLE, WARM_START_TOKENS, WARM_START_U
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.eviction_errors import longest_text, measure_eviction_errors
 from lkv.training.processes import all_reduce, average_gradients
-from lkv.utils.devices import distributed_state
+from lkv.utils.devices import distributed_state, has_float64
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ class _Moments:
 
     def add(self, x: Tensor, outer: bool) -> None:
         """Add `x` [H, T, d]; with `outer`, whole matrices of second moments."""
-        x = x.double()
+        x = x.double() if has_float64(x.device) else x.cpu().double()
         self._count += x.shape[1]
         self._sum = self._sum + x.sum(1)
         self._second = self._second + (x.transpose(-1, -2) @ x if outer else x.square().sum(1))

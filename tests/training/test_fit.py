@@ -4,10 +4,12 @@ import inspect
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
@@ -17,13 +19,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lkv
 from lkv.cli.main import main
 from lkv.config import ScorerInputs
-from lkv.errors import DataError, PolicyFileError, PolicyMismatchError, TrainingError, UnsupportedModelError
+from lkv.errors import (
+    DataError,
+    PolicyFileError,
+    PolicyMismatchError,
+    TrainingError,
+    TrainingStoppedError,
+    UnsupportedModelError,
+)
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.models.loading import load_model
 from lkv.policy import lookup
-from lkv.policy.lookup import default_policy, estimate_fit_minutes, policy_for
+from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fit_run, fitting
@@ -200,7 +209,7 @@ def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(load
         for retention, value in zip((0.15, 0.05), values, strict=True)
     ]
     monkeypatch.setattr(fit_run, "compare", lambda *_: rows)
-    monkeypatch.setattr(fit_run, "make_plan", lambda reading, seconds: Plan(0, 0, 0, seconds, 0, 1))  # no time is left
+    monkeypatch.setattr(fit_run, "make_plan", lambda reading, seconds, *_: Plan(0, 0, 0, seconds, 0, 1))  # no time is left
     policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
     said, folder = capsys.readouterr(), fitted_policies()[0].folder
     assert policy.card["fit"]["contexts"] == 0 and "3. the distillation did not run" in said.err
@@ -239,22 +248,49 @@ def test_a_killed_run_continues(folder, cache, stage, capfd):
     assert policy.card["fit"]["contexts"] > 0 and not state.exists()
 
 
-def test_other_texts_begin_anew(loaded, cache, capsys, monkeypatch):
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(fit_run, "fit_to_targets", stop)
+        patch.setattr(fit_run, "fit_to_targets", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
+    run = fitted_folder("tiny", patch_attention(model).spec) / ".fit"
+    with pytest.raises(TrainingError, match=f"{run} holds an interrupted run of 0.0 minutes on other data"):
+        fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
+    (run / "state" / "checkpoint.safetensors").write_bytes(b"damaged")
     fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
     said = capsys.readouterr().err
-    assert "is of no use here" in said and "belongs to a run on other data" in said and said.count("statistics: ") == 2
+    assert "cannot be read" in said and "starting anew" in said and said.count("statistics: ") == 2
+
+
+def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cache, capsys, monkeypatch):
+    model, tokenizer = loaded
+    original, signals = fit_run.distillation_losses, [signal.SIGINT]  # a second one would not wait for the step
+
+    def interrupted(*arguments):
+        if signals:
+            signal.raise_signal(signals.pop())
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_run, "distillation_losses", interrupted)
+        with pytest.raises(
+            TrainingStoppedError, match=r"of 0.1 minutes, which are saved in .* run the same command to"
+        ):
+            fit(model, tokenizer, minutes=0.1, name="tiny")
+    capsys.readouterr()
+    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    said = capsys.readouterr().err
+    assert "continuing the run" in said and "1. statistics" not in said and "2. regression" not in said
+    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.05)
 
 
 def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
+    """What was learned until then is kept."""
     model, tokenizer = loaded
     original = fit_run.distillation_losses
 
@@ -266,15 +302,70 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
     monkeypatch.setattr(fit_run, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
     policy = fit(model, tokenizer, minutes=0.1, name="tiny")
-    assert "out of memory with contexts of 480 tokens: starting again with at most 240" in capsys.readouterr().err
-    assert policy.trained_tokens == 240
+    said = capsys.readouterr().err
+    assert "out of memory with contexts of 480 tokens: going on with at most 240" in said
+    assert said.count("statistics: held-out") == said.count("regression, ") == 1
+    assert policy.trained_tokens == 240 and policy.card["fit"]["contexts"] > 0
+    assert policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.05)
     monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
         fit(model, tokenizer, minutes=0.1, name="tiny")
 
 
+def test_the_comparison_takes_shorter_texts_where_memory_is_short(loaded, cache, capsys, monkeypatch):
+    model, tokenizer = loaded
+    original, lengths = fit_run.compare, []
+
+    def limited(model, tokenizer, samples, *rest):
+        lengths.append(max(len(sample.context) for sample in samples))
+        if lengths[-1] > 240:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(model, tokenizer, samples, *rest)
+
+    monkeypatch.setattr(fit_run, "compare", limited)
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    assert lengths[0] > 240 >= lengths[1] and len(lengths) == 2
+    assert "out of memory in the comparison: going on with texts of at most 240" in capsys.readouterr().err
+    assert policy.card["fidelity"][0]["tokens"][1] <= 240
+    monkeypatch.setattr(fit_run, "compare", run_out_of_memory)
+    with pytest.raises(
+        TrainingError, match="not enough memory to compare the policy with the baselines; it is in"
+    ) as e:
+        fit(model, tokenizer, minutes=0.06, name="other")
+    Policy.from_pretrained(str(e.value).rpartition(" ")[2].rstrip("."))
+
+
 def run_out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_an_earlier_policy_stays_and_is_compared(loaded, cache, capsys):
+    model, tokenizer = loaded
+    first = fit(model, tokenizer, minutes=0.06, name="tiny")
+    capsys.readouterr()
+    second = fit(model, tokenizer, minutes=0.05, name="tiny")
+    folders = {entry.name: entry for entry in fitted_policies()}
+    name = fitted_folder("tiny", patch_attention(model).spec).name
+    assert set(folders) == {name, f"{name}-2"} and first.card["fit"]["preferred"]
+    said, kl = capsys.readouterr().out, {"lkv": 1.0, "default": 1.0}
+    for row in second.card["fit"]["comparison"]:
+        if row["method"] in kl:
+            kl[row["method"]] *= row["kl"]
+    assert "the default policy so far" in said
+    assert second.card["fit"]["preferred"] == (kl["lkv"] < kl["default"])
+    assert load_policy(f"{name}-2").card["fit"] == second.card["fit"]
+    assert main(["policies"]) == 0
+    assert ("not the default" in capsys.readouterr().out) != second.card["fit"]["preferred"]
+
+
+def test_a_folder_that_holds_something_else_is_refused(loaded, folder, tmp_path):
+    with pytest.raises(TrainingError, match=r"holds the config.json of something else"):
+        fit(*loaded, minutes=1, out=folder)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "own.md").write_text(TEXT)
+    with pytest.raises(TrainingError, match=r"lies inside .* and would be read as data"):
+        fit(*loaded, minutes=1, data=tmp_path / "texts", out=tmp_path / "texts" / "policy")
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["own.md"]
 
 
 def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monkeypatch):
@@ -285,6 +376,11 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     short = make_plan(1.2, 60.0)
     assert short.regression_texts == 7 and 0 <= short.distillation < 3 * 1.2  # too few contexts to distill on
     assert make_plan(1.2, 120.0).regression_texts == 16 and make_plan(1.2, 180.0).regression_texts == 9
+    resumed = make_plan(2.0, 600.0, 500.0, 2)
+    assert resumed.statistics == resumed.regression == 0 and resumed.distillation == 100 - resumed.table
+    assert make_plan(2.0, 600.0, 599.0, 2).distillation == 0
+    with pytest.raises(TrainingError, match=r"10 minutes are too short.*give --minutes 14 or more"):
+        make_plan(2.0, 600.0, 599.0)
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
@@ -297,13 +393,20 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
 def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
     with pytest.raises(DataError, match="the texts hold 12 characters of text; give at least 2,000"):
         fit(*loaded, ["Hello there."])
+    for texts in (TEXT, [TEXT, b"bytes"]):
+        with pytest.raises(DataError, match="texts must be a list of strings, one for each document"):
+            fit(*loaded, texts)
+    assert open_texts(iter([TEXT])).digest == open_texts([TEXT]).digest
     (tmp_path / "empty").mkdir()
     assert main(["fit", "--data", str(tmp_path / "empty")]) == 2
     assert "holds 0 characters of text" in capsys.readouterr().err
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "cat.png").write_bytes(b"\x89PNG")
-    with pytest.raises(DataError, match="pictures holds 0 characters"):
+    (tmp_path / "pictures" / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=r"pictures holds 0 characters.*skipped \(data of unknown form\): table.csv"):
         open_texts((), tmp_path / "pictures")
+    (tmp_path / "pictures" / "NOTES.TXT").write_text(TEXT)
+    assert open_texts((), tmp_path / "pictures").training.own_chars == len(TEXT)
     with pytest.raises(DataError, match="there is no data folder"):
         open_texts((), tmp_path / "nowhere")
 
@@ -329,6 +432,17 @@ def test_a_short_text_is_not_half_of_the_samples():
         share = mixture.weights["prose"] / sum(mixture.weights.values())
         natural = 5 / (5 + 10 + 8 + 20)
         assert share == pytest.approx(max(natural, mixture.own_chars / 200_000)) and share < 0.5
+        drawn = sum("mill by the river" in mixture.sample(number, 1).context for number in range(300)) / 300
+        assert abs(drawn - share) < 0.1  # facts are not told in this text alone
+
+
+def test_of_a_text_in_two_pieces_the_shorter_one_is_held_out():
+    texts = open_texts([TEXT * 3 + "end"])
+    assert texts.training.own_chars == len(TEXT) * 3 + 3
+    held_out, learned = (
+        sum(len(item.text) for item in side._items.get("prose", ())) for side in (texts.held_out, texts.training)
+    )
+    assert (held_out, learned) == (len(TEXT) * 3 + 3 - 12_000, 12_000)
     assert open_texts((), None).training.weights == {"python": 10, "manual": 8, "facts": 20}
 
 
@@ -365,12 +479,9 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
     """What was read fast enough for long contexts then may be slow now, and memory may have run out then."""
     model, tokenizer = loaded
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "longest_context", lambda tokens: 300)
-        patch.setattr(fit_run, "fit_to_targets", stop)
+        patch.setattr(fit_run, "fit_to_targets", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
     policy = fit(model, tokenizer, minutes=0.05, name="tiny")
@@ -431,6 +542,14 @@ def test_a_policy_published_for_the_model_is_fetched_and_reported(loaded, cache,
     with pytest.raises(PolicyMismatchError, match="there is no policy for 'owner/other' yet; make one with `lkv fit"):
         default_policy("owner/other")
     assert asked[-1] == "lkv-policies/other"
+    monkeypatch.setenv("LKV_POLICY_HUB", "team")
+    capsys.readouterr()
+    other = replace(patch_attention(model).spec, layers=7)  # a namesake
+    with pytest.raises(
+        PolicyMismatchError, match=r"there is no policy for this model .* make one with `lkv fit owner/tiny`"
+    ):
+        policy_for(other, name="owner/tiny")
+    assert not capsys.readouterr().err
     count = len(asked)
     with pytest.raises(PolicyMismatchError):
         policy_for(model)  # not asked for by a name

@@ -32,7 +32,7 @@ class OverlapCounts:
 
 
 class NgramOverlap:
-    """N-grams of the evaluated texts in `files` (JSON, JSON lines, CSV, Parquet, a zip of them, or plain text).
+    """N-grams of the evaluated texts in `files`: JSON, JSON lines, CSV, Parquet, text, or a zip of JSON and text.
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
     or is shorter than n words and equal to one of their strings.
@@ -49,7 +49,12 @@ class NgramOverlap:
             strings = list(read_strings(path))
             if not any(string.strip() for string in strings):
                 raise DataError(f"{path} holds no text to compare with; give files of the evaluated sets.")
-            self.files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+            name, digest = path.name, hashlib.sha256(path.read_bytes()).hexdigest()
+            for folder in path.parents:  # of other files with this name, the folders tell which is meant
+                if self.files.get(name, digest) == digest:
+                    break
+                name = f"{folder.name}/{name}"
+            self.files[name] = digest
             for words in (_WORD.findall(string.lower()) for string in strings):
                 grams.append(self._hash_grams(words))
                 if _MIN_QUESTION_WORDS <= len(words) < n:

@@ -77,9 +77,10 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
         digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
         if (int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0) == validation:
             chosen.append(item)
-    # A handful of texts may all have fallen on one side: then the first one alone is held out.
+    # A handful of texts may all have fallen on one side: then the shortest one alone is held out.
     if len(chosen) in (0, len(items)):
-        chosen = list(items[:1] if validation else items[1:])
+        shortest = min(range(len(items)), key=lambda index: len(item_texts(items[index])[0]), default=0)
+        chosen = [item for index, item in enumerate(items) if (index == shortest) == validation]
     return chosen
 
 

@@ -66,7 +66,7 @@ class Mixture:
     Python's own texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
     addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add. Half of the samples
     or more are of the folder and the texts, fewer where these are short. Raises DataError if there is nothing to train
-    on.
+    on, and, unless `skip_unknown`, for data in the folder that is not recognised.
     """
 
     def __init__(
@@ -79,10 +79,12 @@ class Mixture:
         names: NameMap | None = None,
         texts: Sequence[str] = (),
         builtin: Sequence[str] = ("python",),
+        skip_unknown: bool = False,
     ):
         self.index = DatasetIndex(Path(), {}, {})
         if folder is not None:
-            self.index = index_folder(folder, [name for _, _, sets in _SOURCES.values() for name in sets], names)
+            sets_in_use = [name for _, _, sets in _SOURCES.values() for name in sets]
+            self.index = index_folder(folder, sets_in_use, names, skip_unknown)
         self._bounds = (math.log(min_tokens), math.log(max_tokens))
         self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
@@ -122,7 +124,9 @@ class Mixture:
         self._seed = seed
         items = {source: split_held_out(group, is_held_out) for source, group in self._all_items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
-        items["facts"] = prose or items.get("manual", [])
+        # Facts are a large share: by them short prose alone would be in most samples.
+        is_enough = prose and self.own_chars >= _CHARS_FOR_HALF
+        items["facts"] = prose if is_enough else [*prose, *items.get("manual", [])]
         if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(

@@ -146,9 +146,15 @@ class DatasetIndex(NamedTuple):
 
 
 def index_folder(
-    folder: Path, datasets: Iterable[str] = tuple(PUBLIC_DATASETS), names: NameMap | None = None
+    folder: Path,
+    datasets: Iterable[str] = tuple(PUBLIC_DATASETS),
+    names: NameMap | None = None,
+    skip_unknown: bool = False,
 ) -> DatasetIndex:
-    """Classify every file below `folder` for the sets `datasets`, by official names or `names`. Raises DataError."""
+    """Classify every file below `folder` for the sets `datasets`, by official names or `names`.
+
+    Raises DataError where there is no folder, and, unless `skip_unknown`, for data that is not recognised.
+    """
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -174,11 +180,13 @@ def index_folder(
             skipped[path] = reason or "not used by this recipe"
         else:
             unknown.append(path)
-    if unknown:
+    if skip_unknown:
+        skipped |= dict.fromkeys(unknown, "data of unknown form")
+    elif unknown:
         raise DataError(
             f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
-            "official names, write own data as JSON lines {context, question, answer} or {text}, name each in "
-            "--map, or move what should not be trained on elsewhere."
+            "official names, write own data as JSON lines {context, question, answer} or {text}, name each in the "
+            "--map of `lkv data`, or move what should not be trained on elsewhere."
         )
     return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
 
@@ -200,9 +208,10 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
             if isinstance(first, dict) and ({"context", "question", "answer"} <= set(first) or "text" in first):
                 return "own", ""
         return "", ""
-    if path.suffix in _CODE_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in _CODE_SUFFIXES:
         return "code", ""
-    is_text = path.suffix in _TEXT_SUFFIXES or path.suffix.lower() in DOCUMENT_SUFFIXES
+    is_text = suffix in _TEXT_SUFFIXES or suffix in DOCUMENT_SUFFIXES
     return ("text", "") if is_text else ("", "neither text nor code")
 
 
