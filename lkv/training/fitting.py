@@ -155,8 +155,11 @@ def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
     """Where the block fails before anything was saved in `run`, remove it, and the empty folder around it if new."""
     try:
         yield
-    except BaseException:
-        if not (run / "state" / CHECKPOINT).exists():
+    except BaseException as error:
+        if (run / "state" / CHECKPOINT).exists():
+            if isinstance(error, KeyboardInterrupt):
+                log(f"the stages that were finished are saved in {run}; run the same command to continue")
+        else:
             rmtree(run, ignore_errors=True)
             with suppress(OSError):
                 if is_new:
