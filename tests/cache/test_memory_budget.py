@@ -153,23 +153,36 @@ def test_the_budget_holds_while_a_text_is_streamed_and_evicted_from(memory, opti
     assert cache.get_seq_length() == 640
 
 
-def test_rows_of_unequal_length_have_budgets_of_their_own():
-    model = build("float32")
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "memory", "quantized"), [("float32", 0.2, 2), ("one head", "16KB", 4)])
+def test_rows_of_unequal_length_have_budgets_of_their_own(name, memory, quantized):
+    """By bytes, the longer row has fewer bits a value, and other precisions."""
+    model = build(name)
     lengths = [120, 300]
-    batch, mask = torch.zeros(2, 300, dtype=torch.long), torch.zeros(2, 300, dtype=torch.long)
+    batch, mask = torch.zeros(2, 300, dtype=torch.long), torch.zeros(2, 301, dtype=torch.long)
     for row, length in enumerate(lengths):
         batch[row, 300 - length :], mask[row, 300 - length :] = ids(1, length, row)[0], 1
-    together = RaggedCache(model, method="knorm", memory=0.2)
+    together = RaggedCache(model, method="knorm", memory=memory)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(batch, attention_mask=mask, position_ids=positions, past_key_values=together, use_cache=True)
-    for row, length in enumerate(lengths):
-        alone = RaggedCache(model, method="knorm", memory=0.2)
+    model(
+        batch, attention_mask=mask[:, :300], position_ids=positions[:, :300], past_key_values=together, use_cache=True
+    )  # fmt: skip
+    assert {len(layer.store.tiers) for layer in together.ragged_layers} == {quantized}
+    caches = [RaggedCache(model, method="knorm", memory=memory) for _ in lengths]
+    for row, (length, alone) in enumerate(zip(lengths, caches, strict=True)):
         model(ids(1, length, row), past_key_values=alone, use_cache=True)
         for layer, own in zip(together.ragged_layers, alone.ragged_layers, strict=True):
             assert torch.equal(layer.store.lens[row], own.store.lens[0])
             mine = {precision: lens[row] for precision, lens in tiers_of(layer)}
             for precision, lens in tiers_of(own):
                 assert torch.equal(mine[precision], lens[0])
+    next_ids = ids(2, 1, 7)
+    logits = model(
+        next_ids, attention_mask=mask, position_ids=positions[:, -1:], past_key_values=together, use_cache=True
+    ).logits  # fmt: skip
+    for row, alone in enumerate(caches):
+        expected = model(next_ids[row : row + 1], past_key_values=alone, use_cache=True).logits
+        assert torch.allclose(logits[row], expected[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(

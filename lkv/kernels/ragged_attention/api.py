@@ -18,6 +18,7 @@ from lkv.errors import BackendError
 from lkv.kernels.causal_attention import merge
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.kernels.ragged_attention.arguments import (
+    MAX_QUANTIZED,
     QuantizedKV,
     check_arguments,
     check_entering,
@@ -167,6 +168,8 @@ def can_attend_quantized(
     quantized: Sequence[QuantizedKV],
 ) -> bool:  # fmt: skip
     """Whether attention can read `quantized` as it is, with these tensors; `new`: k and v that are to be appended."""
+    if len(quantized) > MAX_QUANTIZED:  # rows of a batch may have tiers of their own
+        return False
     return _choose("auto", q, k_pool, v_pool, starts, lens, *new, quantized=quantized) in _FUSED
 
 
