@@ -192,6 +192,10 @@ class TierTarget(RetentionTarget):
         """The fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
         return self.shares(tokens)[self.precision]
 
+    def total_share(self, tokens: int) -> float:
+        """The fraction that all tiers hold."""
+        return self.shares(tokens)[self.table.precisions[-1]]
+
     def protected_entries(self, tokens: int) -> int:
         """As in `RetentionTarget`: all or none, as they are in the best precision in use."""
         precisions = self.table.precisions

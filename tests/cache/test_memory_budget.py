@@ -109,6 +109,25 @@ def test_better_entries_have_more_bits(tokens, memory, name, method):
             assert (counts - plain.store.lens).abs().max() <= 1  # r t is rounded once more
 
 
+@pytest.mark.parametrize(("tokens", "memory"), [(500, 0.2), (500, 0.5), (900, 0.12)])
+def test_the_windows_of_duo_are_in_all_precisions(tokens, memory):
+    """What a retention of all precisions together keeps, within the bytes, though the best one alone has less."""
+    model, text = build("float32"), ids(1, tokens)[0].tolist()
+    pattern = [[0.1, 0.9], [0.2, 0.8], [0.7, 0.3]]
+    context = compress_ids(model, Words(), text, method="duo", pattern=pattern, memory=memory)
+    assert context.cache.nbytes() <= memory * full_nbytes(model, tokens)
+    chosen = resolve_method("duo", model, memory=memory, pattern=pattern)
+    shares = [tier.target.share(tokens) for tier in chosen.tiers]
+    whole = compress_ids(model, Words(), text, method="duo", pattern=pattern, retention=min(1.0, shares[-1] + 1e-9))
+    with pytest.raises(PromptError, match="smallest retention"):
+        compress_ids(model, Words(), text, method="duo", pattern=pattern, retention=0.2)
+    for layer, plain in zip(context.cache.ragged_layers, whole.cache.ragged_layers, strict=True):
+        assert torch.equal(layer.store.lens, plain.store.lens)
+        best = plain.store.lens - tiers_of(layer)[-1][1]
+        share = max(share for share in shares if share < shares[-1])
+        assert (best - (plain.store.lens * share / shares[-1])).abs().max() <= 1
+
+
 def test_the_values_of_a_better_tier_are_nearer():
     model = build("float32")
     text = ids(1, 400)

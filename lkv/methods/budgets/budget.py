@@ -49,6 +49,10 @@ class RetentionTarget:
         share = self.retention if self.tokens is None else min(1.0, self.tokens / max(1, whole))
         return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
 
+    def total_share(self, tokens: int) -> float:
+        """As `share`, of all precisions where entries are stored in several: what is kept at all."""
+        return self.share(tokens)
+
     def protected_entries(self, tokens: int) -> int:
         """How many protected entries a head has here, in addition to its share of `tokens` others."""
         return self.protected

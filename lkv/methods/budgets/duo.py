@@ -37,6 +37,7 @@ class Duo(FixedBudget):
 
     The heads with the largest alphas are retrieval heads: as many as R L H T entries allow after the windows of all
     others. Of equal alphas, lower layers and heads come first. The selector must rank sinks and recent tokens first.
+    Within a memory budget these are the entries of all precisions, of which each head has the same part in each.
     """
 
     required_inputs = ("target", "pattern")
@@ -81,7 +82,7 @@ class Duo(FixedBudget):
         """
         heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
-        surplus = int(self._target.share(tokens) * heads * tokens + ROUNDING) - heads * window
+        surplus = int(self._target.total_share(tokens) * heads * tokens + ROUNDING) - heads * window
         if surplus < 0 and self._strict:
             # Rounded up, so that the number stated is one that works.
             least = -(-window * 10_000 // tokens) / 10_000
@@ -93,10 +94,11 @@ class Duo(FixedBudget):
         return min(heads, max(0, surplus) // (tokens - window)) if tokens > window else heads
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """1 for retrieval heads, the window's share for the others."""
-        whole = self.retrieval_heads(tokens)
+        """1 for retrieval heads, the window's share for the others; of it, the part that precisions up to here hold."""
+        whole, total = self.retrieval_heads(tokens), self._target.total_share(tokens)
+        part = self._target.share(tokens) / total if total else 0.0
         streaming = min(1.0, self._window / max(1, tokens))
-        return [1.0 if rank < whole else streaming for rank in self._rank[layer][self._heads]]
+        return [part if rank < whole else part * streaming for rank in self._rank[layer][self._heads]]
 
 
 @register_budget(
@@ -115,7 +117,7 @@ class DuoOfHeads(Duo):
     def retrieval_heads(self, tokens: int) -> int:
         """The share R of all heads, to the nearest."""
         heads = len(self._rank) * len(self._rank[0])
-        return heads - round(heads * (1 - self._target.share(tokens)))
+        return heads - round(heads * (1 - self._target.total_share(tokens)))
 
 
 def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
