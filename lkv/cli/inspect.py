@@ -23,7 +23,7 @@ from lkv.cli.options import (
     find_needs,
 )
 from lkv.errors import LkvError
-from lkv.policy.shipped import describe_card, shipped_policies
+from lkv.policy.shipped import describe_card, named_policy
 from lkv.utils.durations import format_duration
 from lkv.utils.extras import optional_import
 
@@ -110,11 +110,10 @@ def _load_policy(options: Inspect) -> "Policy":
     name = options.what or options.policy
     if name is not None and options.model is not None:
         raise LkvError(f"--model selects the policy shipped for it, but {name!r} is given too; leave one of them out.")
-    names = [policy.name for policy in shipped_policies()]
-    if options.what and "/" not in options.what and not exists(options.what) and options.what not in names:
+    if options.what and "/" not in options.what and not exists(options.what) and named_policy(options.what) is None:
         raise LkvError(
-            f"there is no file or folder {name!r}, nor a shipped policy of that name (`lkv policies` lists them); "
-            "give a text, or a policy by its folder or Hub id."
+            f"there is no file or folder {name!r}, nor a policy of that name (`lkv policies` lists them); give a text, "
+            "or a policy by its folder or Hub id."
         )
     from lkv.models.loading import load_model
     from lkv.policy.lookup import default_policy, load_policy, policy_for

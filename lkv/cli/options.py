@@ -103,14 +103,13 @@ class PolicyOptions(Command):
 
 
 def check_policy_exists(name: str) -> None:
-    """Raise PolicyFileError, without importing torch, if `name` is no folder, Hub id or shipped policy."""
-    from lkv.policy.shipped import shipped_policies
+    """Raise PolicyFileError, without importing torch, if `name` is no folder, Hub id or policy on this machine."""
+    from lkv.policy.shipped import named_policy
 
-    shipped_names = [each.lower() for policy in shipped_policies() for each in (policy.name, *policy.hub_names)]
-    if "/" not in name and not exists(name) and name.lower() not in shipped_names:
+    if "/" not in name and not exists(name) and named_policy(name) is None:
         raise PolicyFileError(
             f"there is no policy folder {name!r}; give a folder, a Hub id such as 'owner/name', or the name of a "
-            "shipped policy (`lkv policies` lists them)."
+            "policy that `lkv policies` lists."
         )
 
 

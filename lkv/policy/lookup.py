@@ -13,7 +13,7 @@ from lkv.models.loading import DEFAULT
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
-from lkv.policy.shipped import StoredPolicy, fitted_policies, shipped_policies
+from lkv.policy.shipped import StoredPolicy, fitted_policies, named_policy, shipped_policies
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
@@ -122,9 +122,8 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
     `strict` and `revision` are those of `Policy.from_pretrained`. Raises PolicyFileError.
     """
     folder = as_path(name, PolicyFileError, "the policy")
-    for entry in (*shipped_policies(), *fitted_policies()):
-        if entry.name == str(name):
-            return Policy.from_pretrained(entry.folder, strict, revision)
+    if entry := named_policy(str(name)):
+        return Policy.from_pretrained(entry.folder, strict, revision)
     if is_policy(folder / "policy") and not is_policy(folder):
         return Policy.from_pretrained(folder / "policy", strict, revision)
     if (folder / "config.json").is_file() and not is_policy(folder):

@@ -111,6 +111,11 @@ def fitted_policies() -> list[StoredPolicy]:
     return policies
 
 
+def named_policy(name: str) -> StoredPolicy | None:
+    """The policy on this machine that `lkv policies` lists by this name, in capitals or not."""
+    return next((each for each in (*shipped_policies(), *fitted_policies()) if each.name.lower() == name.lower()), None)
+
+
 def fitted_folder(model_name: str, spec: ModelSpec) -> Path:
     """Where `lkv fit` saves the policy of a model: a folder by its fingerprint, with its name for people."""
     name = re.sub(r"[^a-z0-9.]+", "-", Path(model_name).name.lower()).strip("-.") or "model"

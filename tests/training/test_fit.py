@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lkv
 from lkv.cli.main import main
+from lkv.cli.options import check_policy_exists
 from lkv.config import ScorerInputs
 from lkv.errors import (
     DataError,
@@ -356,6 +357,7 @@ def test_an_earlier_policy_stays_and_is_compared(loaded, cache, capsys):
     assert "the default policy so far" in said
     assert second.card["fit"]["preferred"] == (kl["lkv"] < kl["default"])
     assert load_policy(f"{name}-2").card["fit"] == second.card["fit"]
+    check_policy_exists(name.upper())
     assert main(["policies"]) == 0
     assert ("not the default" in capsys.readouterr().out) != second.card["fit"]["preferred"]
 
