@@ -18,6 +18,7 @@ SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
+.DEFAULT_GOAL := test
 .PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
 
 demo: install
@@ -64,7 +65,7 @@ release: install
 # The site into site/; a warning (a link that leads nowhere, a name that is not there) is an error.
 docs: install
 	$(BIN)/python -m benchmarks.readme --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: install
 	$(BIN)/ruff check .

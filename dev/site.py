@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if inside and target.startswith(up):
             target = target.removeprefix("../")
         elif not inside:
-            target = target.removeprefix("docs/")
+            target = re.sub(r"^((?:\.\./)*)docs/", r"\1", target)
         return found[1] + target
 
     return _LINK.sub(link, markdown)

@@ -1,5 +1,6 @@
 # Shared by the scripts for the paper's models. Each takes the model, llama or qwen, and reads these variables:
 #   POLICY     folder or hub id of the model's policy   (default: what train.sh left in OUT/training/policy)
+#   TEXT       a long text file, for the preflight and Fig. 1
 #   PATTERN    for DuoAttention: its official full_attention_heads.tsv (llama), or a long text file to estimate on (qwen)
 #   RULER      folder with RULER's sources: PaulGrahamEssays.json or a folder essays; SQuAD and HotpotQA (else: from the hub)
 #   LONGBENCH  folder with LongBench's files      (default: from the hub)

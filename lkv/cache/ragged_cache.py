@@ -52,8 +52,8 @@ class RaggedCache(BaseCache):
 
     Args:
         model: The model that the cache is used with. LKV patches its attention (`lkv.unpatch_attention` undoes it).
-        retention: The share of the prompt's entries to keep, in (0, 1]; 0.15 if neither this nor `budget_tokens` is
-            given. It is 1 - kvpress's `compression_ratio`.
+        retention: The share of the prompt's entries to keep, in (0, 1]; 0.15 if none of this, `budget_tokens` and
+            `memory` is given. It is 1 - kvpress's `compression_ratio`.
         method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method` of your own, whose budget rule
             then says how much is kept.
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
@@ -69,8 +69,8 @@ class RaggedCache(BaseCache):
             then never stores more than that and one chunk; later chunks see what was kept of the earlier ones.
         decode_eviction: Evict from generated tokens, too, whenever a layer's slack is used up.
         bits: Quantise what is kept of the prompt to 8, 4 or 3 bits a value. Appended tokens keep the model's dtype.
-        pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`budget.read_pattern` or
-            `estimate_pattern`).
+        pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`lkv.methods.budgets.read_pattern`
+            or `estimate_pattern`).
         compression_ratio: Not accepted; the error says which `retention` to give.
 
     Attributes:

@@ -15,7 +15,9 @@ class Fit(Command):
         nargs="?",
         metavar="[MODEL]",
     )
-    data: Path | None = option("folder of your documents: .txt, .md, code, .jsonl, .pdf; Python's own texts are added")
+    data: Path | None = option(
+        "folder of your documents: .txt, .md, code, .jsonl, .html, .pdf; Python's own texts are added"
+    )
     against: tuple[Path, ...] = option(
         "files that you will evaluate on: documents that overlap with them are left out", (), metavar="FILE"
     )

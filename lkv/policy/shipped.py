@@ -77,7 +77,7 @@ def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
     """One line each on the model, the training, the overlap and the fidelity."""
     trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "unknown"
     return [
-        f"model     {', '.join(card.get('hub', ())) or card.get('model', 'not told')}, in any storage "
+        f"model     {', '.join(card.get('hub', ())) or card.get('model', 'unknown')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
         f"memory    {_describe_memory(spec)}",
         f"trained   {trained}, at R {_retentions(card)}",

@@ -58,7 +58,8 @@ def open_texts(
         skipped = "; ".join(line for line in mixture.lines if line.startswith("skipped"))
         raise DataError(
             f"{clean}{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, "
-            f".jsonl, .pdf or source files, or no data to use Python's own texts{f' ({skipped})' if skipped else ''}."
+            ".jsonl, .html, .pdf or source files, or no data to use Python's own texts"
+            f"{f' ({skipped})' if skipped else ''}."
         )
     files = overlap.files.values() if overlap else ()
     digest = hashlib.sha256("".join([mixture.digest, *files]).encode()).hexdigest()[:16]

@@ -60,7 +60,7 @@ def fit(
             have fewer than 100,000 characters), the others from Python's own manual and library and from invented
             facts; without either, all do.
         minutes: how long it may take.
-        data: a folder of documents (.txt, .md, code, .jsonl, .pdf with the extra `documents`).
+        data: a folder of documents (.txt, .md, code, .jsonl; HTML and PDF with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
         against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): documents of which a piece shares a

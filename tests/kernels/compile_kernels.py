@@ -2,7 +2,7 @@
 
 TRITON_INTERPRET=0 python -m tests.kernels.compile_kernels [--arch 80 89 90 100] [--dim 64 80 96 128 256]
     [--dtype float32 ...] [--out dev/kernels.jsonl]    (all of them take an hour of one core; it goes on where it was)
-python -m tests.kernels.compile_kernels --table dev/kernels.jsonl    (the table in docs/gpu.md)
+python -m tests.kernels.compile_kernels --table dev/kernels.jsonl
 
 Prints one JSON line a kernel: shared memory and the limit of the GPU, tensor memory, stack (spilled registers), whether
 the code traps, and how many of its copies are asynchronous; and why it could not run, or would be slow.
