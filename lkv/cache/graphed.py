@@ -88,7 +88,7 @@ class GraphedStep:
             return None
         if any(layer.store is not store for layer, store in zip(cache.ragged_layers, self._stores, strict=True)):
             return "the entries have moved since the step was captured: open a new graphed() block."
-        if self._stores[0].free_slots < 1:
+        if min(store.free_slots for store in self._stores) < 1:
             return f"no slot that was captured is free: give more than {self._tokens} as max_new_tokens."
         return None
 

@@ -111,6 +111,20 @@ def test_replayed_steps_of_padded_rows_and_of_a_second_turn(replays, policy):
     assert len(replays) == 2 * (STEPS - 1)
 
 
+def test_the_layer_with_the_fewest_free_slots_ends_the_replays(replays, policy):
+    model, text, later = tiny_llama(dtype=torch.float32), ids(1, 60), ids(1, 12, 1)
+    caches = [RaggedCache(model, policy=policy, retention=0.4, slack=1) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(text, past_key_values=cache, use_cache=True)
+        caches[1].ragged_layers[0].reserve(50)
+        expected = [model(token, past_key_values=caches[0], use_cache=True).logits for token in later.split(1, 1)]
+        with caches[1].graphed(model, max_new_tokens=5):
+            for token, logits in zip(later.split(1, 1), expected, strict=True):
+                torch.testing.assert_close(model(token, past_key_values=caches[1], use_cache=True).logits, logits)
+    assert len(replays) == 5
+
+
 def test_the_model_serves_what_no_graph_can(replays, policy, caplog):
     """Tokens beyond the captured slots, steps with other arguments, other caches, and all of it after the block."""
     caplog.set_level(logging.INFO, "lkv")

@@ -279,3 +279,39 @@ def test_pools_may_be_views(rows, cut):
     out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "loop", lse=True)
     torch.testing.assert_close(out, exact)
     torch.testing.assert_close(lse, exact_lse)
+
+
+@pytest.mark.parametrize("options", [{}, {"lse": True}, {"sinks": torch.randn(4, dtype=torch.float64)}])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_loop_gives_gradients(rows, options):
+    torch.manual_seed(0)
+    k, v, starts, lens = pool_of([[7, 12]], 3, 8, 8, torch.float64)
+    found = []
+    for backend in ("loop", "reference"):
+        q = torch.randn(1, 4, rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = ragged_attention(q, k, v, starts, lens, 0.3, backend, **options)
+        out, lse = out if "lse" in options else (out, torch.zeros(()))
+        (out.square().sum() + lse.sin().sum()).backward()
+        found.append(q.grad)
+    torch.testing.assert_close(*found, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_spans_may_be_in_any_order(rows):
+    torch.manual_seed(0)
+    k, v, _, _ = pool_of([[30, 30]], 3, 8, 8, torch.float64)
+    starts, lens = (torch.tensor([numbers], dtype=torch.int32) for numbers in ([20, 10, 0], [8, 8, 8]))
+    q = torch.randn(1, 3, rows, 8, dtype=torch.float64)
+    for with_lse in (False, True):
+        found, exact = (
+            ragged_attention(q, k, v, starts, lens, 0.3, name, lse=with_lse) for name in ("loop", "reference")
+        )
+        torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
+
+
+def test_triton_leaves_gradients_to_the_loop():
+    triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
+    q = torch.ones(1, requires_grad=True)
+    assert triton.unfit(q.detach()) is None and "give no gradients" in triton.unfit(q)
+    with torch.no_grad():
+        assert triton.unfit(q) is None

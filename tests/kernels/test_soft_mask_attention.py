@@ -141,3 +141,14 @@ def test_continuations_copy_nothing_of_the_prompt():
     new = [x for x in saved if isinstance(x, torch.Tensor) and x.data_ptr() not in given]
     assert len(saved) >= 8
     assert sum(x.nbytes for x in new) == out.nbytes + 4 * out[..., 0].numel()
+
+
+def test_continuations_under_autocast_are_computed_as_without():
+    (*own, log_mask), prompt, _ = continuations(5, 40, 1, dtype=torch.float32)
+    outs, gradients = [], []
+    for is_enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_enabled):
+            outs.append(continuation_attention(*own, *prompt, log_mask))
+            gradients.append(torch.autograd.grad(outs[-1].square().sum(), [*own, log_mask]))
+    torch.testing.assert_close(*outs, atol=0, rtol=0)
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)

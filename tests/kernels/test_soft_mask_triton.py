@@ -183,9 +183,10 @@ def test_tiles_fit_the_shared_memory(monkeypatch, shared, rows):
         cached.cache_clear()
 
 
-def test_without_triton_the_reason_is_named(monkeypatch):
+@pytest.mark.parametrize("error", [ImportError("No module named 'triton'", name="triton"), OSError("no libcuda")])
+def test_without_triton_the_reason_is_named(monkeypatch, error):
     def missing():
-        raise ImportError("No module named 'triton'", name="triton")
+        raise error
 
     monkeypatch.setattr(api, "_triton_module", missing)
     api._chosen.cache_clear()

@@ -274,6 +274,10 @@ def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
     turned = rotation.rerotate(rotation.rotate(x, 20), torch.arange(20, 40), rotation.future_start(60, 20))
     factor = math.sqrt(1 + math.log(512 / 64) / math.log(64))  # that LongRoPE has q and k multiplied by
     torch.testing.assert_close(turned, factor * by_short_factors(x, 44), atol=1e-5, rtol=0)
+    # So has the attention to expect of the tokens that follow.
+    row = x[:, :, :1]
+    expected = sum(factor * by_short_factors(row, place) for place in range(44, 64)) / 20
+    torch.testing.assert_close(row @ rotation.mean_rotation(row, 60, 80), expected, atol=1e-5, rtol=0)
 
 
 def by_short_factors(x: Tensor, start: int) -> Tensor:

@@ -64,7 +64,10 @@ class Rotation:
         return self.rotate(self._turn(x, cos, sin), start)
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
-        """The mean of the rotations at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by."""
+        """The mean of the rotations at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by.
+
+        They follow a text of `start` tokens: as in `future_start`.
+        """
         cos, sin = self._mean_cos_sin(like, start, end)
         return self._turn(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
 
@@ -107,7 +110,8 @@ class Rotation:
         key = ("mean", start, end, like.dtype, like.device)
         tables = self._tables.get(key)
         if tables is None:
-            cos, sin = self._cos_sin(like, start, end)
+            first = self.future_start(start, end - start)
+            cos, sin = self._cos_sin(like, first, first + end - start)
             tables = self._tables[key] = cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
         return tables
 

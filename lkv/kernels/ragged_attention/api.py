@@ -65,7 +65,8 @@ def ragged_attention(
         scale: What scores are multiplied by, usually d ** -0.5.
         backend: "auto" takes, on CUDA, the first of "triton", "fa3", "varlen" and "loop" that can run (the reason is
             logged once); on a CPU "cpp" where it can run and few rows attend, else "loop". A backend given by name,
-            also "reference", never falls back. Only "loop" waits for the device; "cpp" gives no gradients.
+            also "reference", never falls back. Only "loop" waits for the device; "cpp" and "triton" give no
+            gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
         quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the

@@ -134,7 +134,7 @@ def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None
 
 
 def check_entering(basis: Basis, **tensors: Tensor) -> None:
-    """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `_check_spans`."""
+    """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `check_spans`."""
     if basis.mean.device.type == "cpu":
         for name, x in (*tensors.items(), *basis._asdict().items()):
             check_storage(name, x)

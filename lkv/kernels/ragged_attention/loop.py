@@ -108,7 +108,7 @@ def _runs(starts: Tensor, lens: Tensor) -> Iterator[tuple[int, int, int, int, in
         step = begins[last] - start if last < len(begins) else 0
         while step >= 0 and last < len(begins) and lengths[last] == length and begins[last] - begins[last - 1] == step:
             last += 1
-        yield first, last - first, start, step, length
+        yield first, last - first, start, max(step, 0), length
         first = last
 
 
@@ -126,7 +126,8 @@ def _softmax_product(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     # PyTorch's softmax is one pass; the largest weight is e^(largest score - lse).
     weights, top = torch.softmax(scores, -1), scores.amax(-1)
     is_hidden = top == -torch.inf
-    weights.masked_fill_(is_hidden[..., None], 0.0)
+    fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
+    weights = fill(is_hidden[..., None], 0.0)
     lse = (top - weights.amax(-1).log()).masked_fill_(is_hidden, -torch.inf)
     return torch.matmul(weights, value), lse
 

@@ -185,6 +185,8 @@ def _refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int)
         module = _triton_module()
     except ImportError as error:
         return f"{error.name or 'triton'} cannot be imported ({error})."
+    except Exception as error:  # a package that is broken must not take the rest with it
+        return f"triton cannot be imported ({type(error).__name__}: {error})."
     return module.refusal(device, dtype, dim, value_dim)
 
 

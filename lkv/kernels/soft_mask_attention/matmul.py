@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lkv.kernels.causal_attention import merge
+from lkv.utils.devices import full_precision
 
 _MOST_SCORES = 2**19  # held at a time: few enough for a core's cache, enough for full speed
 _LOWEST = -1e30  # a log-mask whose exponential is 0 beside any score, while a difference of two is not NaN
@@ -23,7 +24,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Shapes as in `api.continuation_attention`; scores are in float32 or better."""
     numbers = [0] * len(q) if owners is None else owners.tolist()
-    return _ContinuationAttention.apply(q, key, value, prompt_key, prompt_value, log_mask, numbers, scale)
+    with full_precision(q.device):
+        return _ContinuationAttention.apply(q, key, value, prompt_key, prompt_value, log_mask, numbers, scale)
 
 
 class _ContinuationAttention(torch.autograd.Function):
@@ -50,6 +52,11 @@ class _ContinuationAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        with full_precision(d_out.device):
+            return _ContinuationAttention._gradients(ctx, d_out)
+
+    @staticmethod
+    def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, key, value, prompt_key, prompt_value, log_mask, out, lse = ctx.saved_tensors
         d_q, d_key, d_value, d_mask = (torch.empty_like(x) for x in (q, key, value, log_mask))
         for number, owner in enumerate(ctx.owners):
