@@ -260,14 +260,19 @@ def test_what_it_cannot_do_is_said(policy):
         parse_method("lkv@mine+refit")
 
 
-def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
+def longrope_model():
+    """A tiny Phi-3 whose frequencies change at 64 tokens."""
     scaling = {
         "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
         "original_max_position_embeddings": 64,
     }  # fmt: skip
     (family,) = [family for family in SERVED if family.name == "Phi3"]
     changes = {"rope_parameters": scaling, "original_max_position_embeddings": 64}
-    rotation = patch_attention(replace(family, changes=family.changes | changes).build()).rotations[0]
+    return replace(family, changes=family.changes | changes).build()
+
+
+def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
+    rotation = patch_attention(longrope_model()).rotations[0]
     assert rotation is not None
     assert [rotation.future_start(end, 20) for end in (30, 60, 64, 65)] == [30, 44, 44, 65]
     x = torch.randn(1, 1, 20, 8, dtype=torch.float64)
@@ -278,6 +283,20 @@ def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
     row = x[:, :, :1]
     expected = sum(factor * by_short_factors(row, place) for place in range(44, 64)) / 20
     torch.testing.assert_close(row @ rotation.mean_rotation(row, 60, 80), expected, atol=1e-5, rtol=0)
+
+
+def test_longrope_drops_no_cache():
+    """Phi-3 would go on without a cache where its frequencies change."""
+    model = longrope_model()
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    model.generate(ids(1, 80), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    assert cache.get_seq_length() == 81
+    cache = RaggedCache(model, method="knorm", retention=0.5)
+    with pytest.raises(CacheError, match="with 65 tokens this model's rotary embedding changes"):
+        model.generate(ids(1, 60), past_key_values=cache, max_new_tokens=10, do_sample=False)
+    # A fused projection is not kept whole by the v that it holds.
+    for part in read_prompt(model, ids(1, 20)):
+        assert part.value.untyped_storage().nbytes() == part.value.nbytes
 
 
 def by_short_factors(x: Tensor, start: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
-from lkv.integrations.transformers.cache_argument import find_cache
+from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.fingerprint import read_adapters
 
@@ -33,7 +33,17 @@ def wrap_generation(model: PreTrainedModel) -> None:
         cache = find_cache(kwargs)
         if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
             _announce_inputs(self, cache, input_ids, kwargs)
-        return function(self, input_ids, *args, **kwargs)
+        inputs = function(self, input_ids, *args, **kwargs)
+        if isinstance(cache, BaseCache) and find_cache(inputs) is not cache:
+            # Models with LongRoPE, such as Phi-3, drop it where their frequencies change.
+            if cache.get_seq_length():
+                raise CacheError(
+                    f"with {input_ids.shape[-1]} tokens this model's rotary embedding changes, and it would read all "
+                    "of them again without this cache; compress a text that is longer than that by itself, or ask for "
+                    "fewer new tokens."
+                )
+            inputs |= cache_argument(cache)
+        return inputs
 
     setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
     setattr(model, _METHOD, MethodType(prepare_inputs_for_generation, model))

@@ -193,6 +193,10 @@ class _CapturingLayer(AttentionCacheLayer):
     ) -> Tensor:
         queries = query if self._queries else None
         if queries is not None and self._queries is not True:
-            queries = queries[:, :, -self._queries :].clone()  # a view would keep them all
+            queries = queries[:, :, -self._queries :]
+        # A view would keep all queries, or all of a fused projection.
+        key, value, queries = (
+            x if x is None or x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in (key, value, queries)
+        )
         self.captured = LayerKV(key, value, scale, queries)
         return stock()
