@@ -4,6 +4,7 @@ The stock kernel would copy the prompt for each continuation, and compute gradie
 prompt is read in place, and of the scores nothing is saved for the backward pass, which computes them again.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,11 +41,15 @@ class _ContinuationAttention(torch.autograd.Function):
         lse = torch.empty(q.shape[:3], dtype=_wide(q), device=q.device)
         for number, owner in enumerate(owners):
             rows = _as_rows(q[number], key)
-            result = _attend(_own_scores(rows, key[number], scale), value[number])
+            results = [
+                _attend(_own_scores(rows, key[number], part, scale), value[number, :, part])
+                for part in _parts(rows, key)
+            ]
             for part in _parts(rows, prompt_key):
                 scores = _scores(rows, prompt_key[owner, :, part], scale, log_mask[number, :, part])
-                result = merge(*result, *_attend(scores, prompt_value[owner, :, part]))
-            out[number], lse[number] = result[0].view(out.shape[1:]), result[1].view(lse.shape[1:])
+                results.append(_attend(scores, prompt_value[owner, :, part]))
+            result, total = functools.reduce(lambda left, right: merge(*left, *right), results)
+            out[number], lse[number] = result.view(out.shape[1:]), total.view(lse.shape[1:])
         ctx.save_for_backward(q, key, value, prompt_key, prompt_value, log_mask, out, lse)
         ctx.owners, ctx.scale = owners, scale
         return out
@@ -62,11 +67,13 @@ class _ContinuationAttention(torch.autograd.Function):
         for number, owner in enumerate(ctx.owners):
             rows, d_rows, total = (_as_rows(x[number], key) for x in (q, d_out, lse[..., None]))
             delta = (d_rows.to(total.dtype) * _as_rows(out[number], key)).sum(-1, keepdim=True)
-            p = _own_scores(rows, key[number], ctx.scale).sub_(total).exp_()
-            d_value[number] = p.to(d_rows.dtype).mT @ d_rows
-            d_scores = _d_scores(p, d_rows, value[number], delta).to(rows.dtype)
-            d_key[number] = (d_scores.mT @ rows).mul_(ctx.scale)
-            d_query = (d_scores @ key[number]).to(total.dtype)
+            d_query = torch.zeros(rows.shape, dtype=total.dtype, device=rows.device)
+            for part in _parts(rows, key):
+                p = _own_scores(rows, key[number], part, ctx.scale).sub_(total).exp_()
+                d_value[number, :, part] = p.to(d_rows.dtype).mT @ d_rows
+                d_scores = _d_scores(p, d_rows, value[number, :, part], delta).to(rows.dtype)
+                d_key[number, :, part] = (d_scores.mT @ rows).mul_(ctx.scale)
+                d_query += d_scores @ key[number, :, part]
             for part in _parts(rows, prompt_key):
                 part_key = prompt_key[owner, :, part]
                 p = _scores(rows, part_key, ctx.scale, log_mask[number, :, part]).sub_(total).exp_()
@@ -87,9 +94,9 @@ def _as_rows(x: Tensor, key: Tensor) -> Tensor:
     return x.reshape(key.shape[1], -1, x.shape[-1])
 
 
-def _parts(rows: Tensor, prompt_key: Tensor) -> Iterator[slice]:
-    """Slices of the prompt's tokens, for each of which there are no more scores than are held at a time."""
-    tokens = prompt_key.shape[2]
+def _parts(rows: Tensor, key: Tensor) -> Iterator[slice]:
+    """Slices of the tokens of `key` [., H, T, d], for each of which there are no more scores than fit."""
+    tokens = key.shape[2]
     length = max(1, _MOST_SCORES // max(1, rows.shape[0] * rows.shape[1]))
     return (slice(start, min(start + length, tokens)) for start in range(0, tokens, length))
 
@@ -101,12 +108,13 @@ def _scores(rows: Tensor, key: Tensor, scale: float, log_mask: Tensor) -> Tensor
     return torch.baddbmm(log_mask, rows.to(wide), key.to(wide).mT, alpha=scale)
 
 
-def _own_scores(rows: Tensor, key: Tensor, scale: float) -> Tensor:
-    """Causal scores [H, G t, t] of rows and their own keys [H, t, d]."""
-    tokens = key.shape[1]
+def _own_scores(rows: Tensor, key: Tensor, part: slice, scale: float) -> Tensor:
+    """Causal scores [H, G t, n] of rows and `part` of their own keys [H, t, d]."""
+    tokens = torch.arange(key.shape[1], device=key.device)
+    key = key[:, part]
     scores = _scores(rows, key, scale, key.new_zeros(key.shape[:2]))
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=key.device).triu(1)
-    return scores.view(len(key), -1, tokens, tokens).masked_fill_(later, -torch.inf).view_as(scores)
+    is_later = tokens[part] > tokens[:, None]
+    return scores.view(len(key), -1, *is_later.shape).masked_fill_(is_later, _LOWEST).view_as(scores)
 
 
 def _attend(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
