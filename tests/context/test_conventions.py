@@ -49,6 +49,17 @@ def test_generate_reads_in_chunks_in_the_block(model, policy):
         assert compression.cache.kept_counts() == counts
 
 
+def test_a_block_streams_prompts_as_a_cache_does(model, policy):
+    prompt, streaming = ids(1, 60), {"retention": 0.3, "policy": policy, "streaming": True}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    for chunked in (options, {**options, "prefill_chunk_size": 25}):
+        cache = lkv.RaggedCache(model, prompt_tokens=60, **streaming)
+        expected = model.generate(prompt, past_key_values=cache, **chunked)
+        with lkv.compress_prefill(model, **streaming) as compression:
+            assert torch.equal(model.generate(prompt, **chunked), expected)
+        assert compression.cache.config.streaming and compression.cache.kept_counts() == cache.kept_counts()
+
+
 def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):
     with pytest.raises(ZeroDivisionError), lkv.compress_prefill(model, method="knorm"):
         raise ZeroDivisionError
