@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +59,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     cache_options = {name: value for name, value in options.items() if name in _OWN}
     compression, generate = PrefillCompression(), model.generate
 
+    @wraps(generate)  # whose signature says which options there are
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         if find_cache(kwargs) is None:
             if kwargs.get("use_cache") is False:

@@ -10,6 +10,8 @@ from lkv.errors import CacheError, LkvError, PromptError
 from lkv.integrations.transformers.cache_argument import NAMES
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import TEXT as WORDS
+from tests.context.test_compression import Words
 
 TEXT = "The lamp of the lighthouse was lit at dusk. " * 6
 
@@ -58,6 +60,16 @@ def test_a_block_streams_prompts_as_a_cache_does(model, policy):
         with lkv.compress_prefill(model, **streaming) as compression:
             assert torch.equal(model.generate(prompt, **chunked), expected)
         assert compression.cache.config.streaming and compression.cache.kept_counts() == cache.kept_counts()
+
+
+def test_a_context_is_asked_in_a_block_as_outside(model, policy):
+    context = lkv.compress(model, Words(), WORDS, policy=policy)
+    expected = context.ask("what is one ?", 6)
+    with lkv.compress_prefill(model, method="knorm") as compression:
+        assert "".join(context.stream("what is one ?", 6)).strip() == expected
+        with pytest.raises(CacheError, match="no option nothing"):
+            context.ask("what is one ?", 6, nothing=1)
+    assert compression.cache is None
 
 
 def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):
