@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -374,15 +374,17 @@ class RaggedCache(BaseCache):
         states = enumerate(layer.state() for layer in self.sliding_layers)
         return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
 
-    def restore_sliding(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
-        """Load what `sliding_state` returned after `tokens` tokens of one text, in the dtype and device of `like`.
+    def restore_sliding(self, state: dict[str, Tensor], tokens: int, likes: Sequence[Tensor]) -> None:
+        """Load what `sliding_state` returned after `tokens` tokens of one text.
+
+        Each layer gets the dtype and device of its tensor in `likes`.
 
         Raises KeyError or ValueError for what such layers cannot have returned.
         """
         layers, names = self.sliding_layers, ("sliding_k", "sliding_v")
         if len(state) != len(names) * len(layers):
             raise ValueError(f"it has {len(state)} tensors of {len(layers)} sliding layers")
-        for index, layer in enumerate(layers):
+        for index, (layer, like) in enumerate(zip(layers, likes, strict=True)):
             shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
             window = {name: state[f"{name}.{index}"] for name in names}
             if any(tuple(x.shape) != shape or not x.is_floating_point() for x in window.values()):
