@@ -111,6 +111,8 @@ class Ask(PolicyOptions, RunOptions):
             return
         if self.words[0] != "-" and not exists(self.words[0]):
             raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
+        if self.save and exists(self.save) and self.words[0] != "-" and self.save.samefile(self.words[0]):
+            raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):

@@ -175,6 +175,17 @@ def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, 
     assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; {taken}]" in said
 
 
+def test_the_text_itself_is_not_overwritten(folder, asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text(TEXT)
+    status, _, said = asked("notes.txt", "When?", "--save", tmp_path / "notes.txt")
+    assert status == 2 and "--save would overwrite notes.txt, the text itself; give another file" in said
+    assert (tmp_path / "notes.txt").read_text() == TEXT
+    # A context that is loaded may be saved over its own file.
+    assert asked("notes.txt", "When?", "--save", "notes.kv")[0] == 0
+    assert asked("--load", "notes.kv", "When?", "--save", "notes.kv", method="")[0] == 0
+
+
 def test_reading_shows_its_progress(folder, asked, monkeypatch):
     """A line with an estimate, and a bar where stderr is a terminal."""
     _, _, said = asked(folder / "text.md", "When?")
