@@ -257,7 +257,8 @@ class Context:
             policy: Not needed; if given, it must be the one that the text was compressed with.
 
         Raises:
-            ContextFileError: For a missing, foreign or damaged file, and one of another model or policy.
+            ContextFileError: For a missing, foreign or damaged file, one of another model or policy, and one for which
+                there is no memory.
         """
         check_model_and_tokenizer(model, tokenizer)
         path = as_path(path, ContextFileError, "the context's path")

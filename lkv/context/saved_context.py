@@ -23,6 +23,7 @@ from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
+from lkv.utils.devices import is_out_of_memory
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
@@ -86,7 +87,11 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
                 "compress the text again."
             )
         return ids.tolist(), cache, metadata
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ContextFileError(
+                f"{path} takes more memory than is free; free some, or load it for a model on another device."
+            ) from error
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
 
 
