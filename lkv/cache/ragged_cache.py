@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -292,6 +293,12 @@ class RaggedCache(BaseCache):
         self.layers = layers
         for layer, kv in zip(self.ragged_layers, prompt, strict=True):
             layer.fill(kv)
+
+    def set_method(self, method: Method) -> None:
+        """Evict by `method` from now on; what only the previous one holds, such as scores of the prompt, is freed."""
+        self.config = replace(self.config, method=method)
+        for layer in self.ragged_layers:
+            layer.set_config(self.config)
 
     def fork(self) -> "RaggedCache":
         """Return a copy that continues independently; `copy.deepcopy` does the same."""

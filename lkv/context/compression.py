@@ -135,6 +135,7 @@ def compress_ids(
             prompt = read_prompt(model, tensor, chosen.reads_queries)
             cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
         cache.fill(prompt)
+        cache.set_method(chosen)  # without the scores of this prompt, which nothing reads again
     else:
         cache = RaggedCache(model, method=chosen, **options)
         _prefill(model, cache, tensor, chunk, progress)
