@@ -60,9 +60,10 @@ class RaggedCache(BaseCache):
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
             model.
         budget_tokens: Keep this many tokens a head on average, instead of a share of the prompt.
-        memory: What k and v of the prompt may take, instead of `retention`: a share of the full cache in the model's
-            dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in
-            fewer. Tokens after the prompt keep the model's dtype and come on top.
+        memory: What k and v of the prompt may take in full-attention layers, instead of `retention`: a share of their
+            full cache in the model's dtype (0.1 or "10%"), or bytes for each row of a batch (200_000_000 or "200MB").
+            The best entries are stored in more bits, others in fewer. Tokens after the prompt, in the model's dtype, an
+            explicit `slack` and sliding windows come on top.
         slack: Free slots that each head gets for appended tokens. By default it follows from the number of entries.
         prompt_tokens: The length of the prompt in tokens, padding included. Needed where the prompt is read in several
             forward passes (`prefill_chunk_size`), or in one pass with what follows (assisted decoding).
@@ -369,11 +370,11 @@ class RaggedCache(BaseCache):
         return kept_entries / total if total else 1.0
 
     def nbytes(self) -> int:
-        """Return the bytes of k and v storage, free slots included."""
+        """Return the bytes of k and v storage, free slots and sliding windows included."""
         return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
 
     def full_nbytes(self) -> int:
-        """Return the bytes that an uncompressed cache would need for the same tokens."""
+        """Return the bytes that an uncompressed cache would need for the same tokens, sliding windows included."""
         return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
 
     def sliding_state(self) -> dict[str, Tensor]:
