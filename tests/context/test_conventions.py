@@ -116,6 +116,17 @@ def test_a_pipeline_answers_as_a_context_does(folder):
     assert own(TEXT, question="Who?", memory=0.5, protect=["lamp"], max_new_tokens=3) == {"answer": less}
 
 
+def test_a_pipeline_takes_every_option_of_compress(folder):
+    options = {"retention": 0.4, "chunk": 100, "streaming": True, "decode_eviction": True, "slack": 3}
+    pipe = lkv.pipeline(str(folder), method="knorm", max_new_tokens=6, **options)
+    context = lkv.compress(pipe.model, pipe.tokenizer, TEXT, method="knorm", **options)
+    shares = []
+    assert pipe(TEXT, question="When?", progress=shares.append) == {"answer": context.ask("When?", 6)} and shares
+    for option, says in (({"pattern": [[1.0]]}, "reads no pattern"), ({"compression_ratio": 0.5}, "share to remove")):
+        with pytest.raises(LkvError, match=says):
+            pipe(TEXT, question="When?", **option)
+
+
 def test_a_pipeline_says_what_is_missing(folder):
     pipe = lkv.pipeline(str(folder), method="knorm")
     for inputs, options, says in (
