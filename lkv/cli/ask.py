@@ -229,6 +229,8 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
             question = input(prompt)
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise LkvError(f"the question on stdin cannot be read as text ({error}); give it in UTF-8.") from error
         if not question.strip():
             continue
         try:

@@ -221,6 +221,12 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     assert status == 0 and out.strip() and "no chat history" in said
 
 
+def test_a_typed_question_that_is_no_utf_8_is_one_sentence(folder, asked, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"When?\nWh\xff?\n"), encoding="utf-8"))
+    status, _, said = asked(folder / "text.md")
+    assert status == 2 and "lkv: the question on stdin cannot be read as text ('utf-8' codec" in said
+
+
 def test_options_reach_the_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--dtype", "bfloat16", "--chunk", "100")
     assert re.search(r"of 0\.1 MB", said)
