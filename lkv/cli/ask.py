@@ -121,6 +121,8 @@ class Ask(PolicyOptions, RunOptions):
         if self.memory and (shares or self.method == FULL):
             other = " and ".join(shares) or f"--method {FULL}"
             raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
+        if self.method == FULL and self.retention not in (None, 1):
+            raise LkvError(f"{FULL!r} keeps everything, not {self.retention}; leave --retention out, or use a method.")
         if self.compare and (self.method == FULL or len(self.words) < 2):
             reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
             raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
@@ -152,7 +154,6 @@ class Ask(PolicyOptions, RunOptions):
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}
         retention = self.retention or (DEFAULT_RETENTION if self.bits else None)
-        retention = None if self.method == FULL else retention
         memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()

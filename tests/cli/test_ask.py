@@ -246,11 +246,10 @@ def test_the_retention_reached_is_reported(folder, asked):
         ("0.5", (), "knorm", 0.5),
         ("0.333", (), "knorm", int(0.333 * tokens) / tokens),
         ("0.95", ("--pattern", folder / "heads.tsv"), "duo", (4 * tokens + 2 * 384) / (6 * tokens)),
-        ("0.2", (), "full", 1.0),
+        ("1", (), "full", 1.0),
     ]:
         status, _, log = asked(folder / "text.md", "why?", "--retention", retention, *how, method=method)
-        requested = "1" if method == "full" else retention
-        assert status == 0 and f"; {reached:.4f} of the KV entries kept, {requested} requested;" in log
+        assert status == 0 and f"; {reached:.4f} of the KV entries kept, {retention} requested;" in log
 
 
 @pytest.mark.parametrize(
@@ -262,6 +261,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "\udcff"), "knorm", "the question is no valid Unicode text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
+        (("text", "why?", "--retention", "0.3"), "full", "'full' keeps everything, not 0.3; leave --retention out"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "x" * 300), "duo", "xxx does not exist; give --pattern"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),
