@@ -171,7 +171,7 @@ class Ask(PolicyOptions, RunOptions):
             f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}]",
             file=sys.stderr,
         )
-        return context, compress(model, tokenizer, text, method=FULL) if self.compare else None
+        return context, compress(model, tokenizer, text, method=FULL, chunk=chunk) if self.compare else None
 
 
 def _describe_size(context: "Context") -> str:

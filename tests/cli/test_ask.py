@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaModel
 
 from lkv.cli.main import main
 from lkv.context.chat import Chat
@@ -76,6 +76,19 @@ def test_answers_of_the_full_cache_stand_beside(folder, asked):
     ):
         status, out, said = asked(*words, method=method)
         assert status == 2 and not out and "leave --compare out" in said
+
+
+def test_the_full_cache_is_read_in_chunks_too(folder, asked, monkeypatch):
+    lengths = []
+    forward = LlamaModel.forward
+
+    def noted_forward(self, input_ids=None, **options):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(LlamaModel, "forward", noted_forward)
+    assert asked(folder / "text.md", "When?", "--compare", "--chunk", "100")[0] == 0
+    assert lengths.count(100) == 2 * (len(TEXT) // 100) and max(lengths) == 100
 
 
 def test_several_questions_are_answered_from_one_reading(folder, asked):
