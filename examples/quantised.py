@@ -1,4 +1,4 @@
-"""Combine eviction with quantisation: 15% of the KV entries, in 8 or 4 bits a value (needs the extra `quantization`).
+"""Combine eviction with quantisation: 15% of the KV entries, in 8 or 4 bits a value.
 
 python -m examples.quantised
 """

@@ -50,7 +50,7 @@ class PolicyMismatchError(LkvError):
 
 
 class ContextFileError(LkvError):
-    """The saved context is missing, damaged, or belongs to another model or policy."""
+    """The saved context is missing, damaged, too large for the memory, or belongs to another model or policy."""
 
 
 class DocumentError(LkvError):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.cache.cache_config import LayerContext, SharedState, mean_entries
+from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
 from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.saved_state import check_store, restore_store
@@ -45,6 +45,10 @@ class RaggedLayer(AttentionCacheLayer):
         super().__init__()
         self._context = context
         self.reset()
+
+    def set_config(self, config: CacheConfig) -> None:
+        """Read and evict as `config` says from now on."""
+        self._context = replace(self._context, config=config)
 
     def reset(self) -> None:
         """Forget everything, and free it."""

@@ -2,8 +2,9 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,9 +60,10 @@ class RaggedCache(BaseCache):
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
             model.
         budget_tokens: Keep this many tokens a head on average, instead of a share of the prompt.
-        memory: What k and v of the prompt may take, instead of `retention`: a share of the full cache in the model's
-            dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in
-            fewer. Tokens after the prompt keep the model's dtype and come on top.
+        memory: What k and v of the prompt may take in full-attention layers, instead of `retention`: a share of their
+            full cache in the model's dtype (0.1 or "10%"), or bytes for each row of a batch (200_000_000 or "200MB").
+            The best entries are stored in more bits, others in fewer. Tokens after the prompt, in the model's dtype, an
+            explicit `slack` and sliding windows come on top.
         slack: Free slots that each head gets for appended tokens. By default it follows from the number of entries.
         prompt_tokens: The length of the prompt in tokens, padding included. Needed where the prompt is read in several
             forward passes (`prefill_chunk_size`), or in one pass with what follows (assisted decoding).
@@ -293,6 +295,12 @@ class RaggedCache(BaseCache):
         for layer, kv in zip(self.ragged_layers, prompt, strict=True):
             layer.fill(kv)
 
+    def set_method(self, method: Method) -> None:
+        """Evict by `method` from now on; what only the previous one holds, such as scores of the prompt, is freed."""
+        self.config = replace(self.config, method=method)
+        for layer in self.ragged_layers:
+            layer.set_config(self.config)
+
     def fork(self) -> "RaggedCache":
         """Return a copy that continues independently; `copy.deepcopy` does the same."""
         twin = copy.copy(self)
@@ -362,11 +370,11 @@ class RaggedCache(BaseCache):
         return kept_entries / total if total else 1.0
 
     def nbytes(self) -> int:
-        """Return the bytes of k and v storage, free slots included."""
+        """Return the bytes of k and v storage, free slots and sliding windows included."""
         return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
 
     def full_nbytes(self) -> int:
-        """Return the bytes that an uncompressed cache would need for the same tokens."""
+        """Return the bytes that an uncompressed cache would need for the same tokens, sliding windows included."""
         return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
 
     def sliding_state(self) -> dict[str, Tensor]:
@@ -374,15 +382,17 @@ class RaggedCache(BaseCache):
         states = enumerate(layer.state() for layer in self.sliding_layers)
         return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
 
-    def restore_sliding(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
-        """Load what `sliding_state` returned after `tokens` tokens of one text, in the dtype and device of `like`.
+    def restore_sliding(self, state: dict[str, Tensor], tokens: int, likes: Sequence[Tensor]) -> None:
+        """Load what `sliding_state` returned after `tokens` tokens of one text.
+
+        Each layer gets the dtype and device of its tensor in `likes`.
 
         Raises KeyError or ValueError for what such layers cannot have returned.
         """
         layers, names = self.sliding_layers, ("sliding_k", "sliding_v")
         if len(state) != len(names) * len(layers):
             raise ValueError(f"it has {len(state)} tensors of {len(layers)} sliding layers")
-        for index, layer in enumerate(layers):
+        for index, (layer, like) in enumerate(zip(layers, likes, strict=True)):
             shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
             window = {name: state[f"{name}.{index}"] for name in names}
             if any(tuple(x.shape) != shape or not x.is_floating_point() for x in window.values()):

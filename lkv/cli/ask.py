@@ -111,6 +111,8 @@ class Ask(PolicyOptions, RunOptions):
             return
         if self.words[0] != "-" and not exists(self.words[0]):
             raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
+        if self.save and exists(self.save) and self.words[0] != "-" and self.save.samefile(self.words[0]):
+            raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         if self.pattern and PATTERN not in find_needs(self.method):
@@ -119,6 +121,8 @@ class Ask(PolicyOptions, RunOptions):
         if self.memory and (shares or self.method == FULL):
             other = " and ".join(shares) or f"--method {FULL}"
             raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
+        if self.method == FULL and self.retention not in (None, 1):
+            raise LkvError(f"{FULL!r} keeps everything, not {self.retention}; leave --retention out, or use a method.")
         if self.compare and (self.method == FULL or len(self.words) < 2):
             reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
             raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
@@ -150,7 +154,6 @@ class Ask(PolicyOptions, RunOptions):
         options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
         options |= {"streaming": True} if self.streaming else {}
         retention = self.retention or (DEFAULT_RETENTION if self.bits else None)
-        retention = None if self.method == FULL else retention
         memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
@@ -168,7 +171,7 @@ class Ask(PolicyOptions, RunOptions):
             f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}]",
             file=sys.stderr,
         )
-        return context, compress(model, tokenizer, text, method=FULL) if self.compare else None
+        return context, compress(model, tokenizer, text, method=FULL, chunk=chunk) if self.compare else None
 
 
 def _describe_size(context: "Context") -> str:
@@ -227,6 +230,8 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
             question = input(prompt)
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise LkvError(f"the question on stdin cannot be read as text ({error}); give it in UTF-8.") from error
         if not question.strip():
             continue
         try:

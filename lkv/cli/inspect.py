@@ -144,12 +144,14 @@ def _write_page(options: Inspect, source: str) -> None:
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")
     text = read_document(source)
     from lkv.config import MemoryTarget
-    from lkv.context.inspection import inspect_text, render_page
+    from lkv.context.inspection import inspect_text, is_page, render_page
     from lkv.integrations.transformers.progress import estimate_reading_seconds
     from lkv.utils.files import check_writable_file, name_without_place, write_text
     from lkv.utils.prompts import encode_context
 
     check_writable_file(out, LkvError, "the page")
+    if options.out is None and isfile(out) and not is_page(out):
+        raise LkvError(f"{out} is no page of lkv inspect and would be overwritten; give the page's name with --out.")
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))

@@ -4,7 +4,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lkv.context.context import Context
-from lkv.context.generation import answer_length, check_options, end_tokens, generate, is_truncated, stream_text
+from lkv.context.generation import (
+    answer_length,
+    answer_printer,
+    check_options,
+    end_tokens,
+    generate,
+    is_truncated,
+    stream_text,
+)
 from lkv.context.input_checks import check_text
 from lkv.errors import CacheError
 from lkv.integrations.transformers.cache_layers import crop_to
@@ -46,12 +54,14 @@ class Chat:
         self.turns: list[Turn] = []
         self.answer_tokens, self.is_truncated = 0, False
 
-    def ask(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> str:
+    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
         """Answer a question after all turns so far; arguments and errors as in `Context.ask`.
 
         If it fails, the turns are unchanged.
         """
         ids, options = self._prepare(question, max_new_tokens, generation)
+        if stream:
+            options["streamer"] = answer_printer(self._tokenizer)
         return self._answer(question, ids, **options)
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -53,11 +54,12 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         raise CacheError(
             "prompt_tokens follows from each prompt here; leave it out, or pass a RaggedCache to generate."
         )
-    # A policy is read once, and wrong options are refused before a prompt is.
-    method = RaggedCache(model, **options).config.method
+    # A policy is read once, and wrong options are refused before a prompt is. Streaming requires a length, here any.
+    method = RaggedCache(model, prompt_tokens=1, **options).config.method
     cache_options = {name: value for name, value in options.items() if name in _OWN}
     compression, generate = PrefillCompression(), model.generate
 
+    @wraps(generate)  # whose signature says which options there are
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         if find_cache(kwargs) is None:
             if kwargs.get("use_cache") is False:

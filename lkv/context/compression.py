@@ -54,9 +54,9 @@ def compress(
         model: A decoder model of transformers.
         tokenizer: Its tokenizer.
         text: The text itself; `lkv.read_document` reads a file's.
-        memory: What k and v of the text may take: a share of the full cache in the model's dtype (0.1 or "10%"), or
-            bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in fewer, the rest are
-            evicted.
+        memory: What k and v of the text may take in full-attention layers: a share of their full cache in the model's
+            dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in
+            fewer, the rest are evicted. Sliding windows and an explicit `slack` come on top.
         retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype; 0.15
             if neither is given. It is 1 - compression_ratio of kvpress.
         method: A name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache.
@@ -135,6 +135,7 @@ def compress_ids(
             prompt = read_prompt(model, tensor, chosen.reads_queries)
             cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
         cache.fill(prompt)
+        cache.set_method(chosen)  # without the scores of this prompt, which nothing reads again
     else:
         cache = RaggedCache(model, method=chosen, **options)
         _prefill(model, cache, tensor, chunk, progress)

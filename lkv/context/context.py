@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.shared_cache import SharedCache
 from lkv.context import saved_context
 from lkv.context.generation import (
     answer_length,
+    answer_printer,
     check_options,
     generate,
     is_assisted,
@@ -110,7 +111,7 @@ class Context:
         """
         ids = self._encode_question(question, generation)
         if stream:
-            generation["streamer"] = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            generation["streamer"] = answer_printer(self.tokenizer)
         return self._decode(self.complete(ids, max_new_tokens, **generation))
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
@@ -257,7 +258,8 @@ class Context:
             policy: Not needed; if given, it must be the one that the text was compressed with.
 
         Raises:
-            ContextFileError: For a missing, foreign or damaged file, and one of another model or policy.
+            ContextFileError: For a missing, foreign or damaged file, one of another model or policy, and one for which
+                there is no memory.
         """
         check_model_and_tokenizer(model, tokenizer)
         path = as_path(path, ContextFileError, "the context's path")

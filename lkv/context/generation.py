@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
@@ -134,6 +134,11 @@ def _effective(model: Any, options: dict[str, Any], name: str) -> Any:
     """The value of `name` that generate uses: the caller's, else the model's. A caller's None counts as a value."""
     value = _requested(options, name)
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
+
+
+def answer_printer(tokenizer: Any) -> TextStreamer:
+    """A streamer that prints an answer while it is generated."""
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
 def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:

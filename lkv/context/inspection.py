@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,12 @@ def render_page(
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     template = resources.files(__package__).joinpath("inspection_page.html").read_text(encoding="utf-8")
     return template.replace("/* DATA */", text)
+
+
+def is_page(path: Path) -> bool:
+    """Whether the file at `path` is a page that `render_page` made."""
+    with path.open("rb") as file:
+        return b"<title>LKV: what is kept</title>" in file.read(1024)
 
 
 def _precision_name(precision: Precision) -> str:

@@ -1,17 +1,22 @@
 """The pipeline `lkv-text-generation`: a context and questions in, answers out."""
 
+from inspect import signature
 from typing import Any, cast
 
 import transformers
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import PromptError
 from lkv.models.loading import DEFAULT, load_model
 
 TASK = "lkv-text-generation"
-_COMPRESSION = ("memory", "retention", "method", "policy", "system", "protect", "chunk", "bits", "budget_tokens")
+# What `compress` takes; of options that it refuses it says why.
+_COMPRESSION = (signature(compress).parameters.keys() | signature(RaggedCache).parameters.keys()) - {
+    "model", "tokenizer", "text", "options"
+}  # fmt: skip
 
 
 class ContextQuestionPipeline(Pipeline):

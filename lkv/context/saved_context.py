@@ -17,11 +17,13 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.spec import decoder_layers
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
+from lkv.utils.devices import is_out_of_memory
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
@@ -85,7 +87,11 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
                 "compress the text again."
             )
         return ids.tolist(), cache, metadata
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ContextFileError(
+                f"{path} takes more memory than is free; free some, or load it for a model on another device."
+            ) from error
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
 
 
@@ -93,7 +99,7 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     """A cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
-    like = model.get_input_embeddings().weight[:0]
+    likes = dict(zip(cache.layers, _empty_tensors(model, len(cache.layers)), strict=True))
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
     states: list[dict[str, Tensor]] = [{} for _ in cache.ragged_layers]
     for name, tensor in tensors.items():
@@ -104,10 +110,17 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     for layer, state in zip(cache.ragged_layers, states, strict=True):
         check_state(state, len(ids), cache.spec)
         # Without free slots a memory budget holds here, too, until the first question.
-        layer.restore(state, like, has_free_slots=metadata["memory"] is None)
-    cache.restore_sliding(sliding, len(ids), like)
+        layer.restore(state, likes[layer], has_free_slots=metadata["memory"] is None)
+    cache.restore_sliding(sliding, len(ids), [likes[layer] for layer in cache.sliding_layers])
     cache.ids = torch.tensor([ids], device=input_device(model))
     return cache
+
+
+def _empty_tensors(model: Any, layers: int) -> list[Tensor]:
+    """A tensor in the model's dtype for each of its `layers`, on the device of that layer: they may be on several."""
+    devices = [next(layer.parameters()).device for layer in decoder_layers(model)] or [input_device(model)] * layers
+    dtype = model.get_input_embeddings().weight.dtype
+    return [torch.empty(0, dtype=dtype, device=device) for device in devices]
 
 
 class _AlreadyCompressed(Selector):

@@ -160,8 +160,8 @@ def resolve_method(
         model: the model to evict from. Without one, methods that need no model can be resolved.
         retention: the share of a prompt's entries to keep, in (0, 1]; 0.15 by default.
         budget_tokens: how many tokens a head keeps on average, instead of `retention`.
-        memory: what k and v of a text may take, instead of `retention`: a share of the full cache in the model's dtype
-            (0.1 or "10%"), or bytes (200_000_000 or "200MB"). It needs `model`.
+        memory: what k and v of a text may take in full-attention layers, instead of `retention`: a share of their full
+            cache in the model's dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). It needs `model`.
         policy: the policy, its folder or its hub id; the one shipped for the model by default.
         pattern: DuoAttention's alphas [L][H], for the budget "duo".
         tokenizer: the model's tokenizer, for methods that read the text a second time.

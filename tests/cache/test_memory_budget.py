@@ -22,6 +22,7 @@ from lkv.methods.selectors import Knorm
 from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
+from tests.families import build as build_family
 
 MODELS = {
     "float32": {"dtype": torch.float32},
@@ -202,6 +203,22 @@ def test_rows_of_unequal_length_have_budgets_of_their_own(name, memory, quantize
     for row, alone in enumerate(caches):
         expected = model(next_ids[row : row + 1], past_key_values=alone, use_cache=True).logits
         assert torch.allclose(logits[row], expected[0], atol=1e-3)
+
+
+def test_rows_slack_and_windows_come_on_top_of_a_budget():
+    def read(model, rows=1, **options):
+        cache = RaggedCache(model, method="knorm", **options)
+        model(ids(rows, 300), past_key_values=cache)
+        return cache
+
+    model = build("float32")
+    allowed = full_nbytes(model, 300) // 5
+    one, four = read(model, memory=allowed), read(model, 4, memory=allowed)
+    assert one.nbytes() <= allowed and 3 * allowed < four.nbytes() <= 4 * allowed
+    assert read(model, memory=allowed, slack=10).nbytes() - one.nbytes() == 6 * 10 * 2 * 8 * 4
+    mixed = read(build_family("Gemma3", torch.float32), memory=0.1)
+    windows, used, full = sum(layer.nbytes() for layer in mixed.sliding_layers), mixed.nbytes(), mixed.full_nbytes()
+    assert used - windows <= 0.1 * (full - windows) < 0.1 * full < used
 
 
 @pytest.mark.parametrize(

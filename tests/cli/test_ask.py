@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaModel
 
 from lkv.cli.main import main
 from lkv.context.chat import Chat
@@ -76,6 +76,19 @@ def test_answers_of_the_full_cache_stand_beside(folder, asked):
     ):
         status, out, said = asked(*words, method=method)
         assert status == 2 and not out and "leave --compare out" in said
+
+
+def test_the_full_cache_is_read_in_chunks_too(folder, asked, monkeypatch):
+    lengths = []
+    forward = LlamaModel.forward
+
+    def noted_forward(self, input_ids=None, **options):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **options)
+
+    monkeypatch.setattr(LlamaModel, "forward", noted_forward)
+    assert asked(folder / "text.md", "When?", "--compare", "--chunk", "100")[0] == 0
+    assert lengths.count(100) == 2 * (len(TEXT) // 100) and max(lengths) == 100
 
 
 def test_several_questions_are_answered_from_one_reading(folder, asked):
@@ -175,6 +188,17 @@ def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, 
     assert status == 0 and again == out and f"[{len(TEXT)} tokens loaded; {taken}]" in said
 
 
+def test_the_text_itself_is_not_overwritten(folder, asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text(TEXT)
+    status, _, said = asked("notes.txt", "When?", "--save", tmp_path / "notes.txt")
+    assert status == 2 and "--save would overwrite notes.txt, the text itself; give another file" in said
+    assert (tmp_path / "notes.txt").read_text() == TEXT
+    # A context that is loaded may be saved over its own file.
+    assert asked("notes.txt", "When?", "--save", "notes.kv")[0] == 0
+    assert asked("--load", "notes.kv", "When?", "--save", "notes.kv", method="")[0] == 0
+
+
 def test_reading_shows_its_progress(folder, asked, monkeypatch):
     """A line with an estimate, and a bar where stderr is a terminal."""
     _, _, said = asked(folder / "text.md", "When?")
@@ -210,6 +234,12 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
     assert status == 0 and out.strip() and "no chat history" in said
 
 
+def test_a_typed_question_that_is_no_utf_8_is_one_sentence(folder, asked, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"When?\nWh\xff?\n"), encoding="utf-8"))
+    status, _, said = asked(folder / "text.md")
+    assert status == 2 and "lkv: the question on stdin cannot be read as text ('utf-8' codec" in said
+
+
 def test_options_reach_the_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--dtype", "bfloat16", "--chunk", "100")
     assert re.search(r"of 0\.1 MB", said)
@@ -229,11 +259,10 @@ def test_the_retention_reached_is_reported(folder, asked):
         ("0.5", (), "knorm", 0.5),
         ("0.333", (), "knorm", int(0.333 * tokens) / tokens),
         ("0.95", ("--pattern", folder / "heads.tsv"), "duo", (4 * tokens + 2 * 384) / (6 * tokens)),
-        ("0.2", (), "full", 1.0),
+        ("1", (), "full", 1.0),
     ]:
         status, _, log = asked(folder / "text.md", "why?", "--retention", retention, *how, method=method)
-        requested = "1" if method == "full" else retention
-        assert status == 0 and f"; {reached:.4f} of the KV entries kept, {requested} requested;" in log
+        assert status == 0 and f"; {reached:.4f} of the KV entries kept, {retention} requested;" in log
 
 
 @pytest.mark.parametrize(
@@ -245,6 +274,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "\udcff"), "knorm", "the question is no valid Unicode text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
+        (("text", "why?", "--retention", "0.3"), "full", "'full' keeps everything, not 0.3; leave --retention out"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "x" * 300), "duo", "xxx does not exist; give --pattern"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "takes no --pattern"),

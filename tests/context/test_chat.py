@@ -134,6 +134,16 @@ def test_turns_can_be_taken_back(saved):
         chat.undo(3)
 
 
+def test_a_chat_prints_an_answer_as_a_context_does(saved, capsys):
+    model, tokenizer = saved
+    context = compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4)
+    chat = Chat(context)
+    expected = context.ask("one?", 6, stream=True)
+    printed = capsys.readouterr().out
+    assert chat.ask("one?", 6, stream=True) == expected and capsys.readouterr().out == printed
+    assert printed.strip() == expected and [turn.answer for turn in chat.turns] == [expected]
+
+
 def test_a_turn_that_fails_leaves_the_chat_as_it_was(saved):
     model, tokenizer = saved
     chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))

@@ -10,6 +10,8 @@ from lkv.errors import CacheError, LkvError, PromptError
 from lkv.integrations.transformers.cache_argument import NAMES
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import TEXT as WORDS
+from tests.context.test_compression import Words
 
 TEXT = "The lamp of the lighthouse was lit at dusk. " * 6
 
@@ -47,6 +49,27 @@ def test_generate_reads_in_chunks_in_the_block(model, policy):
         expected, counts = model.generate(prompt, **options), compression.cache.kept_counts()
         assert torch.equal(model.generate(prompt, **chunked), expected)
         assert compression.cache.kept_counts() == counts
+
+
+def test_a_block_streams_prompts_as_a_cache_does(model, policy):
+    prompt, streaming = ids(1, 60), {"retention": 0.3, "policy": policy, "streaming": True}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    for chunked in (options, {**options, "prefill_chunk_size": 25}):
+        cache = lkv.RaggedCache(model, prompt_tokens=60, **streaming)
+        expected = model.generate(prompt, past_key_values=cache, **chunked)
+        with lkv.compress_prefill(model, **streaming) as compression:
+            assert torch.equal(model.generate(prompt, **chunked), expected)
+        assert compression.cache.config.streaming and compression.cache.kept_counts() == cache.kept_counts()
+
+
+def test_a_context_is_asked_in_a_block_as_outside(model, policy):
+    context = lkv.compress(model, Words(), WORDS, policy=policy)
+    expected = context.ask("what is one ?", 6)
+    with lkv.compress_prefill(model, method="knorm") as compression:
+        assert "".join(context.stream("what is one ?", 6)).strip() == expected
+        with pytest.raises(CacheError, match="no option nothing"):
+            context.ask("what is one ?", 6, nothing=1)
+    assert compression.cache is None
 
 
 def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):
@@ -91,6 +114,17 @@ def test_a_pipeline_answers_as_a_context_does(folder):
     less = lkv.compress(model, tokenizer, TEXT, method="knorm", memory=0.5, protect=["lamp"]).ask("Who?", 3)
     own = stock_pipeline("lkv-text-generation", model=model, tokenizer=tokenizer, method="knorm", max_new_tokens=6)
     assert own(TEXT, question="Who?", memory=0.5, protect=["lamp"], max_new_tokens=3) == {"answer": less}
+
+
+def test_a_pipeline_takes_every_option_of_compress(folder):
+    options = {"retention": 0.4, "chunk": 100, "streaming": True, "decode_eviction": True, "slack": 3}
+    pipe = lkv.pipeline(str(folder), method="knorm", max_new_tokens=6, **options)
+    context = lkv.compress(pipe.model, pipe.tokenizer, TEXT, method="knorm", **options)
+    shares = []
+    assert pipe(TEXT, question="When?", progress=shares.append) == {"answer": context.ask("When?", 6)} and shares
+    for option, says in (({"pattern": [[1.0]]}, "reads no pattern"), ({"compression_ratio": 0.5}, "share to remove")):
+        with pytest.raises(LkvError, match=says):
+            pipe(TEXT, question="When?", **option)
 
 
 def test_a_pipeline_says_what_is_missing(folder):

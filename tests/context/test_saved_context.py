@@ -15,6 +15,7 @@ from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import ContextFileError
 from lkv.utils import tensor_file
+from lkv.utils.devices import is_out_of_memory
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 
@@ -225,6 +226,25 @@ def test_a_forged_file_takes_no_memory(saved):
     with pytest.raises(ContextFileError), torch.profiler.profile(profile_memory=True) as profile:
         Context.load(path, model, Words())
     assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(),
+     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],
+    ids=["GPU", "Python", "CPU"],
+)  # fmt: skip
+def test_a_lack_of_memory_is_no_damage(saved, monkeypatch, problem):
+    path, model = saved
+
+    def refuse(*_, **__):
+        raise problem
+
+    monkeypatch.setattr("lkv.cache.layer.restore_store", refuse)
+    with pytest.raises(ContextFileError) as caught:
+        Context.load(path, model, Words())
+    assert str(caught.value).startswith(f"{path} takes more memory than is free; free some")
+    assert is_out_of_memory(caught.value)
 
 
 @pytest.mark.parametrize(

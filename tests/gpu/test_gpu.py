@@ -10,6 +10,7 @@ import torch
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.context.compression import compress
+from lkv.context.context import Context
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
@@ -23,6 +24,7 @@ from lkv.utils import devices
 from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
+from tests.families import build
 from tests.kernels.pools import in_tiers
 
 if find_compiler() is None:
@@ -152,6 +154,32 @@ def test_methods_of_whole_prompts_over_two_devices(base, split, method):
     )
     assert found.kept_counts() == expected.kept_counts()
     assert [str(layer.store.k.device) for layer in found.ragged_layers] == ["fake:0", "fake:1", "fake:1"]
+
+
+@pytest.mark.parametrize("amount", [{"retention": 0.4}, {"memory": 0.2}], ids=str)
+def test_a_saved_context_is_loaded_to_the_device_of_each_layer(split, tmp_path, amount):
+    context = compress(split, Words(), TEXT, method="knorm", **amount)
+    answer = context.ask("what is one ?", 6)
+    context.save(tmp_path / "context.kv")
+    again = Context.load(tmp_path / "context.kv", split, Words())
+    stores = [layer.store.restore() if "memory" in amount else layer.store for layer in again.cache.ragged_layers]
+    assert [str(store.k.device) for store in stores] == ["fake:0", "fake:1", "fake:1"]
+    assert again.ask("what is one ?", 6) == answer
+
+
+def test_saved_windows_are_loaded_to_the_device_of_each_layer(fake_gpu, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = build("Gemma3", torch.float32, tie_word_embeddings=False)
+    first = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1")
+    second = ("model.layers.2", "model.layers.3", "model.layers.4", "model.norm", "lm_head")
+    places = dict.fromkeys(first, "fake:0") | dict.fromkeys(second, "fake:1")
+    model = accelerate.dispatch_model(model, places, main_device="fake:0", force_hooks=True)
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
+    answer = context.ask("what is one ?", 6)
+    context.save(tmp_path / "context.kv")
+    again = Context.load(tmp_path / "context.kv", model, Words())
+    assert [str(layer.keys.device) for layer in again.cache.sliding_layers] == ["fake:0", "fake:1"]
+    assert again.ask("what is one ?", 6) == answer
 
 
 def test_weights_that_are_nowhere_are_refused():

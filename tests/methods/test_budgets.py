@@ -13,6 +13,7 @@ from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionE
 from lkv.methods.budgets import (
     Ada,
     Duo,
+    LearnedBudget,
     PerHead,
     Pyramid,
     RetentionTarget,
@@ -64,6 +65,22 @@ def test_a_pyramid_needs_no_long_text_and_tilts_at_the_top():
             Pyramid(0.3, layers, beta)
     with pytest.raises(RetentionError):
         Pyramid(0.0, 3)
+
+
+@pytest.mark.parametrize("kind", [Pyramid, LearnedBudget])
+def test_threads_that_share_a_budget_get_the_ratios_of_their_own_lengths(policy, kind):
+    """Forks share it. Here another one asks for another length right after what the first one needs is stored."""
+    others = [5]
+
+    class Interrupted(kind):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if isinstance(value, tuple) and others:
+                self.ratios(0, 2, others.pop())
+
+    arguments = (RetentionTarget(tokens=10), 3) if kind is Pyramid else (policy, RetentionTarget(tokens=10))
+    expected = kind(*arguments).ratios(1, 2, 100)
+    assert Interrupted(*arguments).ratios(1, 2, 100) == expected and not others
 
 
 def competition(rows: list[list[float]], equal: int, alpha: Fraction) -> list[list[int]]:

@@ -1,16 +1,23 @@
 """KVzip's scores against its definition, and budgets that hold over all layers."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
-from lkv.errors import PromptError
+from lkv.context.chat import Chat
+from lkv.context.compression import compress
+from lkv.context.context import Context
+from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.method import resolve_method
 from lkv.methods.selectors import PrecomputedScores
+from lkv.methods.selectors.kvzip import replay_scores
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
-from tests.context.test_compression import Words
+from tests.context.test_compression import TEXT, Words
 
 TOKENS = 48
 
@@ -70,6 +77,33 @@ def test_kvzip_scores_equal_the_attention_of_a_replay(model):
         torch.testing.assert_close(scores[0, :, 4:].double(), received[:, 4:].detach(), atol=1e-5, rtol=1e-4)
         kept += sum(method.budget.counts(layer, scores)[0])
     assert kept == int(0.25 * 3 * 2 * TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "amount"),
+    [("kvzip", {"retention": 0.4}), ("kvzip", {"memory": 0.2}), ("lkv-h+kvzip", {"retention": 0.4, "bits": 8})],
+    ids=str,
+)
+def test_scores_are_freed_once_the_prompt_is_compressed(model, policy, monkeypatch, tmp_path, name, amount):
+    tables = []
+
+    def noted_scores(*args):
+        table = replay_scores(*args)
+        tables.append(weakref.ref(table))
+        return table
+
+    monkeypatch.setattr("lkv.methods.selectors.kvzip.replay_scores", noted_scores)
+    context = compress(model, Words(), TEXT, method=name, policy=policy, **amount)
+    gc.collect()
+    assert [table() for table in tables] == [None]
+    answer = context.ask("what is one ?", 6)
+    context.save(tmp_path / "context.kv")
+    chat, loaded = Chat(context), Context.load(tmp_path / "context.kv", model, Words())
+    assert [each.ask("what is one ?", 6) for each in (context.fork(), chat, loaded)] == [answer] * 3
+    assert chat.ask("and what now ?", 6)
+    context.cache.reset()
+    with pytest.raises(CacheError, match="KVzip reads the text a second time"):
+        model(torch.tensor([context.ids]), past_key_values=context.cache)
 
 
 def test_global_budget_is_a_top_k_over_all_layers():

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.spec import decoder_layers
 
 _PROBE_SIZE, _PROBES = 512, 40  # rows of the matrices, and products of them
 
@@ -24,9 +25,7 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
         on_tokens: Called L times in a pass over T tokens, with T / L each. What it raises ends the pass. It is never
             called for a model whose decoder layers cannot be found.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
-    layers: list[nn.Module] = next((list(modules) for modules in lists if len(modules) == count), [])
+    layers = decoder_layers(model)
     thread = threading.get_ident()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -168,6 +168,13 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
     return [modules[index] for index, window in enumerate(windows) if window is None]
 
 
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order; none of a model in which they cannot be found."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in unwrap_model(model).get_decoder().modules() if isinstance(module, nn.ModuleList))
+    return next((list(modules) for modules in lists if len(modules) == count), [])
+
+
 def max_positions(model: PreTrainedModel) -> int:
     """The longest text, in tokens, that `model` can read."""
     return model.config.get_text_config(decoder=True).max_position_embeddings

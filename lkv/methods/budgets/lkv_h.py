@@ -19,7 +19,8 @@ class LearnedBudget(FixedBudget):
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """The ratios of the policy for this length."""
         retention = self._target.share(tokens)
-        # One Soft-TopK over all heads of the model serves every layer and process.
-        if self._solved is None or self._solved[0] != retention:
-            self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())
-        return self._solved[1][layer]
+        # One Soft-TopK over all heads of the model serves every layer and process. Another thread may solve meanwhile.
+        solved = self._solved
+        if solved is None or solved[0] != retention:
+            solved = self._solved = (retention, self._policy.inference_ratios(retention)[:, self._heads].tolist())
+        return solved[1][layer]

@@ -36,9 +36,10 @@ class Pyramid(FixedBudget):
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """The layer's count as a share, the same for all heads."""
-        if self._last_counts is None or self._last_counts[0] != tokens:
-            self._last_counts = (tokens, self._layer_counts(tokens))
-        return [self._last_counts[1][layer] / max(1, tokens)] * heads
+        last = self._last_counts  # which another thread may replace meanwhile
+        if last is None or last[0] != tokens:
+            last = self._last_counts = (tokens, self._layer_counts(tokens))
+        return [last[1][layer] / max(1, tokens)] * heads
 
     def _layer_counts(self, tokens: int) -> list[int]:
         """What a head of each layer keeps, [L]."""
