@@ -347,13 +347,15 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
         ("duo-kvpress", "DuoAttention (kvpress) as kvpress has it"),
         ("adakv-expected", "Expected Attention with epsilon 0,"),
         ("lkv-h+expected-e2", "Expected Attention with epsilon 0.01"),
+        ("h2o", "H2O without its window"),
+        ("observed-attention", None),
         ("snapkv", None),
     ],
 )
 def test_tables_state_the_variant_of_a_method(method, start, tmp_path):
     lines = many(methods=(method, "lkv"), count=2)
     notes = table_of(tmp_path, "main", lines, header={"pattern_from": "estimated on a.txt"}).notes
-    marks = ("as kvpress has it", "as its paper has it", "exact budget", "with epsilon")
+    marks = ("as kvpress has it", "as its paper has it", "exact budget", "with epsilon", "its window")
     found = [note for note in notes if any(mark in note for mark in marks)]
     assert len(found) == bool(start) and all(note.startswith(start) for note in found)
     assert ("DuoAttention's retrieval heads are estimated on a.txt." in notes) == method.startswith("duo")
