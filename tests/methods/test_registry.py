@@ -123,7 +123,7 @@ def test_the_list_names_methods_components_and_variants(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in (*METHODS, *registry.budgets(), *registry.selectors()))
     descriptions = {name: spec.description for name, spec in METHODS.items()}
-    assert "as its paper has it" in descriptions["pyramidkv"] and "exact budget" in descriptions["duo"]
+    assert all("with the exact budget" in descriptions[name] for name in ("pyramidkv", "duo"))
     assert "epsilon 0.01, as kvpress" in descriptions["adakv-expected-e2"] and "kvpress" not in descriptions["snapkv"]
 
 
