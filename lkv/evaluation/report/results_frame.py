@@ -89,8 +89,9 @@ def read_results(paths: Sequence[Path]) -> Results:
                 counts["answer_lost"] += bool(line.get("answer_lost"))
                 continue
             same_text = sample["text"] == earlier["text"]
-            # A run that adds methods writes a sample again with all its rows; a finished run leaves one line.
-            if key in introduced and same_text and sample["rows"].keys() > earlier["rows"].keys():
+            # A run that adds methods writes a sample again with all its rows, even where it could add none; a finished
+            # run leaves one line.
+            if key in introduced and same_text and sample["rows"].items() >= earlier["rows"].items():
                 samples[key] = sample
                 continue
             if not same_text or any(method != FULL for method, _ in earlier["rows"].keys() & sample["rows"].keys()):

@@ -73,6 +73,19 @@ def test_a_method_measured_later_stands_beside_the_others(tmp_path):
         read_results([two, write(tmp_path / "four.jsonl", scores_of("trec", [1]))])
 
 
+def test_a_run_interrupted_while_it_adds_methods_is_read(tmp_path):
+    """The line of a sample is written again, with the rows of the added methods or why they were skipped."""
+    one, two = scores_of("trec", [10, 20], "snapkv")
+    skipped = one | {"skipped": [{"method": "duo", "retention": 0.15, "reason": "too short"}]}
+    longer = two | {"rows": [*two["rows"], row("lkv", 0.15, 50.0)]}
+    frame = results_of(tmp_path / "added.jsonl", [one, two, skipped, longer]).frame
+    assert frame.method.tolist() == ["full", "snapkv", "full", "snapkv", "lkv"]
+    assert frame.score.tolist() == [100, 10, 100, 20, 50]
+    changed = two | {"rows": [*scores_of("trec", [10, 30], "snapkv")[1]["rows"], row("lkv", 0.15, 50.0)]}
+    with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-1 \(again in .*other.jsonl, line 4\)"):
+        results_of(tmp_path / "other.jsonl", [one, two, changed])
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
