@@ -97,11 +97,13 @@ def read_results(paths: Sequence[Path]) -> Results:
             if not same_text or any(method != FULL for method, _ in earlier["rows"].keys() & sample["rows"].keys()):
                 repeated.append(f"{key} (again in {path}, line {number})")
             samples[key] = earlier | {"rows": sample["rows"] | earlier["rows"]}
-        finished, planned = len({str(line.get("key")) for _, line in lines[1:]}), headers[path].get("planned", 0)
-        if finished < planned:
+        finished, planned = {str(line.get("key")) for _, line in lines[1:]}, headers[path].get("planned", [])
+        # Older files have the number of planned samples alone.
+        missing = planned - len(finished) if isinstance(planned, int) else len({*map(str, planned)} - finished)
+        if missing > 0:
             notes.append(
-                f"UNFINISHED: {path} holds {finished} of {planned} samples; run the command that made it again to "
-                "finish it."
+                f"UNFINISHED: {path} holds {len(finished)} of {len(finished) + missing} samples; run the command that "
+                "made it again to finish it."
             )
     _check_agreement(headers)
     if repeated:
@@ -160,8 +162,9 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     for field in ("suite", "protocol", "model", "lkv"):
         if field not in header:
             raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
-    for field, kind in (("versions", dict), ("methods", list), ("retentions", list), ("planned", int)):
-        if not isinstance(header.get(field, kind()), kind):
+    kinds = {"versions": (dict,), "methods": (list,), "retentions": (list,), "planned": (list, int)}
+    for field, allowed in kinds.items():
+        if field in header and not isinstance(header[field], allowed):
             raise ReportError(
                 f"{path}, line 1: the header's {field!r} is {header[field]!r}; make the file anew with `lkv eval`."
             )
