@@ -81,9 +81,13 @@ def test_a_run_interrupted_while_it_adds_methods_is_read(tmp_path):
     one, two = scores_of("trec", [10, 20], "snapkv")
     skipped = one | {"skipped": [{"method": "duo", "retention": 0.15, "reason": "too short"}]}
     longer = two | {"rows": [*two["rows"], row("lkv", 0.15, 50.0)]}
-    frame = results_of(tmp_path / "added.jsonl", [one, two, skipped, longer]).frame
-    assert frame.method.tolist() == ["full", "snapkv", "full", "snapkv", "lkv"]
-    assert frame.score.tolist() == [100, 10, 100, 20, 50]
+    added = write(tmp_path / "added.jsonl", [one, two, skipped, longer])
+    other = write(tmp_path / "tova.jsonl", scores_of("trec", [30, 40], "tova"))
+    expected = {("full", 0): 100, ("full", 1): 100, ("snapkv", 0): 10, ("snapkv", 1): 20, ("lkv", 1): 50}
+    tova = {("tova", 0): 30, ("tova", 1): 40}
+    for paths, more in (([added], {}), ([other, added], tova), ([added, other], tova)):
+        found = [((item.method, item.number), item.score) for item in read_results(paths).frame.itertuples()]
+        assert sorted(found) == sorted((expected | more).items())
     changed = two | {"rows": [*scores_of("trec", [10, 30], "snapkv")[1]["rows"], row("lkv", 0.15, 50.0)]}
     with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-1 \(again in .*other.jsonl, line 4\)"):
         results_of(tmp_path / "other.jsonl", [one, two, changed])
