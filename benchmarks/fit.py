@@ -107,24 +107,28 @@ def fitted(subject: Any, fit: str, options: Any) -> Policy:
 def ratios(
     samples: Iterable[tuple[int | None, Sample]], methods: Sequence[str], baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Rows by length: the mean KL of each method by that of each baseline on the same samples."""
-    by_length: dict[int | None, list[Sample]] = {}
+    """Rows by length: the mean KL of each method by that of each baseline on the samples that have both."""
+    by_length: dict[int | None, list[dict[tuple[str, float], list[float]]]] = {}
     for tokens, sample in samples:
-        by_length.setdefault(tokens, []).append(sample)
+        by_length.setdefault(tokens, []).append(_kls(sample))
     rows = []
     for tokens, members in by_length.items():
-        indices = {tuple(row): index for index, row in enumerate(members[0]["rows"])}
-        for (method, retention), baseline in itertools.product(indices, baselines):
-            if method in methods and (baseline, retention) in indices:
-                own, other = (_kls(members, indices[name, retention]) for name in (method, baseline))
+        pairs = dict.fromkeys(itertools.chain.from_iterable(members))
+        for (method, retention), baseline in itertools.product(pairs, baselines):
+            both = [kls for kls in members if {(method, retention), (baseline, retention)} <= kls.keys()]
+            if method in methods and both:
+                own, other = ([kls[name, retention] for kls in both] for name in (method, baseline))
                 row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens, "retention": retention}
                 rows.append(row | bootstrap_ratio(own, other)._asdict() | {"unit": "KL by that of `against`"})
     return rows
 
 
-def _kls(samples: Iterable[Sample], index: int) -> list[list[float]]:
-    """KL of each continuation of each sample, for the method number `index` in it."""
-    return [[continuation[index][0] for continuation in sample["measured"]] for sample in samples]
+def _kls(sample: Sample) -> dict[tuple[str, float], list[float]]:
+    """KL of each continuation of a sample by (method, retention)."""
+    return {
+        (method, retention): [continuation[index][0] for continuation in sample["measured"]]
+        for index, (method, retention) in enumerate(sample["rows"])
+    }
 
 
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:

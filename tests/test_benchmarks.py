@@ -443,3 +443,10 @@ def test_the_ratio_of_two_fits_is_that_of_their_means():
     assert (first["against"], first["tokens"], first["retention"], first["n"]) == ("kvzip", 1000, 0.1, 3)
     assert (first["value"], first["low"], first["high"]) == pytest.approx((5 / 6, 1 / 2, 3 / 2))
     assert (second["value"], second["low"], second["high"]) == (1.25, 1.25, 1.25)
+    # A sample without the baseline, whose rows are at other places, does not count.
+    rows = [("lkv@b", 0.1), ("lkv@a", 0.1)]
+    skipped = (1000, {"rows": rows, "measured": [[[7.0, 1.0], [8.0, 1.0]]]})
+    assert fit.ratios([*samples, skipped], ["lkv@a"], ["kvzip"]) == [first, second]
+    assert fit.ratios([skipped, *samples], ["lkv@a"], ["kvzip"]) == [first, second]
+    (other,) = fit.ratios([skipped, *samples], ["lkv@a"], ["lkv@b"])
+    assert (other["value"], other["n"]) == (8 / 7, 1)

@@ -64,12 +64,16 @@ def _print_table(entries: list[dict[str, Any]], width: int) -> None:
     for row in rows:
         line = "".join(cell.ljust(size) for cell, size in zip(row, widths, strict=False)) + row[4]
         print((line if len(line) <= most else line[: most - 1] + "…").rstrip())
-    for title, components in (("budgets", budgets()), ("selectors", selectors())):
+    all_budgets, all_selectors = budgets(), selectors()
+    for title, components in (("budgets", all_budgets), ("selectors", all_selectors)):
         print(f"\n{title}:")
         for name, component in components.items():
             print(_wrap(f"  {name}", component.description, 20, width))
+    competing = ", ".join(name for name, budget in all_budgets.items() if budget.compares_heads)
+    by_head = ", ".join(name for name, selector in all_selectors.items() if selector.refines)
     notes = (
-        f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR; "
+        f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR, except "
+        f"those under which heads compete ({competing}) with those that rank each head by itself ({by_head}); "
         f"METHOD{REFIT} adjusts the kept keys and values by least squares, in the same memory. Queries and a second "
         "pass come from the text itself; give --policy or --pattern, or use the shipped policy."
     )

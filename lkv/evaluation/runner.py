@@ -279,7 +279,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "pattern_from": None if pattern is None else config.pattern_source,
         **({"policies": {name: policy.digest() for name, policy in policies.items()}} if policies else {}),
         "seed": config.seed,
-        "planned": len(named),
+        "planned": list(named),
         "dtype": devices.dtype_name(model.dtype),
         "lkv": lkv.__version__,
         **collect_provenance(_PACKAGES),

@@ -10,9 +10,9 @@ from lkv.utils.journal import Record, append_sample, check_header, read_samples,
 
 # Settings that may differ between the runs that fill one file; all others must be equal.
 _FROM_FIRST_RUN = ("machine", "date")
-_LISTS = ("methods", "retentions")
+_LISTS = ("methods", "retentions", "planned")
 _SET_ONCE = ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint")  # None until a run needs them
-_MERGED = (*_LISTS, *_SET_ONCE, "policies", "planned")
+_MERGED = (*_LISTS, *_SET_ONCE, "policies")
 _CONFLICT = object()
 
 
@@ -117,8 +117,8 @@ def _merge_setting(name: str, written: Record, header: Record) -> Any:
         return new
     if name in _LISTS and isinstance(old, list):
         return [*old, *(value for value in new if value not in old)]
-    if name == "planned" and isinstance(old, int):
-        return max(old, new)
+    if name == "planned" and isinstance(old, int):  # older files have their number alone
+        return new
     if name == "policies" and isinstance(old, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return old | new
     return _CONFLICT

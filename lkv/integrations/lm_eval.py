@@ -8,7 +8,7 @@ This is the harness's own command line, with `lkv` registered; in Python, import
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
-from lkv.errors import IntegrationError
+from lkv.errors import IntegrationError, PromptError
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
@@ -38,7 +38,7 @@ class TaskStatistics:
     """How the contexts of one task were compressed."""
 
     requests: int = 0
-    uncompressed: int = 0  # contexts of fewer than `min_context` tokens
+    uncompressed: int = 0  # contexts of fewer than `min_context` tokens, and those that the method cannot compress
     tokens: int = 0
     kept_tokens: float = 0.0  # the mean over heads
     nbytes: int = 0
@@ -103,7 +103,8 @@ class LKVLM(HFLM):
             context_field: Where the context ends, see `ContextSplit`.
             question_marker: Where the question begins, see `ContextSplit`.
             window: The tokens of the question if neither is known, see `ContextSplit`.
-            min_context: Contexts of fewer tokens are not compressed; the results count them.
+            min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
+                cannot compress.
             tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
                 context, or more bytes than its entries need.
             batch_size: Accepted, and always 1.
@@ -220,23 +221,24 @@ class LKVLM(HFLM):
         context_tokens = ids.shape[1] - len(self._question)
         if context_tokens >= 0 and ids[0, context_tokens:].tolist() != self._question:
             raise IntegrationError(f"{self._task}: the harness cut the question off; leave truncation=True out.")
-        statistics = self._statistics[self._task]
-        if context_tokens < self._min_context:
-            statistics.add(max(0, context_tokens), None)
+        context = None
+        if context_tokens >= self._min_context:
+            context = self._compress(ids[0, :context_tokens].tolist())
+        self._statistics[self._task].add(max(0, context_tokens), context)
+        if context is None:
             yield {}
             return
-        context = self._compress(ids[0, :context_tokens].tolist())
-        statistics.add(context_tokens, context)
         with context.working_cache() as cache:
             yield cache_argument(cache)
 
-    def _compress(self, ids: list[int]) -> Context:
-        """The compressed context of `ids`; successive questions about one context share it."""
+    def _compress(self, ids: list[int]) -> Context | None:
+        """The compressed context of `ids`, which successive questions share; None if the method cannot compress it."""
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
-            context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._bits)
-            check_size(context, self._max_retention, self._task)
-            self._last = context
+            with suppress(PromptError):  # the method needs a longer text, or a shorter one
+                context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._bits)
+                check_size(context, self._max_retention, self._task)
+                self._last = context
         return self._last
 
 

@@ -54,7 +54,8 @@ def describe_overlap(card: dict[str, Any]) -> str:
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
     fate = "and were left out" if checked["removed"] else "and were trained on"
-    earlier = [stage.get("decontamination", {}).get("removed") for stage in list(card_stages(card))[1:]]
+    # A stage on a built data set that was not compared has None.
+    earlier = [(stage.get("decontamination") or {}).get("removed") for stage in list(card_stages(card))[1:]]
     if checked["removed"] and not all(earlier):
         other = "trained on them" if False in earlier else "were not compared"
         fate += f"; earlier stages of training {other}"

@@ -15,7 +15,7 @@ from lkv.evaluation.report.results_frame import read_results
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
-from tests.fake_suite import make_examples, run, without_seconds
+from tests.fake_suite import make_examples, run, score, without_seconds
 
 
 def test_a_run_resumes_and_takes_more_examples(model, policy, tmp_path):
@@ -27,7 +27,7 @@ def test_a_run_resumes_and_takes_more_examples(model, policy, tmp_path):
     header, lines = run(model, policy, out, examples)
     assert without_seconds(lines) == without_seconds(whole)
     # What was there was not measured again, and a smaller run loses nothing.
-    assert lines[:2] == first and header["planned"] == len(examples)
+    assert lines[:2] == first and header["planned"] == [line["key"] for line in lines]
     assert run(model, policy, out, examples[:1]) == (header, lines)
 
 
@@ -54,9 +54,10 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
             run(*arguments, **options)
     assert out.read_text() == before
     lines = before.splitlines(keepends=True)
+    planned = json.dumps(json.loads(lines[0])["planned"])
     for text, message in (
         (lines[0] + lines[1][:40] + "\n" + lines[2], r"x\.jsonl, line 2 is no JSON object"),
-        (before.replace('"planned": 4', '"planned": "all"'), r'settings \(planned "all" instead of 4\)'),
+        (before.replace(planned, '"all"'), r'settings \(planned "all" instead of \["alpha-128-0", '),
         ("\xff\xfe\n", "is no text"),
     ):
         out.write_text(text, encoding="latin-1")
@@ -94,6 +95,27 @@ def test_a_run_interrupted_while_it_adds_methods_resumes(model, policy, tmp_path
     assert read_results([out]).frame.groupby("key", sort=False).size().tolist() == [3, *[2] * (len(first) - 1)]
     _, lines = run(model, policy, out, examples, ["knorm", "snapkv"])
     assert [line["rows"] for line in lines] == [line["rows"] for line in both]
+
+
+def test_a_run_interrupted_while_it_adds_samples_is_noted(model, tmp_path):
+    """Whatever was planned before, and whatever is run in between."""
+    examples, out, scored = make_examples(3), tmp_path / "x.jsonl", []
+
+    def interrupted(example, answer):
+        scored.append(answer)
+        if len(scored) > 2:  # the full cache's answer and Knorm's to the first sample
+            raise KeyboardInterrupt
+        return score(example, answer)
+
+    run(model, None, out, examples, ["knorm"])
+    longer = make_examples(2, length=256)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, None, out, longer, ["knorm"], score=interrupted)
+    assert read_results([out]).notes[0].startswith(f"UNFINISHED: {out} holds 7 of 10 samples")
+    run(model, None, out, examples, ["knorm"])
+    assert read_results([out]).notes[0].startswith(f"UNFINISHED: {out} holds 7 of 10 samples")
+    run(model, None, out, longer, ["knorm"])
+    assert not any("UNFINISHED" in note for note in read_results([out]).notes)
 
 
 HOLDER = """

@@ -124,6 +124,19 @@ def test_window_and_uncompressed_contexts_are_reported(parts):
     assert held["realised_retention"] == int(RETENTION * context) / context
 
 
+def test_a_context_that_the_method_cannot_compress_is_left_whole(parts):
+    """SnapKV needs more tokens than its window has; the run goes on."""
+    question = "\n\nQuestion: How many boats?\nAnswer:"
+    pairs = [(CONTEXT[:tokens] + question, " 41 boats") for tokens in (64, 65)]
+    lm = harness(parts, method="snapkv", retention=0.5, window=len(question))
+    asked = requests("loglikelihood", *pairs, document={})
+    found, stock = lm.loglikelihood(asked, True), harness(parts, "hf").loglikelihood(asked, True)
+    assert found[0][0] == pytest.approx(stock[0][0], abs=1e-9) and abs(found[1][0] - stock[1][0]) > 1e-3
+    held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
+    assert held["contexts_left_whole"] == 1 and held["context_tokens"] == 64 + 65
+    assert held["realised_retention"] == pytest.approx((64 + 65 // 2) / (64 + 65))
+
+
 def test_questions_share_a_context_that_may_not_keep_more_entries_or_bytes_than_requested(parts, monkeypatch):
     import lkv.integrations.lm_eval as integration
 

@@ -213,11 +213,17 @@ def test_every_file_is_named_taken_or_left(folder):
     (folder / "mine.jsonl").write_text(
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
     )
+    for name in ("test/own_questions.jsonl", "data/validation/rows.jsonl", "latest/more.jsonl"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_bytes((folder / "mine.jsonl").read_bytes())
     found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
-    assert found.used["own"] == [folder / "mine.jsonl"] and len(found.used["text"]) == len(found.used["code"]) == 40
+    assert found.used["own"] == [folder / "latest/more.jsonl", folder / "mine.jsonl"]
+    assert len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
         "README.md": "describes the folder",
         "dev-v1.1.json": "not a training split",
+        "own_questions.jsonl": "not a training split",
+        "rows.jsonl": "not a training split",
         "picture.png": "neither text nor code",
         "trec_train_5500.label.gz": "not used by this recipe",
     }

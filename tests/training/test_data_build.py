@@ -193,6 +193,7 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     for earlier, ending in (
         ({"decontamination": {"removed": True}}, "and were left out"),
         ({"training": {}}, "and were left out; earlier stages of training were not compared"),
+        ({"decontamination": None}, "and were left out; earlier stages of training were not compared"),
         ({"decontamination": {"removed": False}}, "and were left out; earlier stages of training trained on them"),
     ):
         assert describe_overlap(card | {"started_from": earlier}).endswith(ending)

@@ -75,32 +75,34 @@ def read_results(paths: Sequence[Path]) -> Results:
         lines, torn = read_journal(path, ReportError, "give a file as `lkv eval` wrote it")
         counts["torn"] += torn
         headers[path] = _check_header(path, lines[0][1] if lines else {})
-        introduced: set[str] = set()
+        rows_of_file: dict[str, dict[Pair, Any]] = {}  # of each sample
         for number, line in lines[1:]:
             if line.get("unusable"):
                 counts["unusable"] += 1
                 continue
             sample = _read_sample(f"{path}, line {number}", line)
-            key = sample["key"]
+            key, rows = sample["key"], sample["rows"]
+            known = rows_of_file.get(key, {})
+            rows_of_file[key] = rows
             earlier = samples.setdefault(key, sample)
             if earlier is sample:
-                introduced.add(key)
                 counts["truncated"] += bool(line.get("truncated"))
                 counts["answer_lost"] += bool(line.get("answer_lost"))
                 continue
-            same_text = sample["text"] == earlier["text"]
-            # A run that adds methods writes a sample again with all its rows; a finished run leaves one line.
-            if key in introduced and same_text and sample["rows"].keys() > earlier["rows"].keys():
-                samples[key] = sample
-                continue
-            if not same_text or any(method != FULL for method, _ in earlier["rows"].keys() & sample["rows"].keys()):
+            # A run that adds methods writes a sample again with all its rows, even where it could add none; a finished
+            # run leaves one line.
+            if known.items() <= rows.items():
+                rows = {pair: values for pair, values in rows.items() if pair not in known}
+            if sample["text"] != earlier["text"] or any(m != FULL for m, _ in earlier["rows"].keys() & rows.keys()):
                 repeated.append(f"{key} (again in {path}, line {number})")
-            samples[key] = earlier | {"rows": sample["rows"] | earlier["rows"]}
-        finished, planned = len({str(line.get("key")) for _, line in lines[1:]}), headers[path].get("planned", 0)
-        if finished < planned:
+            samples[key] = earlier | {"rows": rows | earlier["rows"]}
+        finished, planned = {str(line.get("key")) for _, line in lines[1:]}, headers[path].get("planned", [])
+        # Older files have the number of planned samples alone.
+        missing = planned - len(finished) if isinstance(planned, int) else len({*map(str, planned)} - finished)
+        if missing > 0:
             notes.append(
-                f"UNFINISHED: {path} holds {finished} of {planned} samples; run the command that made it again to "
-                "finish it."
+                f"UNFINISHED: {path} holds {len(finished)} of {len(finished) + missing} samples; run the command that "
+                "made it again to finish it."
             )
     _check_agreement(headers)
     if repeated:
@@ -159,8 +161,9 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     for field in ("suite", "protocol", "model", "lkv"):
         if field not in header:
             raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
-    for field, kind in (("versions", dict), ("methods", list), ("retentions", list), ("planned", int)):
-        if not isinstance(header.get(field, kind()), kind):
+    kinds = {"versions": (dict,), "methods": (list,), "retentions": (list,), "planned": (list, int)}
+    for field, allowed in kinds.items():
+        if field in header and not isinstance(header[field], allowed):
             raise ReportError(
                 f"{path}, line 1: the header's {field!r} is {header[field]!r}; make the file anew with `lkv eval`."
             )

@@ -11,7 +11,8 @@ from lkv.methods.registry import register_budget
     "pyramid",
     label="PyramidKV",
     description="lower layers keep more (PyramidKV)",
-    variant="PyramidKV as its paper has it: a pyramid at every length",
+    variant="PyramidKV with the exact budget: a pyramid at every length, which counts the window of recent tokens; the "
+    "paper keeps the window in every layer and shares out the rest",
 )
 class Pyramid(FixedBudget):
     """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
@@ -20,6 +21,12 @@ class Pyramid(FixedBudget):
     below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean. The counts
     are the line's values rounded down, and of the floor(L R T) tokens those left over go one each to the layers with
     the largest fractions, lower layers first. All heads of a layer keep the same.
+
+    The line is the paper's, for another amount. In the paper every layer keeps the window of recent tokens, and the
+    line shares out the rest of the budget. The authors' code (KVCache-Factory) does so too, for a capacity in tokens
+    less the window, rounds its step down to whole tokens, and keeps all layers alike in prompts of fewer than twice as
+    many tokens. Here the line shares out the whole budget, and a layer that keeps less than SnapKV's window has the
+    most recent tokens alone.
     """
 
     required_inputs = ("target", "layers")

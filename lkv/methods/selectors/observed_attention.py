@@ -48,7 +48,12 @@ class SnapKV(Selector):
         return torch.cat([older, (older.max() + recency).expand(batch, heads, window)], -1)
 
 
-@register_selector("h2o", label="H2O", description="attention received from all tokens")
+@register_selector(
+    "h2o",
+    label="H2O",
+    description="attention received from all tokens",
+    variant="H2O without its window of recent tokens",
+)
 @register_selector(
     "observed",
     label="Observed Attention",
@@ -59,8 +64,8 @@ class H2O(Selector):
     """Heavy hitters (H2O; Zhang et al. 2023): the attention that a token has received from all tokens of the prompt.
 
     The mean over the query heads that share its KV head. `average` divides the sum by the number of tokens that saw the
-    token, which takes away the advantage of early ones. Nothing is protected; the paper gives half of a budget to the
-    most recent tokens, which a score cannot express.
+    token, which takes away the advantage of early ones. Nothing is protected; the paper's H2O gives half of a budget to
+    the most recent tokens, which are not kept first here.
     """
 
     reads_queries = True

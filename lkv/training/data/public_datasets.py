@@ -23,7 +23,7 @@ _CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
 DOCUMENT_SUFFIXES = frozenset({".pdf", ".html", ".htm"})  # read with the extra `documents`
 _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".label", ".zip", ".arrow", ".cleaned", ".tgt")
-_OTHER_SPLIT = re.compile(r"(^|[-_./])(dev|val|valid|validation|test)([-_.\d]|$)")
+_OTHER_SPLIT = re.compile(r"(^|[-_./])(dev|val|valid|validation|test)([-_./\d]|$)")
 
 NameMap = Mapping[str, str | list[str]]  # from a set to its file or files
 LoadDataset = Callable[..., Iterable[Row]]  # `datasets.load_dataset`

@@ -35,9 +35,12 @@ def test_what_is_missing_or_cut_is_noted(tmp_path):
     lines = [*scores_of("trec", [1, 2]), line("trec", 2, [], unusable="no room")]
     torn = read_results([write(tmp_path / "a.jsonl", lines[:2], tail='{"key": "trec-None-2", "ta')])
     assert torn.frame.key.nunique() == 2 and any("1 torn last line of" in note for note in torn.notes)
-    path = write(tmp_path / "b.jsonl", lines, planned=4)
-    assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; run the command")
-    assert not any("UNFINISHED" in note for note in results_of(tmp_path / "c.jsonl", lines, planned=3).notes)
+    keys = [item["key"] for item in lines]
+    for planned in ([*keys, "trec-None-3"], ["trec-None-3", keys[0]], 4):  # older files have their number alone
+        path = write(tmp_path / "b.jsonl", lines, planned=planned)
+        assert read_results([path]).notes[0].startswith(f"UNFINISHED: {path} holds 3 of 4 samples; run the command")
+    for planned in (keys, keys[:2], 3):
+        assert not any("UNFINISHED" in note for note in results_of(tmp_path / "c.jsonl", lines, planned=planned).notes)
     cut = [line("trec", i, [row("full", 1.0, 1.0)], truncated=i < 2, answer_lost=i < 1) for i in range(3)]
     notes = ("2 of 3 contexts were truncated; 1 of them lost their answer.",)
     assert results_of(tmp_path / "d.jsonl", cut).notes == notes
@@ -71,6 +74,23 @@ def test_a_method_measured_later_stands_beside_the_others(tmp_path):
         read_results([one, write(tmp_path / "three.jsonl", other)])
     with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-0 \(again in .*four.jsonl, line 2\)"):
         read_results([two, write(tmp_path / "four.jsonl", scores_of("trec", [1]))])
+
+
+def test_a_run_interrupted_while_it_adds_methods_is_read(tmp_path):
+    """The line of a sample is written again, with the rows of the added methods or why they were skipped."""
+    one, two = scores_of("trec", [10, 20], "snapkv")
+    skipped = one | {"skipped": [{"method": "duo", "retention": 0.15, "reason": "too short"}]}
+    longer = two | {"rows": [*two["rows"], row("lkv", 0.15, 50.0)]}
+    added = write(tmp_path / "added.jsonl", [one, two, skipped, longer])
+    other = write(tmp_path / "tova.jsonl", scores_of("trec", [30, 40], "tova"))
+    expected = {("full", 0): 100, ("full", 1): 100, ("snapkv", 0): 10, ("snapkv", 1): 20, ("lkv", 1): 50}
+    tova = {("tova", 0): 30, ("tova", 1): 40}
+    for paths, more in (([added], {}), ([other, added], tova), ([added, other], tova)):
+        found = [((item.method, item.number), item.score) for item in read_results(paths).frame.itertuples()]
+        assert sorted(found) == sorted((expected | more).items())
+    changed = two | {"rows": [*scores_of("trec", [10, 30], "snapkv")[1]["rows"], row("lkv", 0.15, 50.0)]}
+    with pytest.raises(ReportError, match=r"1 samples occur twice.*trec-None-1 \(again in .*other.jsonl, line 4\)"):
+        results_of(tmp_path / "other.jsonl", [one, two, changed])
 
 
 @pytest.mark.parametrize(
@@ -341,19 +361,21 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
 @pytest.mark.parametrize(
     ("method", "start"),
     [
-        ("pyramidkv", "PyramidKV as its paper has it"),
+        ("pyramidkv", "PyramidKV with the exact budget"),
         ("pyramidkv-kvpress", "PyramidKV (kvpress) as kvpress has it"),
         ("duo", "DuoAttention with the exact budget"),
         ("duo-kvpress", "DuoAttention (kvpress) as kvpress has it"),
         ("adakv-expected", "Expected Attention with epsilon 0,"),
         ("lkv-h+expected-e2", "Expected Attention with epsilon 0.01"),
+        ("h2o", "H2O without its window"),
+        ("observed-attention", None),
         ("snapkv", None),
     ],
 )
 def test_tables_state_the_variant_of_a_method(method, start, tmp_path):
     lines = many(methods=(method, "lkv"), count=2)
     notes = table_of(tmp_path, "main", lines, header={"pattern_from": "estimated on a.txt"}).notes
-    marks = ("as kvpress has it", "as its paper has it", "exact budget", "with epsilon")
+    marks = ("as kvpress has it", "exact budget", "with epsilon", "its window")
     found = [note for note in notes if any(mark in note for mark in marks)]
     assert len(found) == bool(start) and all(note.startswith(start) for note in found)
     assert ("DuoAttention's retrieval heads are estimated on a.txt." in notes) == method.startswith("duo")
