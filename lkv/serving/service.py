@@ -152,7 +152,11 @@ class Service:
         if stored is not None:
             try:
                 self.store.get(name)
-                return self.store.rename(stored, title)
+                stored = self.store.rename(stored, title)
+                with self._lock:
+                    if job is not None and self._jobs.get(name) is job:  # failed, before another server stored it
+                        del self._jobs[name]
+                return stored
             except LkvError:  # a damaged file is made anew
                 pass
         self._check_quota()

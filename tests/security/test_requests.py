@@ -201,6 +201,22 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
     assert second.store.describe(job.id) is not None
 
 
+def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
+    first, second = make(), make()
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", fail)
+        job = first.add(TEXT)
+        until(lambda: job.error)
+    second.add(TEXT)
+    until(lambda: second.store.describe(job.id))
+    assert isinstance(first.add(TEXT), StoredContext)
+    assert first.job(job.id) is None and first.context(job.id).tokens
+
+
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
     service = make()
     plain = service.store.put

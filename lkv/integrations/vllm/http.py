@@ -173,10 +173,12 @@ class ContextRoutes:
         with suppress(LkvError):  # none yet, or a damaged one, which is made anew
             await asyncio.to_thread(contexts.tokens, new_context.id)
             stored = await self._stored(new_context.id)
-        if stored is not None:
-            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
+        if stored is not None:
+            if job is not None and job.error is not None:  # before another server stored it
+                del self._jobs[new_context.id]
+            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
         if job is not None and job.error is None:
             job.title = body.name or job.title
             return job
