@@ -99,14 +99,15 @@ class BoundedProtocol(H11Protocol):
 class RequestGuard:
     """ASGI middleware that refuses requests without the key, from a foreign page, too large, or sent too slowly.
 
-    Bodies that are being received take `limit` bytes each and four times that together.
+    Bodies take `limit` bytes each and four times that together, from their first byte until the application has read
+    them: it then asks for the end of the connection, or answers.
     """
 
     idle_seconds, body_seconds = 20.0, 120.0  # between two pieces of a body, of a whole body
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, limit: int):
         self._app, self._key, self._local, self._limit = app, key, local, limit
-        self._received = 0  # bytes of all requests
+        self._received = 0  # bytes of all bodies that are being received or read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -121,6 +122,7 @@ class RequestGuard:
         async def limited() -> Message:
             nonlocal size, is_complete
             if is_complete:
+                self._received, size = self._received - size, 0
                 return await receive()
             seconds_left = deadline - asyncio.get_running_loop().time()
             try:

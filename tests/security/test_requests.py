@@ -412,6 +412,16 @@ def test_bodies_that_are_received_take_a_bounded_amount_together(parts, tmp_path
         until(lambda: server.ask("/v1/contexts", long)[0] == 400)  # too long for the model
 
 
+def test_bodies_of_answers_in_flight_do_not_count_as_received(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
+    with serving(*parts, tmp_path, limits=Limits(upload_bytes=50_000)) as server:
+        body = {"messages": TURN, "metadata": {"a": "x" * 45_000}, "max_tokens": 1000, "stream": True}
+        answers = [server.open("/v1/chat/completions", body) for _ in range(4)]
+        assert server.chat("Who?", metadata=body["metadata"])[0] == 200
+        for answer in answers:
+            answer.close()
+
+
 def test_the_key_is_checked_before_a_body_is_read(parts, tmp_path):
     with serving(*parts, tmp_path, key="secret") as server:
         client = connect(server, "/v1/contexts", "Content-Length: 1000")
