@@ -52,6 +52,7 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.conn = BoundedConnection(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
+        self.ws_protocol_class = None  # an upgrade would hand the connection to a protocol without these limits
 
     @override
     def connection_made(self, transport: Any) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest.mock import MagicMock
 
 import pytest
 from pydantic import ValidationError
@@ -287,6 +288,14 @@ def test_half_sent_headers_are_not_waited_for(server, monkeypatch, before):
             pass
         client.close()
     assert server.ask("/healthz") == (200, "ok\n")
+
+
+def test_a_connection_is_not_handed_to_a_protocol_of_websockets(server, monkeypatch):
+    """Where a library for them is installed, as with uvicorn[standard]."""
+    monkeypatch.setattr(server._uvicorn.config, "ws_protocol_class", MagicMock())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def connect(server, path, headers, body=b""):
