@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -85,6 +86,30 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     assert store.usage() == (3, sum(file.stat().st_size for file in tmp_path.iterdir()))
     small = made(tmp_path, model, memory=1)  # a context larger than that is served all the same
     assert small.get(first).ask("why ?", 6) and set(small.resident()) == {first}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_context_that_another_process_uses_does_not_expire(model, tmp_path, remote):
+    """Nor one that was used before a restart."""
+    place = f"memory://{tmp_path.name}" if remote else tmp_path
+    store = made(place, model)
+    used, _ = add(store, model, TEXT)
+    add(store, model, TEXT + " more")
+    before = store.describe(used)
+    time.sleep(1.1)
+    assert made(place, model).get(used).tokens == 60
+    made(place, model).expire(1)
+    assert store.list_contexts() == [before]
+
+
+def test_a_context_is_used_though_that_cannot_be_recorded(model, tmp_path, monkeypatch):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+
+    def refuse(*_):
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr("os.utime", refuse)
+    assert made(tmp_path, model).get(name).tokens == 60
 
 
 def test_a_stored_context_takes_another_title(model, tmp_path):
