@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -287,7 +288,9 @@ class AnswerWorker:
             cache = DynamicCache(config=self.model.config)
             generate(self.model, self.tokenizer, rows, 0, cache, **options)
         elif len(rows) == 1:
-            context.complete(rows[0], **options)
+            # The answer is appended to the context's own cache, whose size counts while it stays in memory.
+            with context.cache.temporary_slots() if isinstance(context.cache, RaggedCache) else nullcontext():
+                context.complete(rows[0], **options)
         else:
             context.batch_complete(rows, **options)
         if not turn.is_paused and turn.tokens < length:
