@@ -273,19 +273,25 @@ class Service:
                 del self._jobs[name]
 
     def ask(
-        self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
+        self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
         stops: list[str] | None = None, notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """The answer to the last of `messages`, about `context`; PromptError for bad ones, BusyError for too many."""
+        """The answer to the last of `messages`, about the context `name` ("" for none).
+
+        Raises PromptError for bad messages, BusyError for too many requests, and as `context` does.
+        """
         self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
         check_text(messages[-1]["content"], "the question", "ask something")
         for message in messages[:-1]:
             # Empty messages are harmless, but not what no tokenizer can read.
             check_text(message["content"] + ".", "a message", "give text")
         with self._tokenizing:
-            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, context is not None))
-            if context is None and not getattr(self.tokenizer, "chat_template", None):
+            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, after_context=bool(name)))
+            if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
+        # Last, so that no request has a context in memory while it waits, or is refused.
+        self.answers.check_capacity()
+        context = self.context(name) if name else None
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
             free = max_positions(self.model) + 1 - len(ids) - (0 if context is None else context.tokens)

@@ -148,7 +148,7 @@ class ContextStore:
         self._loaded: OrderedDict[str, Context] = OrderedDict()
         self._last_asked: dict[str, float] = {}  # when contexts were last asked here, in seconds since 1970
         self._lock = threading.Lock()
-        self._loading: dict[str, threading.Lock] = {}
+        self._loading = threading.Lock()  # one context is loaded at a time: only then does it count as in memory
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
 
     def put(self, stored: StoredContext, context: Context) -> None:
@@ -176,18 +176,13 @@ class ContextStore:
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]
-            loading = self._loading.setdefault(name, threading.Lock())
-        try:
-            with loading:  # several requests for one context load it once
-                with self._lock:
-                    context = self._loaded.get(name)
-                if context is None:
-                    context = self._load(name)
-                    self._keep(name, context)
-                return context
-        finally:
-            with self._lock:
-                self._loading.pop(name, None)
+        with self._loading:
+            with self._lock:  # another request may have loaded it meanwhile
+                context = self._loaded.get(name)
+            if context is None:
+                context = self._load(name)
+                self._keep(name, context)
+            return context
 
     def _record_use(self, name: str) -> None:
         """Note that a context is used; once an hour also in the store, for other processes and after a restart."""

@@ -14,8 +14,9 @@ from unittest.mock import MagicMock
 import pytest
 from pydantic import ValidationError
 
-from lkv.errors import PromptError, StoreError, UnknownContextError
+from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import service as service_module
+from lkv.serving.answers import SamplingParams
 from lkv.serving.middleware import BoundedConnection, BoundedProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
@@ -120,7 +121,22 @@ def test_unknown_ids_keep_no_memory(make):
         with pytest.raises(UnknownContextError) as error:
             service.context(name)
         assert len(str(error.value)) < 200
-    assert service.store._loading == {}
+    assert service.store._last_asked == {} and not service.store._loading.locked()
+
+
+def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatch):
+    monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
+    service = make(limits=Limits(requests=1))
+    name = service.add(TEXT).id
+    until(lambda: not service.jobs())
+    service.store.release(name)
+    answer = service.ask(TURN, "", 1000, SamplingParams())
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store, "_load", lambda _: pytest.fail("loaded"))
+        with pytest.raises(BusyError, match="1 requests are open"):
+            service.ask(TURN, name, 3, SamplingParams())
+    service.answers.cancel(answer)
+    assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
 
 
 def test_one_bad_description_breaks_no_listing(make, tmp_path):

@@ -134,6 +134,24 @@ def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch
     assert len(loads) == 1 and len(found) == 1
 
 
+def test_contexts_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
+    """Else as many as there are threads would be in memory, beside those that count."""
+    names = [add(made(tmp_path, model), model, f"{TEXT} {number}")[0] for number in range(4)]
+    store, loading, most, plain = made(tmp_path, model, memory=0), [], [], Context.load
+
+    def load(*args):
+        loading.append(1)
+        most.append(len(loading))
+        time.sleep(0.05)
+        loading.pop()
+        return plain(*args)
+
+    monkeypatch.setattr(Context, "load", load)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store.get, names))
+    assert most == [1] * 4
+
+
 def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):
     name, _ = add(made(tmp_path, model), model, TEXT)
     with pytest.raises(ContextFileError, match="was saved by a model with"):
