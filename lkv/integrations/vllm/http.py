@@ -60,7 +60,8 @@ class ContextRoutes:
         self._settings = PluginSettings.model_validate({})
         self._models: list[str] = []
         self._jobs: dict[str, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # of all jobs, the deleted ones too
+        self._readings: dict[str, asyncio.Task[None]] = {}  # the engine's work for a job, by its context
         self._users: Counter[str] = Counter()  # open requests by context
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
         self.is_stopping = False
@@ -113,7 +114,9 @@ class ContextRoutes:
         async def delete(name: str) -> dict[str, Any]:
             job = self._jobs.pop(name, None)
             if job is not None:
-                job.is_deleted = True  # its context goes when it is complete
+                job.is_deleted = True  # its context goes where it is complete already
+                if (reading := self._readings.get(name)) is not None:
+                    reading.cancel()
             else:
                 await self._stored(name)
                 self._deleted.add(name)
@@ -182,11 +185,11 @@ class ContextRoutes:
         if job is not None and job.error is None:
             job.title = body.name or job.title
             return job
-        while len(self._jobs) >= _MAX_JOBS:
-            failed = next((name for name, other in self._jobs.items() if other.error is not None), None)
-            if failed is None:
-                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
-            del self._jobs[failed]
+        failed = [name for name, other in self._jobs.items() if other.error is not None]
+        if max(len(self._tasks), len(self._jobs) - len(failed)) >= _MAX_JOBS:
+            raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+        for name in failed[: max(0, len(self._jobs) - _MAX_JOBS + 1)]:
+            del self._jobs[name]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
         job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
         contexts.announce(new_context)
@@ -197,14 +200,13 @@ class ContextRoutes:
 
     async def _compress(self, contexts: VllmContexts, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
-        from vllm import SamplingParams
-
         try:
-            extra = {COMPRESS: new_context.model_dump_json()}
-            params = SamplingParams(max_tokens=1, temperature=0, extra_args=extra)
-            prompt = {"prompt_token_ids": new_context.ids}
-            async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
-                pass
+            reading = self._readings[new_context.id] = asyncio.create_task(self._read(new_context))
+            await asyncio.wait([reading])
+            if self._readings.get(new_context.id) is reading:
+                del self._readings[new_context.id]
+            if not reading.cancelled():  # by a deletion, perhaps after the text was compressed
+                reading.result()
             while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(new_context.id,))):
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
@@ -217,13 +219,22 @@ class ContextRoutes:
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        if self._metrics is not None:
+        if self._metrics is not None and not job.is_deleted:
             self._metrics.count_compression(time.time() - job.created, job.error is None)
         if job.is_deleted:
             if new_context.id not in self._jobs:  # else it is being made again
                 await self._delete(contexts, new_context.id)
         elif job.error is None:
             self._jobs.pop(new_context.id, None)
+
+    async def _read(self, new_context: NewContext) -> None:
+        """Have the engine read a text."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
+        prompt = {"prompt_token_ids": new_context.ids}
+        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
+            pass
 
     async def _delete_unused(self, name: str) -> None:
         """Delete the files of a deleted context unless requests use it: a queued one would not find them."""
