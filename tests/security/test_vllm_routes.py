@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from lkv.context.compression import compress
 from lkv.errors import BusyError, StoreError
-from lkv.integrations.vllm import http
+from lkv.integrations.vllm import context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.schemas import ContextRequest
@@ -166,3 +166,25 @@ def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, t
     (tmp_path / "other.kv").write_bytes(b"x" * 100)
     with pytest.raises(StoreError, match="the store is full"):
         compression._store(new_context.ids)
+
+
+def test_bodies_without_end_are_not_kept(client, monkeypatch):
+    monkeypatch.setattr(context_middleware, "_MAX_BODY", 5000)
+    answer = client.post("/v1/chat/completions", content=b"x" * 5001)
+    assert answer.status_code == 413 and "larger than 5,000 bytes" in answer.json()["error"]["message"]
+    assert client.post("/v1/chat/completions", content=b"x" * 5000).status_code == 404  # no vLLM answers here
+
+
+@pytest.mark.parametrize("place", [None, "vllm_xargs"])
+def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, monkeypatch, place):
+    compared, plain = [], http.get_close_matches
+    monkeypatch.setattr(http, "get_close_matches", lambda word, *args: compared.append(word) or plain(word, *args))
+
+    def ask(fields):
+        return client.post("/v1/chat/completions", json=fields if place is None else {place: fields})
+
+    answer = ask({f"field {number}": 1 for number in range(300)})
+    assert answer.status_code == 400 and "300 fields, but at most 256" in answer.json()["error"]["message"]
+    assert ask({"x" * 10**6: 1}).status_code == 404
+    assert len(compared) < 3
+    assert ask({"contexts": NAME}).status_code == 400

@@ -44,6 +44,8 @@ _UNUSED_FIELDS = (
 _CONTEXT_FIELDS = ("context", CONTEXT)
 _CONTEXT_METHODS = "GET and POST at /v1/contexts, GET and DELETE at /v1/contexts/ID"
 _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
+_MAX_FIELDS = 256  # of a request; each is compared with those that name a context
+_LONGEST_FIELD = 32  # characters; longer ones resemble none
 _BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _LOG = logging.getLogger("vllm.lkv")
@@ -377,8 +379,11 @@ class _Metrics:
 
 def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
     """Raise PromptError for a field that is not `name` but resembles what names a context."""
+    if len(fields) > _MAX_FIELDS:
+        raise PromptError(f"the request has {len(fields):,} fields, but at most {_MAX_FIELDS} are read; send fewer.")
     for field in set(fields) - {name, COMPRESS}:
-        if field.startswith(PREFIX) or get_close_matches(field.lower(), _CONTEXT_FIELDS, 1, _RESEMBLANCE):
+        resembles = len(field) <= _LONGEST_FIELD and get_close_matches(field.lower(), _CONTEXT_FIELDS, 1, _RESEMBLANCE)
+        if resembles or field.startswith(PREFIX):
             raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
 
 
