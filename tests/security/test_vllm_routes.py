@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from lkv.context.compression import compress
-from lkv.errors import BusyError, StoreError
-from lkv.integrations.vllm import context_middleware, http
+from lkv.errors import BusyError, LkvError, StoreError
+from lkv.integrations.vllm import command, context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.schemas import ContextRequest
@@ -188,3 +188,10 @@ def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, mon
     assert ask({"x" * 10**6: 1}).status_code == 404
     assert len(compared) < 3
     assert ask({"contexts": NAME}).status_code == 400
+
+
+def test_arguments_with_an_open_quote_are_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setattr(command, "require", lambda *_: None)
+    with pytest.raises(LkvError, match=r"--vllm-args cannot be split into words \(No closing quotation"):
+        command.server_command({"vllm_args": "--chat-template 'a b"}, None)
