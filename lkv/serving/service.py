@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -321,9 +322,7 @@ class Service:
     def collect(self) -> Iterator[Any]:
         """All metrics, as Prometheus's client reads them."""
         jobs = [job for job in self.jobs() if job.error is None]
-        resident, stored = self.store.resident(), self.store.list_contexts()
-        size = sum(resident.values())
-        full = sum(context.full_nbytes for context in stored if context.id in resident)
+        resident = self.store.resident()
         yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)
         yield GaugeMetricFamily("lkv_healthy", "Whether questions are answered and texts compressed", self.is_healthy)
         yield CounterMetricFamily("lkv_failures", "Batches of requests that failed", self.answers.failures)
@@ -331,10 +330,11 @@ class Service:
         yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.answers.tokens)
         yield GaugeMetricFamily("lkv_tokens_per_second", "Tokens generated per second", self.tokens_per_second())
         yield GaugeMetricFamily("lkv_contexts_resident", "Contexts in memory", len(resident))
-        yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", len(stored))
-        yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", size)
+        yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", sum(resident.values()))
         saved = "Bytes that their full caches would take beyond that"
-        yield GaugeMetricFamily("lkv_context_bytes_saved", saved, max(0, full - size))
+        yield GaugeMetricFamily("lkv_context_bytes_saved", saved, self.store.saved_nbytes())
+        with suppress(StoreError):  # the other metrics say all the same how the server is
+            yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", self.store.usage()[0])
 
 
 def make_service(options: dict[str, Any]) -> Service:

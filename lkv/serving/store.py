@@ -314,6 +314,11 @@ class ContextStore:
         with self._lock:
             return {name: context.nbytes() for name, context in self._loaded.items()}
 
+    def saved_nbytes(self) -> int:
+        """Bytes that the full caches of all contexts in memory would take beyond theirs."""
+        with self._lock:
+            return sum(max(0, context.full_nbytes() - context.nbytes()) for context in self._loaded.values())
+
     def _keep(self, name: str, context: Context) -> None:
         """Keep a context in memory, and drop those that were not used for longest."""
         with self._lock:

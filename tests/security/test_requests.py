@@ -192,6 +192,17 @@ def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
         for path, method in (("", "GET"), (f"/{name}", "GET"), (f"/{name}", "DELETE")):
             status, message = server.problem(f"/v1/contexts{path}", method=method)
             assert status == 507 and "no credentials" in message
+        status, metrics = server.ask("/metrics")
+        assert status == 200 and "\nlkv_healthy 1.0\n" in metrics and "lkv_contexts_stored" not in metrics
+
+
+def test_metrics_read_no_descriptions(make, monkeypatch):
+    service = make()
+    service.add(TEXT)
+    until(lambda: not service.jobs())
+    monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
+    stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
+    assert stored.samples[0].value == 1
 
 
 def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
