@@ -263,6 +263,12 @@ class RaggedLayer(AttentionCacheLayer):
         if self.store.free_slots < tokens:
             self.store = self.store.reallocate(tokens)
 
+    def release(self, free_slots: int) -> None:
+        """Give back the memory of more free slots than `free_slots`."""
+        assert self.store is not None
+        if self.store.free_slots > free_slots:
+            self.store = self.store.reallocate(free_slots)
+
     def _limits(self) -> Tensor:
         """How many entries each head may keep in each tier and all better ones [tiers, B, H], of all tokens read.
 

@@ -329,6 +329,16 @@ class RaggedCache(BaseCache):
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
     @contextmanager
+    def temporary_slots(self) -> Iterator[None]:
+        """Give back the memory of free slots that are added in a `with` block, whose tokens are removed in it."""
+        free_slots = [layer.store.free_slots for layer in self.ragged_layers if layer.store is not None]
+        try:
+            yield
+        finally:
+            for layer, count in zip(self.ragged_layers, free_slots, strict=True):
+                layer.release(count)
+
+    @contextmanager
     def graphed(self, model: PreTrainedModel, max_new_tokens: int = 512) -> Iterator[None]:
         """Replay the decode steps of a `with` block as one CUDA graph.
 

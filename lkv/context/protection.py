@@ -1,7 +1,7 @@
 """Protected spans: parts of a text whose tokens every head keeps, whatever else is evicted."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ def protected_tokens(
     parts = [(len(before), text)]
     if system is not None:
         parts.append((_find_system(tokenizer, system.strip(), before), system.strip()))
-    intervals, whole = sorted(interval for span in spans for interval in _find(span, text, parts)), before + text
+    intervals, whole = _find_all(spans, text, parts), before + text
     for (_, end), (start, _) in pairwise(intervals):
         if start < end:
             raise PromptError(f"protected spans overlap at {whole[start:end][:60]!r}; give each part of the text once.")
@@ -62,7 +62,19 @@ def protected_tokens(
     return sorted(positions)
 
 
-def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
+def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
+    """Where the spans are, in order; the search ends as soon as two of them must overlap."""
+    intervals: list[tuple[int, int]] = []
+    free = sum(len(part) for _, part in parts)  # characters that no span covers, if none overlap
+    for start, end in (interval for span in spans for interval in _find(span, text, parts)):
+        intervals.append((start, end))
+        free -= end - start
+        if free < 0:
+            break
+    return sorted(intervals)
+
+
+def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[int, int]]:
     """Where a span is, in characters; `parts` are texts to search, with where each starts."""
     if isinstance(span, str):
         if not span.strip():
@@ -70,7 +82,8 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int,
         places = [start + place for start, part in parts for place in _occurrences(part, span)]
         if not places:
             raise PromptError(f"the text does not contain {span[:60]!r}, which protect names; copy it from there.")
-        return [(place, place + len(span)) for place in places]
+        yield from ((place, place + len(span)) for place in places)
+        return
     if not (isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)):
         raise PromptError(f"the protected span {span!r} is neither words of the text nor (start, end) in characters.")
     start, end = span
@@ -79,7 +92,7 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> list[tuple[int,
             f"the protected span {(start, end)} is empty or outside of the text, which has {len(text)} characters; "
             "give 0 <= start < end up to that."
         )
-    return [(parts[0][0] + start, parts[0][0] + end)]
+    yield parts[0][0] + start, parts[0][0] + end
 
 
 def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str) -> int:

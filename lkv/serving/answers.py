@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -184,16 +185,21 @@ class AnswerWorker:
         sampling = sampling or SamplingParams()
         answer = Answer(self.tokenizer, question, context, length, sampling, stops or [], notify)
         with self._changed:
-            if self._is_stopping:
-                raise BusyError("the server is stopping; ask again when it runs.")
-            if self.open >= self._requests:
-                raise BusyError(f"{self.open} requests are open, as many as are allowed; ask again later.")
+            self.check_capacity()
             contexts = {other.context for other in (*self._open, answer) if other.context is not None}
             if len(contexts) > 1 and sum(context.nbytes() for context in contexts) > self._memory:
                 raise BusyError("the contexts of open requests fill the memory for contexts; ask again later.")
             self._open.add(answer)
             self._enqueue(answer)
         return answer
+
+    def check_capacity(self) -> None:
+        """Raise BusyError if as many requests are open as are allowed, or the worker is stopping."""
+        with self._changed:
+            if self._is_stopping:
+                raise BusyError("the server is stopping; ask again when it runs.")
+            if self.open >= self._requests:
+                raise BusyError(f"{self.open} requests are open, as many as are allowed; ask again later.")
 
     def cancel(self, answer: Answer) -> None:
         """End an answer with what there is of it; its row leaves the batch with the current token."""
@@ -287,7 +293,9 @@ class AnswerWorker:
             cache = DynamicCache(config=self.model.config)
             generate(self.model, self.tokenizer, rows, 0, cache, **options)
         elif len(rows) == 1:
-            context.complete(rows[0], **options)
+            # The answer is appended to the context's own cache, whose size counts while it stays in memory.
+            with context.cache.temporary_slots() if isinstance(context.cache, RaggedCache) else nullcontext():
+                context.complete(rows[0], **options)
         else:
             context.batch_complete(rows, **options)
         if not turn.is_paused and turn.tokens < length:

@@ -163,9 +163,8 @@ class _Stream(StreamingResponse):
 
 def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> Answer:
     name = _context_name(service, body)
-    context = service.context(name) if name else None
     messages = [message.plain() for message in body.messages]
-    return service.ask(messages, context, body.length(), body.sampling(), body.stops(), notify)
+    return service.ask(messages, name, body.length(), body.sampling(), body.stops(), notify)
 
 
 def _context_name(service: Service, body: ChatRequest) -> str:

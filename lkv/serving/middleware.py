@@ -52,6 +52,7 @@ class BoundedProtocol(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.conn = BoundedConnection(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
+        self.ws_protocol_class = None  # an upgrade would hand the connection to a protocol without these limits
 
     @override
     def connection_made(self, transport: Any) -> None:
@@ -99,14 +100,15 @@ class BoundedProtocol(H11Protocol):
 class RequestGuard:
     """ASGI middleware that refuses requests without the key, from a foreign page, too large, or sent too slowly.
 
-    Bodies that are being received take `limit` bytes each and four times that together.
+    Bodies take `limit` bytes each and four times that together, from their first byte until the application has read
+    them: it then asks for the end of the connection, or answers.
     """
 
     idle_seconds, body_seconds = 20.0, 120.0  # between two pieces of a body, of a whole body
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, limit: int):
         self._app, self._key, self._local, self._limit = app, key, local, limit
-        self._received = 0  # bytes of all requests
+        self._received = 0  # bytes of all bodies that are being received or read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -121,6 +123,7 @@ class RequestGuard:
         async def limited() -> Message:
             nonlocal size, is_complete
             if is_complete:
+                self._received, size = self._received - size, 0
                 return await receive()
             seconds_left = deadline - asyncio.get_running_loop().time()
             try:

@@ -198,7 +198,10 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> ContextReq
 
 def _parameter(headers: Headers, name: str, header: str = "content-type", is_charset: bool = False) -> str | None:
     """A parameter of a header; None where it is missing. Raises PromptError for any charset but UTF-8."""
-    value = headers.get_param(name, header=header)
+    try:
+        value = headers.get_param(name, header=header)
+    except TypeError:  # of RFC 2231's forms, email cannot sort NAME* among NAME*0, NAME*1, ...
+        raise PromptError(f"the form has a {header} both whole and in pieces; send each parameter once.") from None
     text, charset = (value[2], value[0]) if isinstance(value, tuple) else (value, None)  # RFC 2231
     # Other charsets decode slowly, or not what was sent.
     for used in (charset, text if is_charset else None):

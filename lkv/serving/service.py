@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,11 @@ class Service:
         if stored is not None:
             try:
                 self.store.get(name)
-                return self.store.rename(stored, title)
+                stored = self.store.rename(stored, title)
+                with self._lock:
+                    if job is not None and self._jobs.get(name) is job:  # failed, before another server stored it
+                        del self._jobs[name]
+                return stored
             except LkvError:  # a damaged file is made anew
                 pass
         self._check_quota()
@@ -269,19 +274,25 @@ class Service:
                 del self._jobs[name]
 
     def ask(
-        self, messages: list[dict[str, str]], context: Context | None, max_tokens: int | None, sampling: SamplingParams,
+        self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
         stops: list[str] | None = None, notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """The answer to the last of `messages`, about `context`; PromptError for bad ones, BusyError for too many."""
+        """The answer to the last of `messages`, about the context `name` ("" for none).
+
+        Raises PromptError for bad messages, BusyError for too many requests, and as `context` does.
+        """
         self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
         check_text(messages[-1]["content"], "the question", "ask something")
         for message in messages[:-1]:
             # Empty messages are harmless, but not what no tokenizer can read.
             check_text(message["content"] + ".", "a message", "give text")
         with self._tokenizing:
-            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, context is not None))
-            if context is None and not getattr(self.tokenizer, "chat_template", None):
+            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, after_context=bool(name)))
+            if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
+        # Last, so that no request has a context in memory while it waits, or is refused.
+        self.answers.check_capacity()
+        context = self.context(name) if name else None
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
             free = max_positions(self.model) + 1 - len(ids) - (0 if context is None else context.tokens)
@@ -311,9 +322,7 @@ class Service:
     def collect(self) -> Iterator[Any]:
         """All metrics, as Prometheus's client reads them."""
         jobs = [job for job in self.jobs() if job.error is None]
-        resident, stored = self.store.resident(), self.store.list_contexts()
-        size = sum(resident.values())
-        full = sum(context.full_nbytes for context in stored if context.id in resident)
+        resident = self.store.resident()
         yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)
         yield GaugeMetricFamily("lkv_healthy", "Whether questions are answered and texts compressed", self.is_healthy)
         yield CounterMetricFamily("lkv_failures", "Batches of requests that failed", self.answers.failures)
@@ -321,10 +330,11 @@ class Service:
         yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.answers.tokens)
         yield GaugeMetricFamily("lkv_tokens_per_second", "Tokens generated per second", self.tokens_per_second())
         yield GaugeMetricFamily("lkv_contexts_resident", "Contexts in memory", len(resident))
-        yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", len(stored))
-        yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", size)
+        yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", sum(resident.values()))
         saved = "Bytes that their full caches would take beyond that"
-        yield GaugeMetricFamily("lkv_context_bytes_saved", saved, max(0, full - size))
+        yield GaugeMetricFamily("lkv_context_bytes_saved", saved, self.store.saved_nbytes())
+        with suppress(StoreError):  # the other metrics say all the same how the server is
+            yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", self.store.usage()[0])
 
 
 def make_service(options: dict[str, Any]) -> Service:

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
 import tempfile
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from lkv.utils.files import error_reason, write_text
 
 _CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
 _MAX_DESCRIPTION = 2**16  # bytes
+_HOUR = 3600.0  # seconds in which the use of a context is recorded once
 _DAY = 86400.0  # seconds after which files of a write that never ended are deleted
 _ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 
@@ -114,19 +116,19 @@ def _is_file(file: dict[str, Any]) -> bool:
     return file.get("type", "file") == "file"
 
 
-def _modified(file: dict[str, Any]) -> float:
-    """When a listed file was written, in seconds since 1970; now where its file system does not say."""
+def _modified(file: dict[str, Any], default: float) -> float:
+    """When a listed file was written, in seconds since 1970; `default` where its file system does not say."""
     written = file.get("mtime") or file.get("LastModified") or file.get("created")
     if isinstance(written, datetime):
         return written.timestamp()
-    return written if isinstance(written, int | float) else time.time()
+    return written if isinstance(written, int | float) else default
 
 
 class ContextStore:
     """Contexts of one model in a folder, local or remote. Several threads and processes may use it.
 
     A context is two files: ID.kv, as `Context.save` writes it, and its description, ID.json, which is written last:
-    what is listed is complete.
+    what is listed is complete. The time of the description is that of the context's last use, to the hour.
     """
 
     def __init__(self, url: str, model: Any, tokenizer: Any, policy: str | None, memory_bytes: int):
@@ -144,9 +146,9 @@ class ContextStore:
             raise StoreError(f"contexts cannot be stored at {url} ({error}); give a folder or a fsspec URL.") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._loaded: OrderedDict[str, Context] = OrderedDict()
-        self._last_asked: dict[str, float] = {}  # when contexts of the store were last asked, in seconds since 1970
+        self._last_asked: dict[str, float] = {}  # when contexts were last asked here, in seconds since 1970
         self._lock = threading.Lock()
-        self._loading: dict[str, threading.Lock] = {}
+        self._loading = threading.Lock()  # one context is loaded at a time: only then does it count as in memory
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
 
     def put(self, stored: StoredContext, context: Context) -> None:
@@ -162,43 +164,57 @@ class ContextStore:
         """A context, from memory or its file. Raises UnknownContextError, or ContextFileError for a damaged file."""
         with self._store_errors("read", "try again"):
             is_stored = bool(_ID.fullmatch(name)) and self._files.exists(self._path(name + _DESCRIPTION))
+        if is_stored:
+            self._record_use(name)
         with self._lock:
             if not is_stored:  # perhaps deleted by another process
                 self._loaded.pop(name, None)
                 self._last_asked.pop(name, None)
                 raise unknown_context(name)
-            self._last_asked[name] = time.time()
             self.queries += 1
             self.hits += name in self._loaded
             if name in self._loaded:
                 self._loaded.move_to_end(name)
                 return self._loaded[name]
-            loading = self._loading.setdefault(name, threading.Lock())
-        try:
-            with loading:  # several requests for one context load it once
-                with self._lock:
-                    context = self._loaded.get(name)
-                if context is None:
-                    context = self._load(name)
-                    self._keep(name, context)
-                return context
-        finally:
-            with self._lock:
-                self._loading.pop(name, None)
+        with self._loading:
+            with self._lock:  # another request may have loaded it meanwhile
+                context = self._loaded.get(name)
+            if context is None:
+                context = self._load(name)
+                self._keep(name, context)
+            return context
+
+    def _record_use(self, name: str) -> None:
+        """Note that a context is used; once an hour also in the store, for other processes and after a restart."""
+        now = time.time()
+        with self._lock:
+            before, self._last_asked[name] = self._last_asked.get(name, 0.0), now
+        if before // _HOUR == now // _HOUR:
+            return
+        with suppress(StoreError):  # the context can be used all the same
+            if self._is_local:
+                with self._store_errors("written", "check its folder"):
+                    os.utime(self._path(name + _DESCRIPTION))
+            elif (stored := self.describe(name)) is not None:
+                self._rewrite(stored)
 
     def rename(self, stored: StoredContext, title: str) -> StoredContext:
         """Give a stored context another title; no title, or its own, changes nothing. Raises StoreError."""
         if title in ("", stored.name):
             return stored
         renamed = stored.model_copy(update={"name": title})
+        self._rewrite(renamed)
+        return renamed
+
+    def _rewrite(self, stored: StoredContext) -> None:
+        """Replace the description of a stored context. Raises StoreError, or UnknownContextError for a deleted one."""
         with self._store_errors("written", "free some space, or give another place for contexts"):
             with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
-                write_text(path, renamed.model_dump_json(), ContextFileError, "the context", mode=0o600)
+                write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
             is_deleted = not self._files.exists(self._path(stored.id + _CONTEXT))
         if is_deleted:  # meanwhile, by another request or process
             self.delete(stored.id)
             raise unknown_context(stored.id)
-        return renamed
 
     def describe(self, name: str) -> StoredContext | None:
         """The description of a context; None if there is none, or it is damaged or not for this user."""
@@ -264,7 +280,7 @@ class ContextStore:
             self._loaded.pop(name, None)
 
     def expire(self, seconds: float | None) -> None:
-        """Delete contexts that nobody has asked here for `seconds`, and files of writes that were cut off a day ago.
+        """Delete contexts that nobody has asked for `seconds`, and files of writes that were cut off a day ago.
 
         Raises StoreError where one cannot be deleted, after all others.
         """
@@ -284,18 +300,24 @@ class ContextStore:
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
             is_cut_off = suffix == _TEMPORARY and name.startswith(".")
             is_cut_off |= suffix == _CONTEXT and bool(_ID.fullmatch(stem)) and stem + _DESCRIPTION not in files
-            if is_cut_off and _is_file(file) and _modified(file) < time.time() - _DAY:
+            if is_cut_off and _is_file(file) and _modified(file, time.time()) < time.time() - _DAY:
                 yield self._delete_file, name
         if seconds is None:
             return
         for stored in self.list_contexts():
-            if max(stored.created, self._last_asked.get(stored.id, 0.0)) < time.time() - seconds:
+            last_use = _modified(files.get(stored.id + _DESCRIPTION, {}), 0.0)
+            if max(stored.created, last_use, self._last_asked.get(stored.id, 0.0)) < time.time() - seconds:
                 yield self.delete, stored.id
 
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""
         with self._lock:
             return {name: context.nbytes() for name, context in self._loaded.items()}
+
+    def saved_nbytes(self) -> int:
+        """Bytes that the full caches of all contexts in memory would take beyond theirs."""
+        with self._lock:
+            return sum(max(0, context.full_nbytes() - context.nbytes()) for context in self._loaded.values())
 
     def _keep(self, name: str, context: Context) -> None:
         """Keep a context in memory, and drop those that were not used for longest."""

@@ -1,6 +1,7 @@
 """Protected spans: every head keeps them, within the budget, in the best precision; what remains is as ever."""
 
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -210,3 +211,14 @@ def test_a_word_that_is_everywhere_is_found_without_comparing_all_tokens_with_al
     encoded = encode_context(tokenizer, text)
     start = len(encoded) - len(text)
     assert found == list(range(start, start + len(text), 2))
+
+
+def test_a_word_that_is_everywhere_and_named_again_and_again_takes_no_memory(parts):
+    _, tokenizer, _ = parts
+    tracemalloc.start()
+    try:
+        with pytest.raises(PromptError, match="protected spans overlap at '-'"):
+            protected_tokens(tokenizer, "-" * 20_000, ["-"] * 64)
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20  # all places of all spans take 200 MiB
+    finally:
+        tracemalloc.stop()

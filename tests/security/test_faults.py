@@ -109,7 +109,7 @@ def test_a_store_that_goes_wrong_at_any_call(parts, tmp_path, monkeypatch, how):
         for at in range(calls):
             faulty.calls, faulty.at, faulty.how = 0, at, how
             everything(server, f"{TEXT} {at}")
-            assert server.service.answers.open == 0 and not store._loading
+            assert server.service.answers.open == 0 and not store._loading.locked()
             assert not os.listdir(tmp_path)
         faulty.at = -1
         name = server.compressed(OTHER)
@@ -224,7 +224,7 @@ def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, 
     assert cancelled > 3 and guard._received == 0
     until(lambda: not service.jobs())
     assert service.is_healthy and not service.answers._waiting
-    assert service.ask(TURN, None, 3, SamplingParams()).done.wait(20)
+    assert service.ask(TURN, "", 3, SamplingParams()).done.wait(20)
     service.stop(0)
 
 

@@ -9,12 +9,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest.mock import MagicMock
 
 import pytest
 from pydantic import ValidationError
 
-from lkv.errors import PromptError, StoreError, UnknownContextError
+from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import service as service_module
+from lkv.serving.answers import SamplingParams
 from lkv.serving.middleware import BoundedConnection, BoundedProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest
 from lkv.serving.service import Limits, Service
@@ -119,7 +121,22 @@ def test_unknown_ids_keep_no_memory(make):
         with pytest.raises(UnknownContextError) as error:
             service.context(name)
         assert len(str(error.value)) < 200
-    assert service.store._loading == {}
+    assert service.store._last_asked == {} and not service.store._loading.locked()
+
+
+def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatch):
+    monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
+    service = make(limits=Limits(requests=1))
+    name = service.add(TEXT).id
+    until(lambda: not service.jobs())
+    service.store.release(name)
+    answer = service.ask(TURN, "", 1000, SamplingParams())
+    with monkeypatch.context() as patch:
+        patch.setattr(service.store, "_load", lambda _: pytest.fail("loaded"))
+        with pytest.raises(BusyError, match="1 requests are open"):
+            service.ask(TURN, name, 3, SamplingParams())
+    service.answers.cancel(answer)
+    assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
 
 
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
@@ -175,6 +192,17 @@ def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
         for path, method in (("", "GET"), (f"/{name}", "GET"), (f"/{name}", "DELETE")):
             status, message = server.problem(f"/v1/contexts{path}", method=method)
             assert status == 507 and "no credentials" in message
+        status, metrics = server.ask("/metrics")
+        assert status == 200 and "\nlkv_healthy 1.0\n" in metrics and "lkv_contexts_stored" not in metrics
+
+
+def test_metrics_read_no_descriptions(make, monkeypatch):
+    service = make()
+    service.add(TEXT)
+    until(lambda: not service.jobs())
+    monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
+    stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
+    assert stored.samples[0].value == 1
 
 
 def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
@@ -199,6 +227,22 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
     release.set()
     stopping.join()
     assert second.store.describe(job.id) is not None
+
+
+def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
+    first, second = make(), make()
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", fail)
+        job = first.add(TEXT)
+        until(lambda: job.error)
+    second.add(TEXT)
+    until(lambda: second.store.describe(job.id))
+    assert isinstance(first.add(TEXT), StoredContext)
+    assert first.job(job.id) is None and first.context(job.id).tokens
 
 
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
@@ -271,6 +315,14 @@ def test_half_sent_headers_are_not_waited_for(server, monkeypatch, before):
             pass
         client.close()
     assert server.ask("/healthz") == (200, "ok\n")
+
+
+def test_a_connection_is_not_handed_to_a_protocol_of_websockets(server, monkeypatch):
+    """Where a library for them is installed, as with uvicorn[standard]."""
+    monkeypatch.setattr(server._uvicorn.config, "ws_protocol_class", MagicMock())
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 200")
 
 
 def connect(server, path, headers, body=b""):
@@ -394,6 +446,16 @@ def test_bodies_that_are_received_take_a_bounded_amount_together(parts, tmp_path
         for client in half_sent:
             client.close()
         until(lambda: server.ask("/v1/contexts", long)[0] == 400)  # too long for the model
+
+
+def test_bodies_of_answers_in_flight_do_not_count_as_received(parts, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
+    with serving(*parts, tmp_path, limits=Limits(upload_bytes=50_000)) as server:
+        body = {"messages": TURN, "metadata": {"a": "x" * 45_000}, "max_tokens": 1000, "stream": True}
+        answers = [server.open("/v1/chat/completions", body) for _ in range(4)]
+        assert server.chat("Who?", metadata=body["metadata"])[0] == 200
+        for answer in answers:
+            answer.close()
 
 
 def test_the_key_is_checked_before_a_body_is_read(parts, tmp_path):

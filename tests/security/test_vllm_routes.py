@@ -2,20 +2,23 @@
 
 import asyncio
 import json
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
-from lkv.errors import BusyError
-from lkv.integrations.vllm import http
-from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts
+from lkv.context.compression import compress
+from lkv.errors import BusyError, LkvError, StoreError
+from lkv.integrations.vllm import command, context_middleware, http
+from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.service import Job
-from lkv.serving.store import CompressionSettings, ContextStore
-from tests.serving.server import TEXT
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
+from tests.serving.server import TEXT, until
 
 NAME = f"{'a' * 32}-{'b' * 16}"
 
@@ -66,17 +69,129 @@ def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
     assert client.get(path.replace("/v1/contexts", "/health")).status_code == 503
 
 
-def test_texts_that_are_not_compressed_are_not_kept(parts, tmp_path, monkeypatch):
+@pytest.fixture
+def contexts(parts, tmp_path):
+    """The contexts of a front end, in an empty store."""
     contexts = VllmContexts.__new__(VllmContexts)
     contexts.model, contexts.tokenizer = parts
     contexts.settings, contexts.policy, contexts.max_positions = PluginSettings(method="knorm"), None, 2048
     contexts.compression = CompressionSettings("knorm", 0.15, None, "", "")
-    contexts.store, contexts._announced_texts = ContextStore(str(tmp_path), *parts, None, 0), {}
+    contexts._folder, contexts._open_store = str(tmp_path), partial(ContextStore, str(tmp_path), *parts, None)
+    contexts.store, contexts._announced_texts, contexts._checked_files = contexts._open_store(0), {}, {}
+    return contexts
+
+
+@pytest.fixture
+def routes(contexts, monkeypatch):
+    """The routes over `contexts`."""
     routes = ContextRoutes()
     routes._length = 2048
-    routes._jobs = {str(number): Job(str(number), "", "", None, 0.0) for number in range(http._MAX_JOBS)}
     monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
+    return routes
+
+
+def test_texts_that_are_not_compressed_are_not_kept(contexts, routes):
+    routes._jobs = {str(number): Job(str(number), "", "", None, 0.0) for number in range(http._MAX_JOBS)}
     for number in range(3):
         with pytest.raises(BusyError):
             asyncio.run(routes._create(ContextRequest(text=f"{TEXT} {number}")))
     assert contexts._announced_texts == {}
+
+
+def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, routes, parts):
+    name = contexts.encode(TEXT).id
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(name, "", context, contexts.compression), context)
+    routes._jobs[name] = Job(name, "", "", None, 0.0, error="no")
+    assert isinstance(asyncio.run(routes._create(ContextRequest(text=TEXT))), StoredContext)
+    assert routes._jobs == {}
+
+
+class SlowEngine:
+    """Reads each text for ever, and says nothing of those that are cancelled until `is_done`."""
+
+    started = cancelled = 0
+    is_done = True
+
+    async def generate(self, prompt, params, request):
+        self.started += 1
+        try:
+            await asyncio.Event().wait()
+            yield
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def collective_rpc(self, method, args):
+        return ["" if self.is_done else None]
+
+
+@pytest.fixture
+def client(routes, monkeypatch):
+    """A client of the routes over a `SlowEngine`."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    app, routes._engine = FastAPI(), SlowEngine()
+    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=None)
+    routes.attach_router(app)
+    with TestClient(app) as client:
+        yield client
+
+
+def test_a_deleted_text_is_not_read_on(routes, client):
+    name = client.post("/v1/contexts", json={"text": TEXT}).json()["id"]
+    until(lambda: routes._engine.started)
+    assert client.delete(f"/v1/contexts/{name}").status_code == 200
+    until(lambda: not routes._tasks)
+    assert routes._engine.cancelled == 1 and routes._readings == {} and routes._jobs == {}
+
+
+def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
+    monkeypatch.setattr(http, "_MAX_JOBS", 2)
+    routes._engine.is_done = False
+    for number in range(2):
+        made = client.post("/v1/contexts", json={"text": f"{TEXT} {number}"})
+        assert made.status_code == 202
+        assert client.delete(f"/v1/contexts/{made.json()['id']}").status_code == 200
+    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 429
+    routes._engine.is_done = True
+    until(lambda: not routes._tasks)
+    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 202
+
+
+def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, tmp_path):
+    new_context = contexts.encode(TEXT)
+    compression = Compression(contexts, new_context)
+    contexts.settings = PluginSettings(method="knorm", max_store=1e-5)
+    (tmp_path / "other.kv").write_bytes(b"x" * 100)
+    with pytest.raises(StoreError, match="the store is full"):
+        compression._store(new_context.ids)
+
+
+def test_bodies_without_end_are_not_kept(client, monkeypatch):
+    monkeypatch.setattr(context_middleware, "_MAX_BODY", 5000)
+    answer = client.post("/v1/chat/completions", content=b"x" * 5001)
+    assert answer.status_code == 413 and "larger than 5,000 bytes" in answer.json()["error"]["message"]
+    assert client.post("/v1/chat/completions", content=b"x" * 5000).status_code == 404  # no vLLM answers here
+
+
+@pytest.mark.parametrize("place", [None, "vllm_xargs"])
+def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, monkeypatch, place):
+    compared, plain = [], http.get_close_matches
+    monkeypatch.setattr(http, "get_close_matches", lambda word, *args: compared.append(word) or plain(word, *args))
+
+    def ask(fields):
+        return client.post("/v1/chat/completions", json=fields if place is None else {place: fields})
+
+    answer = ask({f"field {number}": 1 for number in range(300)})
+    assert answer.status_code == 400 and "300 fields, but at most 256" in answer.json()["error"]["message"]
+    assert ask({"x" * 10**6: 1}).status_code == 404
+    assert len(compared) < 3
+    assert ask({"contexts": NAME}).status_code == 400
+
+
+def test_arguments_with_an_open_quote_are_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setattr(command, "require", lambda *_: None)
+    with pytest.raises(LkvError, match=r"--vllm-args cannot be split into words \(No closing quotation"):
+        command.server_command({"vllm_args": "--chat-template 'a b"}, None)

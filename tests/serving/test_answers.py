@@ -227,6 +227,16 @@ def test_a_context_dies_with_its_last_request(worker, model):
     until(lambda: gc.collect() < 0 or reference() is None)
 
 
+@pytest.mark.parametrize("budget", [{"retention": 0.3}, {"memory": 0.3}])
+def test_a_context_gives_back_the_memory_of_its_answers(worker, model, budget):
+    context = compress(model, Words(), TEXT, method="knorm", **budget)
+    question, before = asked("why " * 100), context.nbytes()
+    right = context.fork().complete(question, 100)
+    for _ in range(2):
+        assert result(worker.submit(question, context, 100)) == right
+        until(lambda: context.nbytes() == before)
+
+
 def test_too_many_too_long_and_stopped(start, contexts):
     worker = start(2)
     with pytest.raises(PromptError, match="the model reads at most 512"):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,6 +88,30 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     assert small.get(first).ask("why ?", 6) and set(small.resident()) == {first}
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_context_that_another_process_uses_does_not_expire(model, tmp_path, remote):
+    """Nor one that was used before a restart."""
+    place = f"memory://{tmp_path.name}" if remote else tmp_path
+    store = made(place, model)
+    used, _ = add(store, model, TEXT)
+    add(store, model, TEXT + " more")
+    before = store.describe(used)
+    time.sleep(1.1)
+    assert made(place, model).get(used).tokens == 60
+    made(place, model).expire(1)
+    assert store.list_contexts() == [before]
+
+
+def test_a_context_is_used_though_that_cannot_be_recorded(model, tmp_path, monkeypatch):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+
+    def refuse(*_):
+        raise PermissionError("another user's")
+
+    monkeypatch.setattr("os.utime", refuse)
+    assert made(tmp_path, model).get(name).tokens == 60
+
+
 def test_a_stored_context_takes_another_title(model, tmp_path):
     store = made(tmp_path, model)
     name, _ = add(store, model, TEXT)
@@ -107,6 +132,24 @@ def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch
     with ThreadPoolExecutor(8) as pool:
         found = set(map(id, pool.map(store.get, [name] * 8)))
     assert len(loads) == 1 and len(found) == 1
+
+
+def test_contexts_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
+    """Else as many as there are threads would be in memory, beside those that count."""
+    names = [add(made(tmp_path, model), model, f"{TEXT} {number}")[0] for number in range(4)]
+    store, loading, most, plain = made(tmp_path, model, memory=0), [], [], Context.load
+
+    def load(*args):
+        loading.append(1)
+        most.append(len(loading))
+        time.sleep(0.05)
+        loading.pop()
+        return plain(*args)
+
+    monkeypatch.setattr(Context, "load", load)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(store.get, names))
+    assert most == [1] * 4
 
 
 def test_a_context_of_another_model_or_policy_is_refused(tmp_path, model):

@@ -52,6 +52,7 @@ def test_on_a_cpu_vllm_gets_half_of_the_free_memory(monkeypatch, tmp_path, vllm_
         ({"model": "some/model.gguf"}, r"vLLM does not read some/model\.gguf"),
         ({"vllm_args": "--enforce-eager --host=0.0.0.0"}, "--vllm-args holds --host"),
         ({"vllm_args": "--additional_config '{}'"}, "--vllm-args holds --additional-config"),
+        ({"vllm_args": "--chat-template 'a b"}, "--vllm-args cannot be split into words .No closing quotation"),
     ],
 )
 def test_options_that_do_not_go_with_vllm_are_named(options, match):

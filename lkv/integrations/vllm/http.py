@@ -44,6 +44,8 @@ _UNUSED_FIELDS = (
 _CONTEXT_FIELDS = ("context", CONTEXT)
 _CONTEXT_METHODS = "GET and POST at /v1/contexts, GET and DELETE at /v1/contexts/ID"
 _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
+_MAX_FIELDS = 256  # of a request; each is compared with those that name a context
+_LONGEST_FIELD = 32  # characters; longer ones resemble none
 _BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _LOG = logging.getLogger("vllm.lkv")
@@ -60,7 +62,8 @@ class ContextRoutes:
         self._settings = PluginSettings.model_validate({})
         self._models: list[str] = []
         self._jobs: dict[str, Job] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # of all jobs, the deleted ones too
+        self._readings: dict[str, asyncio.Task[None]] = {}  # the engine's work for a job, by its context
         self._users: Counter[str] = Counter()  # open requests by context
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
         self.is_stopping = False
@@ -113,7 +116,9 @@ class ContextRoutes:
         async def delete(name: str) -> dict[str, Any]:
             job = self._jobs.pop(name, None)
             if job is not None:
-                job.is_deleted = True  # its context goes when it is complete
+                job.is_deleted = True  # its context goes where it is complete already
+                if (reading := self._readings.get(name)) is not None:
+                    reading.cancel()
             else:
                 await self._stored(name)
                 self._deleted.add(name)
@@ -173,18 +178,20 @@ class ContextRoutes:
         with suppress(LkvError):  # none yet, or a damaged one, which is made anew
             await asyncio.to_thread(contexts.tokens, new_context.id)
             stored = await self._stored(new_context.id)
-        if stored is not None:
-            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
+        if stored is not None:
+            if job is not None and job.error is not None:  # before another server stored it
+                del self._jobs[new_context.id]
+            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
         if job is not None and job.error is None:
             job.title = body.name or job.title
             return job
-        while len(self._jobs) >= _MAX_JOBS:
-            failed = next((name for name, other in self._jobs.items() if other.error is not None), None)
-            if failed is None:
-                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
-            del self._jobs[failed]
+        failed = [name for name, other in self._jobs.items() if other.error is not None]
+        if max(len(self._tasks), len(self._jobs) - len(failed)) >= _MAX_JOBS:
+            raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+        for name in failed[: max(0, len(self._jobs) - _MAX_JOBS + 1)]:
+            del self._jobs[name]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
         job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
         contexts.announce(new_context)
@@ -195,14 +202,13 @@ class ContextRoutes:
 
     async def _compress(self, contexts: VllmContexts, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
-        from vllm import SamplingParams
-
         try:
-            extra = {COMPRESS: new_context.model_dump_json()}
-            params = SamplingParams(max_tokens=1, temperature=0, extra_args=extra)
-            prompt = {"prompt_token_ids": new_context.ids}
-            async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
-                pass
+            reading = self._readings[new_context.id] = asyncio.create_task(self._read(new_context))
+            await asyncio.wait([reading])
+            if self._readings.get(new_context.id) is reading:
+                del self._readings[new_context.id]
+            if not reading.cancelled():  # by a deletion, perhaps after the text was compressed
+                reading.result()
             while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(new_context.id,))):
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
@@ -215,13 +221,22 @@ class ContextRoutes:
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        if self._metrics is not None:
+        if self._metrics is not None and not job.is_deleted:
             self._metrics.count_compression(time.time() - job.created, job.error is None)
         if job.is_deleted:
             if new_context.id not in self._jobs:  # else it is being made again
                 await self._delete(contexts, new_context.id)
         elif job.error is None:
             self._jobs.pop(new_context.id, None)
+
+    async def _read(self, new_context: NewContext) -> None:
+        """Have the engine read a text."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
+        prompt = {"prompt_token_ids": new_context.ids}
+        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
+            pass
 
     async def _delete_unused(self, name: str) -> None:
         """Delete the files of a deleted context unless requests use it: a queued one would not find them."""
@@ -364,8 +379,11 @@ class _Metrics:
 
 def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
     """Raise PromptError for a field that is not `name` but resembles what names a context."""
+    if len(fields) > _MAX_FIELDS:
+        raise PromptError(f"the request has {len(fields):,} fields, but at most {_MAX_FIELDS} are read; send fewer.")
     for field in set(fields) - {name, COMPRESS}:
-        if field.startswith(PREFIX) or get_close_matches(field.lower(), _CONTEXT_FIELDS, 1, _RESEMBLANCE):
+        resembles = len(field) <= _LONGEST_FIELD and get_close_matches(field.lower(), _CONTEXT_FIELDS, 1, _RESEMBLANCE)
+        if resembles or field.startswith(PREFIX):
             raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
 
 
