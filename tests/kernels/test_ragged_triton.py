@@ -239,6 +239,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         assert cache.get_seq_length() == 43
 
 
+@torch.no_grad()
 def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
     ids = torch.randint(3, 67, (2, 40))
     logits = {}
