@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 RUN = ".fit"  # the folder of a run that is not finished
 _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
+# The last weights have learned at the smallest rates, and few held-out texts are noisy: earlier ones must be this much
+# better to be taken instead.
+_CLEARLY_WORSE = 1.25
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
@@ -89,7 +92,7 @@ class FitRun:
         self._best = copy.deepcopy(self.policy)
         self._optimizer = make_optimizer(self.policy, config)
         self._stage, self._steps, self._contexts = 0, 0, 0
-        self._best_kl, self._distilling_since = math.inf, 0.0
+        self._best_kl, self._last_kl, self._distilling_since = math.inf, math.inf, 0.0
         self._curve: list[dict[str, float]] = []
         self._report_seconds = 0.0
 
@@ -129,6 +132,7 @@ class FitRun:
                 checkpoint.load_optimizer(self.policy, self._optimizer)
             self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
             self._best_kl = math.inf if is_shorter else progress["best_kl"]
+            self._last_kl = progress["last_kl"]
             self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
         except _OtherRunError as error:
             raise TrainingError(
@@ -151,7 +155,7 @@ class FitRun:
     def _save(self) -> None:
         self.policy.card["progress"] = {
             "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed(), "best_kl": self._best_kl,
-            "distilling_since": self._distilling_since, "curve": self._curve,
+            "last_kl": self._last_kl, "distilling_since": self._distilling_since, "curve": self._curve,
         }  # fmt: skip
         self._best.save_pretrained(self._state / "best")
         save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
@@ -217,13 +221,14 @@ class FitRun:
         self._report(title)
 
     def _report(self, title: str) -> None:
-        """Print the held-out KL, keep the weights if they are the best so far, and save the state."""
+        """Print the held-out KL, store the weights if they are the best so far, and save the state."""
         begin = self._elapsed()
         measured = self._progress_texts.measure(self.policy)
         self._report_seconds = self._elapsed() - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):
             raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
+        self._last_kl = kl
         if kl <= self._best_kl:
             self._best_kl = kl
             self._best.load_state_dict(self.policy.state_dict())
@@ -277,7 +282,9 @@ class FitRun:
         self._steps += 1
 
     def _finish(self) -> Policy:
-        """Compare the best policy with the baselines, save it, and print the comparison."""
+        """Compare the policy with the baselines, save it, and print the comparison."""
+        if self._last_kl <= _CLEARLY_WORSE * self._best_kl:
+            self._best.load_state_dict(self.policy.state_dict())
         policy = self._best.eval().requires_grad_(False)
         default = stored_policy(policy.spec)
         rows, lengths = self._compare(policy, default)

@@ -42,7 +42,7 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.fit_plan import RECIPE, Plan, longest_context, make_plan
 from lkv.training.fit_texts import open_texts
 from lkv.training.fitting import fit
-from lkv.training.heldout import HeldOutTexts, compare
+from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, regression_scores, regression_targets
 from tests.conftest import save_model
@@ -282,14 +282,14 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
     with monkeypatch.context() as patch:
         patch.setattr(fit_run, "distillation_losses", interrupted)
         with pytest.raises(
-            TrainingStoppedError, match=r"of 0.1 minutes, which are saved in .* run the same command to"
+            TrainingStoppedError, match=r"of 0.06 minutes, which are saved in .* run the same command to"
         ):
-            fit(model, tokenizer, minutes=0.1, name="tiny")
+            fit(model, tokenizer, minutes=0.06, name="tiny")
     capsys.readouterr()
-    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     said = capsys.readouterr().err
     assert "continuing the run" in said and "1. statistics" not in said and "2. regression" not in said
-    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.05)
+    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
 
 
 def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
@@ -304,15 +304,15 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
 
     monkeypatch.setattr(fit_run, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
-    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     said = capsys.readouterr().err
     assert "out of memory with contexts of 480 tokens: going on with at most 240" in said
     assert said.count("statistics: held-out") == said.count("regression, ") == 1
     assert policy.trained_tokens == 240 and policy.card["fit"]["contexts"] > 0
-    assert policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.05)
+    assert policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
     monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
-        fit(model, tokenizer, minutes=0.1, name="tiny")
+        fit(model, tokenizer, minutes=0.06, name="tiny")
 
 
 def test_the_comparison_takes_shorter_texts_where_memory_is_short(loaded, cache, capsys, monkeypatch):
@@ -326,7 +326,7 @@ def test_the_comparison_takes_shorter_texts_where_memory_is_short(loaded, cache,
         return original(model, tokenizer, samples, *rest)
 
     monkeypatch.setattr(fit_run, "compare", limited)
-    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.04, name="tiny")
     assert lengths[0] > 240 >= lengths[1] and len(lengths) == 2
     assert "out of memory in the comparison: going on with texts of at most 240" in capsys.readouterr().err
     assert policy.card["fidelity"][0]["tokens"][1] <= 240
@@ -334,8 +334,25 @@ def test_the_comparison_takes_shorter_texts_where_memory_is_short(loaded, cache,
     with pytest.raises(
         TrainingError, match="not enough memory to compare the policy with the baselines; it is in"
     ) as e:
-        fit(model, tokenizer, minutes=0.06, name="other")
+        fit(model, tokenizer, minutes=0.04, name="other")
     Policy.from_pretrained(str(e.value).rpartition(" ")[2].rstrip("."))
+
+
+@pytest.mark.parametrize(("last", "is_last_kept"), [(0.12, True), (0.14, False)])
+def test_the_last_weights_are_kept_unless_they_are_clearly_worse(loaded, monkeypatch, last, is_last_kept):
+    """Held-out KL is of few texts, and the last weights have learned at the smallest rates."""
+    model, tokenizer = loaded
+    measured, seen = iter([0.3, 0.2, 0.1]), []
+
+    def measure(self, policy):
+        seen.append(policy.tokens.hidden.detach().clone())
+        kl = next(measured, last)
+        return {retention: HeldOutFidelity(kl, 0.5) for retention in (0.15, 0.05)}
+
+    monkeypatch.setattr(HeldOutTexts, "measure", measure)
+    policy = fit(model, tokenizer, minutes=0.05, name="tiny")
+    assert len(seen) > 3
+    assert torch.equal(policy.tokens.hidden, seen[-1 if is_last_kept else 2])
 
 
 def run_out_of_memory(*_):
@@ -344,9 +361,9 @@ def run_out_of_memory(*_):
 
 def test_an_earlier_policy_stays_and_is_compared(loaded, cache, capsys):
     model, tokenizer = loaded
-    first = fit(model, tokenizer, minutes=0.06, name="tiny")
+    first = fit(model, tokenizer, minutes=0.04, name="tiny")
     capsys.readouterr()
-    second = fit(model, tokenizer, minutes=0.05, name="tiny")
+    second = fit(model, tokenizer, minutes=0.04, name="tiny")
     folders = {entry.name: entry for entry in fitted_policies()}
     name = fitted_folder("tiny", patch_attention(model).spec).name
     assert set(folders) == {name, f"{name}-2"} and first.card["fit"]["preferred"]
@@ -450,9 +467,11 @@ def test_of_a_text_in_two_pieces_the_shorter_one_is_held_out():
     assert open_texts((), None).training.weights == {"python": 10, "manual": 8, "facts": 20}
 
 
-def test_texts_without_a_held_out_part_say_so(loaded, capsys):
+def test_texts_without_a_held_out_part_say_so(loaded, capsys, monkeypatch):
+    monkeypatch.setattr(fit_run, "HeldOutTexts", interrupt)  # what follows the plan
     for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False), (None, False)):
-        fit(*loaded, texts, minutes=0.04, name="tiny")
+        with pytest.raises(KeyboardInterrupt):
+            fit(*loaded, texts, minutes=1, name="tiny")
         assert ("too little own text to hold any out" in capsys.readouterr().err) == is_said
 
 
