@@ -364,7 +364,8 @@ def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
             torch.testing.assert_close(own, right, atol=tolerance * float(right.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), pytest.param(((3, 3),), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), ((3, 3),)], ids=str)
 def test_slices_much_shorter_than_tiers(tiers, short_slices):
     """Slices that begin and end in any tier, and tiers and spans without entries."""
     torch.manual_seed(3)
@@ -377,6 +378,7 @@ def test_slices_much_shorter_than_tiers(tiers, short_slices):
         assert_equals_reference(coded_pools(counts, tiers, 3, 16, 8, torch.float32), 1, 1, 0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton.interpreted(), reason="pages are guarded on a CPU")
 def test_nothing_beyond_the_tensors_is_read():
     """In a process that ends where it is."""

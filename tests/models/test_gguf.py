@@ -107,6 +107,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_model_it_was_made_of(tmp_path,
     assert "converting" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_convert_once(tmp_path, cache):
     path = write_gguf(tmp_path / "tiny.gguf")
     (cache / ".tiny.tmp-of-a-killed-process").mkdir(parents=True)

@@ -228,6 +228,7 @@ def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, 
     service.stop(0)
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_store(tmp_path):
     right, model, found = stored_answers(), tiny_llama(), 0
     store = ContextStore(str(tmp_path), model, Words(), None, 0)

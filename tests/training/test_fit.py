@@ -292,6 +292,7 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
     assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
 
 
+@pytest.mark.slow
 def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
     """What was learned until then is kept."""
     model, tokenizer = loaded
@@ -315,6 +316,7 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
         fit(model, tokenizer, minutes=0.06, name="tiny")
 
 
+@pytest.mark.slow
 def test_the_comparison_takes_shorter_texts_where_memory_is_short(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
     original, lengths = fit_run.compare, []
@@ -359,6 +361,7 @@ def run_out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.slow
 def test_an_earlier_policy_stays_and_is_compared(loaded, cache, capsys):
     model, tokenizer = loaded
     first = fit(model, tokenizer, minutes=0.04, name="tiny")

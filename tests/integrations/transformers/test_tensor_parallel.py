@@ -95,6 +95,7 @@ def two_processes(folder: Path) -> list[dict]:
 _TIED = pytest.param({"num_key_value_heads": 4, "tie_word_embeddings": True}, marks=pytest.mark.slow, id="tied")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "tp_plan" not in inspect.signature(DistributedConfig).parameters,
     reason="this version of transformers takes no plan of tensor parallelism in DistributedConfig",
