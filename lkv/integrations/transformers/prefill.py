@@ -178,6 +178,11 @@ class FrozenPromptLayer(AttentionCacheLayer):
         return self._prompt.key.shape[2]
 
 
+def _alone(x: Tensor) -> Tensor:
+    """`x`, copied where it is a view: of more tokens, or of a fused projection, all of which it would keep."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
 class _CapturingLayer(AttentionCacheLayer):
     """Keeps k, v and queries of one forward pass."""
 
@@ -194,9 +199,5 @@ class _CapturingLayer(AttentionCacheLayer):
         queries = query if self._queries else None
         if queries is not None and self._queries is not True:
             queries = queries[:, :, -self._queries :]
-        # A view would keep all queries, or all of a fused projection.
-        key, value, queries = (
-            x if x is None or x.untyped_storage().nbytes() == x.nbytes else x.clone() for x in (key, value, queries)
-        )
-        self.captured = LayerKV(key, value, scale, queries)
+        self.captured = LayerKV(_alone(key), _alone(value), scale, None if queries is None else _alone(queries))
         return stock()

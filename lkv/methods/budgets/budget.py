@@ -97,7 +97,7 @@ class Budget(Buildable, ABC):
             scores: the selector's scores of its tokens, [B, H, T].
 
         Returns:
-            How many tokens each head keeps, [B][H], each from 0 to T.
+            How many tokens each head keeps, `[B][H]`, each from 0 to T.
         """
 
 

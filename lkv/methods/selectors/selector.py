@@ -122,7 +122,7 @@ class Selector(Buildable, ABC):
         """
 
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """Rank the tokens again by new `scores` [B, H, T], now that each head is known to keep `counts` [B][H]."""
+        """Rank the tokens again by new `scores` [B, H, T], now that each head is known to keep `counts[B][H]`."""
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
