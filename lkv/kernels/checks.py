@@ -31,3 +31,14 @@ def check_storage(name: str, x: Tensor) -> None:
     available = x.untyped_storage().nbytes()
     if extent and (x.storage_offset() + extent) * x.itemsize > available:
         raise ValueError(f"The storage of {name} {list(x.shape)} has only {available} bytes: it was freed or shrunk.")
+
+
+def import_problem(name: str, error: Exception) -> str:
+    """Why the backend `name` cannot be imported, in one sentence.
+
+    `error` is what its import raised: a package that is broken, or does not go with another one, must not take the rest
+    with it.
+    """
+    if isinstance(error, ImportError):
+        return f"{error.name or name} cannot be imported ({error})."
+    return f"{name} cannot be imported ({type(error).__name__}: {error})."

@@ -49,9 +49,7 @@ def open_texts(
     overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None
     more: dict[str, Any] = {"filter_items": overlap} if overlap else {}
     lengths = RECIPE.min_tokens, RECIPE.max_tokens
-    mixture = Mixture(
-        folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, skip_unknown=True, **more
-    )  # fmt: skip
+    mixture = Mixture(folder, *lengths, RECIPE.seed, texts=texts, builtin=BUILTIN_SOURCES, skip_unknown=True, **more)
     if (folder is not None or texts) and mixture.own_chars < _MIN_CHARS:
         where = "the texts hold" if folder is None else f"{folder} and the texts hold" if texts else f"{folder} holds"
         clean = "without what overlaps with the evaluated files, " if overlap else ""

@@ -309,9 +309,14 @@ def test_spans_may_be_in_any_order(rows):
         torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
 
 
-def test_triton_leaves_gradients_to_the_loop():
-    triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
-    q = torch.ones(1, requires_grad=True)
-    assert triton.unfit(q.detach()) is None and "give no gradients" in triton.unfit(q)
+@pytest.mark.parametrize("name", ["triton", "cpp"])
+def test_compiled_backends_leave_gradients_to_the_loop(name, monkeypatch):
+    monkeypatch.setattr(api, "_chosen", lambda *_: name)
+    k, v, starts, lens = pool_of([[7, 12]], 3, 8, 8, torch.float32)
+    q = torch.ones(1, 2, 1, 8, requires_grad=True)
+    assert api._choose("auto", q.detach(), k, v, starts, lens) == name
+    assert api._choose("auto", q, k, v, starts, lens) == "loop"
+    with pytest.raises(BackendError, match="it gives no gradients"):
+        api._choose(name, q, k, v, starts, lens)
     with torch.no_grad():
-        assert triton.unfit(q) is None
+        assert api._choose("auto", q, k, v, starts, lens) == name

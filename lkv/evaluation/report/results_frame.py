@@ -82,7 +82,7 @@ def read_results(paths: Sequence[Path]) -> Results:
                 continue
             sample = _read_sample(f"{path}, line {number}", line)
             key, rows = sample["key"], sample["rows"]
-            known = rows_of_file.get(key, {})
+            previous_rows = rows_of_file.get(key, {})
             rows_of_file[key] = rows
             earlier = samples.setdefault(key, sample)
             if earlier is sample:
@@ -91,8 +91,8 @@ def read_results(paths: Sequence[Path]) -> Results:
                 continue
             # A run that adds methods writes a sample again with all its rows, even where it could add none; a finished
             # run leaves one line.
-            if known.items() <= rows.items():
-                rows = {pair: values for pair, values in rows.items() if pair not in known}
+            if previous_rows.items() <= rows.items():
+                rows = {pair: values for pair, values in rows.items() if pair not in previous_rows}
             if sample["text"] != earlier["text"] or any(m != FULL for m, _ in earlier["rows"].keys() & rows.keys()):
                 repeated.append(f"{key} (again in {path}, line {number})")
             samples[key] = earlier | {"rows": rows | earlier["rows"]}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import merge
-from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.checks import check_storage, check_tensor, import_problem
 from lkv.kernels.ragged_attention.arguments import (
     MAX_QUANTIZED,
     QuantizedKV,
@@ -314,8 +314,10 @@ def _choose(
         reason = f"starts and lens must be int32, not {starts.dtype} and {lens.dtype}."
     elif not all(x.is_contiguous() for part in quantized for x in part[:5]):
         reason = "codes, norms and tables must be contiguous."
+    elif torch.is_grad_enabled() and any(x.requires_grad for x in (q, k_pool, v_pool, *new)):
+        reason = "it gives no gradients: use torch.no_grad()."
     else:
-        reason = _module(chosen).unfit(q, k_pool, v_pool, *new)
+        reason = ""
     if backend == "auto":
         rows = q.shape[2] * (q.shape[1] // starts.shape[1])
         return "loop" if reason or (chosen == "cpp" and rows > _MAX_ROWS_OF_CPP) else chosen
@@ -348,11 +350,8 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, v
         return None
     try:
         module = _module(backend)
-    except ImportError as error:
-        return f"{error.name or backend} cannot be imported ({error})."
-    # A package that is broken or does not go with another one must not take the rest with it.
     except Exception as error:
-        return f"{backend} cannot be imported ({type(error).__name__}: {error})."
+        return import_problem(backend, error)
     return module.refusal(device, dtype, dim, value_dim)
 
 

@@ -59,13 +59,6 @@ def _load() -> str | None:
     return None
 
 
-def unfit(*tensors: Tensor) -> str | None:
-    """Why it cannot run on these tensors, in one sentence; None where it can."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return "it gives no gradients: use torch.no_grad()."
-    return None
-
-
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
     causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,

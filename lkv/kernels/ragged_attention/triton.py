@@ -102,13 +102,6 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     return None
 
 
-def unfit(*tensors: Tensor) -> str | None:
-    """Why these kernels cannot run on these tensors, in one sentence; None where they can."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return "they give no gradients: use torch.no_grad()."
-    return None
-
-
 def attend(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
     causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (),

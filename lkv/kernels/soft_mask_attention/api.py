@@ -11,13 +11,11 @@ from torch.nn.functional import pad
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
-from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.checks import check_storage, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import matmul
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
-# Small enough that exp gives zero next to any real score, far enough from overflow in float32 and bfloat16.
-_LOWEST = -1e30
 
 
 def soft_mask_attention(
@@ -183,10 +181,8 @@ def _refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int)
     """Why Triton cannot run, in one sentence; None where it can."""
     try:
         module = _triton_module()
-    except ImportError as error:
-        return f"{error.name or 'triton'} cannot be imported ({error})."
-    except Exception as error:  # a package that is broken must not take the rest with it
-        return f"triton cannot be imported ({type(error).__name__}: {error})."
+    except Exception as error:
+        return import_problem("triton", error)
     return module.refusal(device, dtype, dim, value_dim)
 
 
@@ -230,7 +226,7 @@ def _mask_columns(log_mask: Tensor, dtype: torch.dtype) -> Tensor:
 
     Finite everywhere: q' has the factor 1/scale, and infinity times zero would reach its gradient.
     """
-    log_mask = log_mask.clamp(min=max(torch.finfo(dtype).min, _LOWEST))
+    log_mask = log_mask.clamp(min=max(torch.finfo(dtype).min, matmul.LOWEST))
     if dtype.itemsize >= 4:
         return log_mask.to(dtype)[..., None]
     high = log_mask.to(dtype)

@@ -16,7 +16,9 @@ from lkv.kernels.causal_attention import merge
 from lkv.utils.devices import full_precision
 
 _MOST_SCORES = 2**19  # held at a time: few enough for a core's cache, enough for full speed
-_LOWEST = -1e30  # a log-mask whose exponential is 0 beside any score, while a difference of two is not NaN
+# A log-mask whose exponential is 0 beside any score, far from overflow in float32 and bfloat16; a difference of two is
+# not NaN.
+LOWEST = -1e30
 
 
 def attend(
@@ -104,7 +106,7 @@ def _parts(rows: Tensor, key: Tensor) -> Iterator[slice]:
 def _scores(rows: Tensor, key: Tensor, scale: float, log_mask: Tensor) -> Tensor:
     """scale q k + log m [H, G t, T] of rows and keys [H, T, d] under `log_mask` [H, T]."""
     wide = _wide(rows)
-    log_mask = log_mask.to(wide).clamp(min=_LOWEST)[:, None]
+    log_mask = log_mask.to(wide).clamp(min=LOWEST)[:, None]
     return torch.baddbmm(log_mask, rows.to(wide), key.to(wide).mT, alpha=scale)
 
 
@@ -114,7 +116,7 @@ def _own_scores(rows: Tensor, key: Tensor, part: slice, scale: float) -> Tensor:
     key = key[:, part]
     scores = _scores(rows, key, scale, key.new_zeros(key.shape[:2]))
     is_later = tokens[part] > tokens[:, None]
-    return scores.view(len(key), -1, *is_later.shape).masked_fill_(is_later, _LOWEST).view_as(scores)
+    return scores.view(len(key), -1, *is_later.shape).masked_fill_(is_later, LOWEST).view_as(scores)
 
 
 def _attend(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,31 @@
+"""What the tests of `lkv fit` share."""
+
+import torch
+
+from lkv.config import ScorerInputs
+from lkv.integrations.transformers.attention import patch_attention
+from lkv.policy.policy import Policy
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.warm_start import calibrate
+
+TEXT = "The old mill by the river was sold in spring. Nobody knew who had bought it, but the lights came back. " * 40
+
+
+def random_policy(model) -> Policy:
+    torch.manual_seed(3)
+    policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 9))
+    torch.nn.init.normal_(policy.heads.embeddings, std=20.0)
+    calibrate(model, policy, [ids(1, 200), ids(2, 150)])
+    return policy.requires_grad_(False)
+
+
+def ids(seed: int, tokens: int) -> list[int]:
+    return torch.randint(3, 250, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def sample(seed: int) -> TokenizedSample:
+    return TokenizedSample("random", ids(seed, 90), [(ids(seed + 50, 20), 8), (ids(seed + 60, 12), 0)])
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
