@@ -17,6 +17,8 @@ RECIPE = replace(
 # Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 STATISTICS_TEXTS = 6
+# The rates of the recipe are for a distillation of at most so many contexts.
+_RATED_CONTEXTS = 150
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
 _REGRESSION_TEXTS, _REGRESSION_SHARE = 16, 0.25  # of the whole time, at most
 _LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, the regression may take all that is left
@@ -38,6 +40,17 @@ def config_for(positions: int, longest: int) -> TrainingConfig:
     return fit_to_positions(
         replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
     )
+
+
+def config_for_distillation(config: TrainingConfig, reading: float, seconds: float) -> TrainingConfig:
+    """`config` with the rates for a distillation of `seconds`, where the model reads a context in `reading`.
+
+    The gradients of single contexts nearly cancel once the first hundreds are learned: with n times as many contexts
+    the rate is the root of n times as small, and the last one n times.
+    """
+    contexts = seconds / (_CONTEXT_READINGS * reading)
+    share = min(1.0, _RATED_CONTEXTS / max(1.0, contexts))
+    return replace(config, lr=config.lr * math.sqrt(share), lr_end=config.lr_end * share)
 
 
 class Plan(NamedTuple):

@@ -24,7 +24,7 @@ from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
-from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, make_plan
+from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, config_for_distillation, make_plan
 from lkv.training.fit_texts import FitTexts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
@@ -241,8 +241,10 @@ class FitRun:
 
     def _distill(self) -> None:
         """Train until the comparison has to begin; the schedule follows the clock."""
-        config, end = self._config, self._seconds - self._plan.table
+        end = self._seconds - self._plan.table
         begin = self._distilling_since = self._distilling_since or self._elapsed()
+        config = config_for_distillation(self._config, self._reading, end - begin)
+        self._best.card["training"] |= {"lr": config.lr, "lr_end": config.lr_end}
         pace, reported = 0.0, self._elapsed()
         interval = max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
         with defer_interrupt() as interrupted:
