@@ -7,6 +7,7 @@ from lkv.context.context import Context
 from lkv.context.generation import (
     answer_length,
     answer_printer,
+    check_not_set,
     check_options,
     end_tokens,
     generate,
@@ -61,6 +62,7 @@ class Chat:
         """
         ids, options = self._prepare(question, max_new_tokens, generation)
         if stream:
+            check_not_set("ask(stream=True)", generation, "streamer")
             options["streamer"] = answer_printer(self._tokenizer)
         return self._answer(question, ids, **options)
 
@@ -70,6 +72,7 @@ class Chat:
         Closing the iterator ends the answer; its pieces so far stay as the turn's answer.
         """
         ids, options = self._prepare(question, max_new_tokens, generation)
+        check_not_set("stream()", generation, "streamer", "stopping_criteria")
         return stream_text(self._tokenizer, lambda **more: self._answer(question, ids, **options | more))
 
     def undo(self, turns: int = 1) -> None:

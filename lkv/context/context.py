@@ -18,6 +18,7 @@ from lkv.context import saved_context
 from lkv.context.generation import (
     answer_length,
     answer_printer,
+    check_not_set,
     check_options,
     generate,
     is_assisted,
@@ -111,14 +112,14 @@ class Context:
         """
         ids = self._encode_question(question, generation)
         if stream:
+            check_not_set("ask(stream=True)", generation, "streamer")
             generation["streamer"] = answer_printer(self.tokenizer)
         return self._decode(self.complete(ids, max_new_tokens, **generation))
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
         """Answer a question piece by piece; closing the iterator ends the answer. Arguments and errors as in `ask`."""
         ids = self._encode_question(question, generation)
-        if reserved := {"streamer", "stopping_criteria"} & generation.keys():
-            raise CacheError(f"stream() sets {', '.join(sorted(reserved))} itself; leave that out, or use ask().")
+        check_not_set("stream()", generation, "streamer", "stopping_criteria")
         length = answer_length(self.model, self.tokens + len(ids), max_new_tokens, generation)
         return stream_text(self.tokenizer, partial(self.complete, ids, length, **generation))
 

@@ -136,6 +136,12 @@ def _effective(model: Any, options: dict[str, Any], name: str) -> Any:
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
 
 
+def check_not_set(call: str, options: dict[str, Any], *names: str) -> None:
+    """Raise CacheError if the caller's options of generate have any of `names`, which `call` sets itself."""
+    if reserved := sorted(set(names) & options.keys()):
+        raise CacheError(f"{call} sets {', '.join(reserved)} itself; leave that out, or use ask() without stream=True.")
+
+
 def answer_printer(tokenizer: Any) -> TextStreamer:
     """A streamer that prints an answer while it is generated."""
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

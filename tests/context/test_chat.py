@@ -98,8 +98,11 @@ def test_what_goes_wrong_in_a_stream_is_raised_where_it_is_read(model, policy):
     context = compress(model, Words(), TEXT, policy=policy)
     with pytest.raises(PromptError, match="question is empty"):
         context.stream(" ")
-    with pytest.raises(CacheError, match="sets streamer itself"):
-        context.stream("why ?", streamer=1)
+    for about in (context, Chat(context)):
+        with pytest.raises(CacheError, match=r"stream\(\) sets stopping_criteria, streamer itself"):
+            about.stream("why ?", streamer=1, stopping_criteria=[])
+        with pytest.raises(CacheError, match=r"ask\(stream=True\) sets streamer itself"):
+            about.ask("why ?", stream=True, streamer=1)
     broken = context.stream("why ?", 5, bad_words_ids="x")
     with pytest.raises(ValueError, match="bad_words_ids"):
         list(broken)

@@ -432,22 +432,24 @@ def test_a_killed_engine_loses_no_context(server, lab):
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
         assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
         endless = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "n": 3, "temperature": 1}
+        short = {**endless, "n": 1, "max_tokens": 8, "stream": True}
+        children = psutil.Process(other.process.pid).children(recursive=True)
+        assert any("Worker" in child.name() for child in children)
         with (
-            ThreadPoolExecutor(2) as pool,
+            ThreadPoolExecutor(1) as pool,
             other.http.stream("POST", "/v1/completions", json={**endless, "stream": True}) as stream,
         ):
             whole = pool.submit(other.http.post, "/v1/completions", json=endless)
             lines = stream.iter_lines()
             next(lines)
-            short = pool.submit(other.http.post, "/v1/completions", json={**endless, "n": 1, "max_tokens": 20})
-            time.sleep(0.05)
-            children = psutil.Process(other.process.pid).children(recursive=True)
-            assert any("Worker" in child.name() for child in children)
-            for process in (*children, other.process):
-                process.send_signal(signal.SIGINT)
-            late = wait_for_refusal(other)
-            assert other.http.get("/health").status_code == 503
-            assert short.result().json()["usage"]["completion_tokens"] == 20
+            with other.http.stream("POST", "/v1/completions", json=short) as answered:
+                rest = answered.iter_lines()
+                next(rest)
+                for process in (*children, other.process):
+                    process.send_signal(signal.SIGINT)
+                late = wait_for_refusal(other)
+                assert other.http.get("/health").status_code == 503
+                assert "data: [DONE]" in list(rest)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             refusals = [late.json(), whole.result().json(), events[-1]]
             assert (late.status_code, whole.result().status_code) == (503, 503)

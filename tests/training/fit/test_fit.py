@@ -106,6 +106,8 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     for text in ("R = 0.05", "new policy", "KVzip (reads twice)", "SnapKV", "Expected Attention, its budgets"):
         assert text in said.out
     assert policy.card["fit"]["contexts"] > 0 and policy.card["fit"]["preferred"]
+    rates = policy.card["training"]
+    assert rates["lr_end"] / RECIPE.lr_end == pytest.approx((rates["lr"] / RECIPE.lr) ** 2)
     assert not (cache / "policies" / fitted_policies()[0].name / ".fit").exists()
     # Stored in 16 bits, it is found by the model's weights, by the model's name, and listed.
     for found in (policy_for(model), default_policy("owner/tiny"), default_policy(model)):

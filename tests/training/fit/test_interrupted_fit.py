@@ -4,20 +4,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
-from lkv.errors import (
-    TrainingError,
-    TrainingStoppedError,
-)
+from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training import fit_run, fitting
-from lkv.training.fit_plan import RECIPE, longest_context, make_plan
+from lkv.training.fit_plan import RECIPE, config_for_distillation, longest_context, make_plan
 from lkv.training.fitting import fit
 from tests.training.fit.helpers import TEXT, interrupt
 
@@ -184,3 +182,11 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
 
 def test_contexts_are_longer_where_there_is_time():
     assert longest_context(2e6) == 4000 and longest_context(1e6) == RECIPE.max_tokens == 2000
+
+
+def test_rates_are_smaller_where_there_are_more_contexts():
+    reading = 2.0  # a context is learned from in 3.5 times as many seconds
+    for contexts, lr, lr_end in ((1, 3e-3, 3e-4), (150, 3e-3, 3e-4), (600, 1.5e-3, 7.5e-5), (15_000, 3e-4, 3e-6)):
+        config = config_for_distillation(RECIPE, reading, contexts * 3.5 * reading)
+        assert (config.lr, config.lr_end) == pytest.approx((lr, lr_end))
+        assert replace(config, lr=RECIPE.lr, lr_end=RECIPE.lr_end) == RECIPE
