@@ -146,6 +146,8 @@ class RaggedLayer(AttentionCacheLayer):
         prompt = LayerKV(key, value, scale, queries, rotation=self._context.rotation)
         prompt_length = config.prompt_tokens or total
         if total < prompt_length:
+            if queries is not None and config.method.last_queries is not None:
+                prompt = replace(prompt, queries=queries[:, :, -config.method.last_queries :].clone())
             self._buffer = prompt
             return out
         padding = self._context.shared.padding.left_padding(mask)

@@ -66,6 +66,11 @@ class Method:
         return self.selector.reads_queries or bool(self.compensation)
 
     @property
+    def last_queries(self) -> int | None:
+        """How many of the prompt's last queries it needs, None for all of those that it reads."""
+        return None if self.compensation else self.selector.last_queries
+
+    @property
     def needs_whole_prompt(self) -> bool:
         """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
         needs_scores = isinstance(self.budget, GlobalTopKBudget) and self.budget.prompt_counts is None

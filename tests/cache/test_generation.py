@@ -17,7 +17,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
 from lkv.methods.method import Method
-from lkv.methods.selectors import SnapKV
+from lkv.methods.selectors import H2O, SnapKV
 from tests.cache.helpers import METHOD, RATIOS, OwnScores, evicting_at, ids, padded, score
 from tests.conftest import tiny_llama
 
@@ -97,20 +97,24 @@ def score_table(model, text: torch.Tensor) -> list[torch.Tensor]:
 
 
 @settings(max_examples=15)
-@given(st.lists(st.integers(1, 13), min_size=1, max_size=6), st.integers(0, 9), st.integers(1, 3), st.booleans())
+@given(
+    st.lists(st.integers(1, 13), min_size=1, max_size=6), st.integers(0, 9), st.integers(1, 3),
+    st.sampled_from([0, 4, 1000]),
+)  # fmt: skip
 def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, queries):
-    """Exact mode: the same cache as after one pass, whatever the parts."""
+    """Exact mode: the same cache as after one pass, whatever the parts; of the queries what is read is held."""
     model, tokens = tiny_llama(), sum(parts) + 6
     text = ids(batch, tokens + 4, seed)
-    method = Method("snapkv", PerHead(RATIOS), SnapKV(window=4)) if queries else METHOD
+    selector = {0: METHOD.selector, 4: SnapKV(window=4), 1000: H2O()}[queries]
+    method = Method("any", PerHead(RATIOS), selector)
     whole = RaggedCache(model, method=method)
     model(text[:, :tokens], past_key_values=whole, use_cache=True)
     cache, place = RaggedCache(model, method=method, prompt_tokens=tokens), 0
     for size in [*parts, 6]:
         # While it is read a prompt is held whole: 6 heads of 8 values of k and of v, 8 bytes each.
         assert cache.full_nbytes() == batch * place * 6 * 2 * 8 * 8
-        # Twice as many query heads, where the method reads them.
-        assert cache.nbytes() == cache.full_nbytes() * (2 if queries else 1)
+        # Twice as many query heads.
+        assert cache.nbytes() - cache.full_nbytes() == batch * min(place, queries) * 12 * 8 * 8
         model(text[:, place : place + size], past_key_values=cache, use_cache=True)
         place += size
     assert cache.get_seq_length() == cache.prompt_length == tokens
@@ -119,6 +123,11 @@ def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, quer
         torch.testing.assert_close(mine.store.pack(), theirs.store.pack(), atol=1e-11, rtol=1e-11)
     after = [model(text[:, tokens:], past_key_values=c, use_cache=True).logits for c in (cache, whole)]
     torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
+    # The last part may go on after the prompt.
+    beyond = RaggedCache(model, method=method, prompt_tokens=tokens)
+    for part in (text[:, : tokens - 6], text[:, tokens - 6 :]):
+        out = model(part, past_key_values=beyond, use_cache=True).logits
+    torch.testing.assert_close(out[:, -4:], after[0], atol=1e-10, rtol=1e-10)
 
 
 @pytest.fixture
@@ -132,11 +141,15 @@ def stock_chunks() -> None:
 
 
 def test_generate_reads_a_padded_prompt_in_chunks(policy, stock_chunks):
-    model, batch, outs = tiny_llama(), padded([ids(1, 30), ids(1, 22, 1)]), []
-    for prompt_tokens, how in ((None, {}), (30, {"prefill_chunk_size": 7})):
-        cache = RaggedCache(model, policy=policy, retention=0.4, prompt_tokens=prompt_tokens)
-        outs.append(model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, **how))
-    assert torch.equal(*outs)
+    model, batch = tiny_llama(), padded([ids(1, 30), ids(1, 22, 1)])
+    window = Method("snapkv", PerHead(RATIOS), SnapKV(window=4))
+    for options in ({"policy": policy, "retention": 0.4}, {"method": window}):
+        outs, kept = [], []
+        for prompt_tokens, how in ((None, {}), (30, {"prefill_chunk_size": 7})):
+            cache = RaggedCache(model, prompt_tokens=prompt_tokens, **options)
+            outs.append(model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, **how))
+            kept.append(torch.stack([layer.kept_counts for layer in cache.ragged_layers]))
+        assert torch.equal(*outs) and torch.equal(*kept)
 
 
 def test_generate_reads_no_unannounced_prompt_in_parts(policy):

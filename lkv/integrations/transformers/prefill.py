@@ -72,7 +72,11 @@ class LayerKV:
 
     def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
         """Some rows and tokens, as if they had been read alone from position 0 on."""
-        queries = None if self.queries is None else self.queries[rows, :, tokens]
+        queries = self.queries
+        if queries is not None:  # perhaps of the last tokens alone
+            start, stop, step = tokens.indices(self.key.shape[2])
+            without = self.key.shape[2] - queries.shape[2]
+            queries = queries[rows, :, max(0, start - without) : max(0, stop - without) : step]
         return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
 
 
