@@ -41,16 +41,22 @@ LONGEST = 120.0  # seconds that a piece of work may take on a machine that does 
 
 
 def run_and_kill(work: Work, folder: Path, after: float, has_begun: Callable[[Path], bool]) -> bool:
-    """Begin `work` in a process of its own, kill it `after` seconds from when it has `has_begun`; whether it worked."""
+    """Begin `work` in a process of its own, kill it `after` seconds from when it has `has_begun`.
+
+    Whether it was killed, and had not ended before."""
     child = _start(work, folder)
     end = time.monotonic() + LONGEST
     while not has_begun(folder) and time.monotonic() < end:
         if not child.is_alive():
-            return False
+            break
         time.sleep(0.002)
-    time.sleep(after)
+    begun = has_begun(folder)
+    if begun:
+        time.sleep(after)
     child.kill()
     child.join()
+    assert begun, f"{work.__name__} in {folder} did not begin"
+    assert child.exitcode in (0, -signal.SIGKILL), f"{work.__name__} in {folder} ended with {child.exitcode}"
     return child.exitcode == -signal.SIGKILL
 
 

@@ -46,9 +46,11 @@ OUT = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.json"
 Counts = dict[str, int]
 
 
-def operations(until: float, start: int) -> tuple[Counts, int]:
-    """Random operations on caches against the dense reference. Like every part it gives what it counted, and the seed
-    that comes next."""
+def operations(seconds: float, start: int) -> tuple[Counts, int]:
+    """Random operations on caches against the dense reference.
+
+    Like every part it takes `seconds` after its set-up, and gives what it counted and the seed that comes next.
+    """
     counts = {"operations": 0, "caches": 0, "rows of logits": 0, "caches left off at a tie": 0}
 
     class Counted(CacheMachine):
@@ -62,13 +64,14 @@ def operations(until: float, start: int) -> tuple[Counts, int]:
         max_examples=10, stateful_step_count=50, deadline=None, database=None, print_blob=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         run_state_machine_as_test(seed(start)(Counted), settings=plan)
         start += 1
     return counts, start
 
 
-def threads(until: float, start: int) -> tuple[Counts, int]:
+def threads(seconds: float, start: int) -> tuple[Counts, int]:
     """Four threads asking one context, against the answers of one."""
     asks = 0
     model = tiny_llama(seed=start, dtype=torch.float32)
@@ -76,6 +79,7 @@ def threads(until: float, start: int) -> tuple[Counts, int]:
     expected = {question: context.ask(question, 6) for question in QUESTIONS}
 
     questions = [*QUESTIONS] * 10
+    until = time.monotonic() + seconds
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
         while time.monotonic() < until:
             answers = pool.map(lambda question: context.ask(question, 6), questions)
@@ -84,13 +88,15 @@ def threads(until: float, start: int) -> tuple[Counts, int]:
     return {"asks of 4 threads": asks}, start + 1
 
 
-def leaks(until: float, start: int) -> tuple[Counts, int]:
+def leaks(seconds: float, start: int) -> tuple[Counts, int]:
     """Contexts compressed, asked, forked, saved, loaded and dropped: as many tensors at the end as before."""
     model, rounds, before = tiny_llama(seed=start, dtype=torch.float32), 0, (0, 0)
     kinds: list[dict[str, Any]] = [{}, {"decode_eviction": True, "slack": 2}, {"chunk": 9}, {"bits": 4}]
     kinds = [{"retention": 0.4} | options for options in kinds] + [{"memory": 0.2}]
+    until = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < until:
+        # The first round makes what stays, and the second is what later ones are compared with.
+        while rounds < 3 or time.monotonic() < until:
             for options in kinds:
                 context = compress(model, Words(), TEXT, method="knorm", **options)
                 context.ask("what ?", 4)
@@ -115,11 +121,12 @@ def live_tensors() -> tuple[int, int]:
     return len(found), sum(x.untyped_storage().nbytes() for x in found if x.layout == torch.strided)
 
 
-def fuzz(until: float, start: int) -> tuple[Counts, int]:
+def fuzz(seconds: float, start: int) -> tuple[Counts, int]:
     """Files of all four formats with random damage: refused by an LkvError, or read as they were."""
     chance, counts = random.Random(start), {"damaged files": 0, "refused": 0, "read as they were": 0}
     with tempfile.TemporaryDirectory() as name:
         readers = _samples(Path(name))
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             path, read = chance.choice(readers)
             whole, expected = path.read_bytes(), read()
@@ -180,12 +187,13 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     }[chance.choice(["flip", "cut", "drop", "double", "insert", "zero"])]
 
 
-def kills(until: float, start: int) -> tuple[Counts, int]:
+def kills(seconds: float, start: int) -> tuple[Counts, int]:
     """Work killed at random moments: what it left is whole, and it ends as work that nothing killed."""
     chance = random.Random(start)
     with tempfile.TemporaryDirectory() as name:
         work = Kills(Path(name))
         counts = {"kills": 0, **dict.fromkeys(work.kinds, 0)}
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             for kind, try_one in work.kinds.items():
                 # A process that ended first was not killed: it is tried again in the next round.
@@ -195,11 +203,12 @@ def kills(until: float, start: int) -> tuple[Counts, int]:
     return counts, start + 1
 
 
-def inputs(until: float, start: int) -> tuple[Counts, int]:
+def inputs(seconds: float, start: int) -> tuple[Counts, int]:
     """Bad inputs to the commands and the API, the seed saying from which on: one sentence each."""
     with tempfile.TemporaryDirectory() as name:
         every = Inputs(Path(name))
         counts = {"bad inputs": 0, "of the command line": 0, "of the API": 0}
+        until = time.monotonic() + seconds
         while time.monotonic() < until and start < len(every.names):
             kind = every.try_one(every.names[start])
             if kind:
@@ -209,12 +218,12 @@ def inputs(until: float, start: int) -> tuple[Counts, int]:
     return counts, start
 
 
-def hostile(until: float, start: int) -> tuple[Counts, int]:
+def hostile(seconds: float, start: int) -> tuple[Counts, int]:
     """A server with 64 hostile clients beside 8 honest ones, whose answers stay right and come in time."""
     from tests.security.hostile import attack  # needs the extra serve
 
     with tempfile.TemporaryDirectory() as name:
-        counts = attack(Path(name), max(20.0, until - time.monotonic()), start)
+        counts = attack(Path(name), max(20.0, seconds), start)
     quiet, loud = counts.pop("quiet p95"), counts.pop("p95")
     assert loud < 2 * quiet + 0.1, f"95% of honest answers came within {loud:.2f} s instead of {quiet:.2f} s"
     honest = int(counts.pop("honest answers"))
@@ -289,7 +298,7 @@ def main() -> None:
         if began >= end:
             return
         try:
-            counts, following = part(began + 60 * min(options.turn, options.minutes) * share / total, start)
+            counts, following = part(60 * min(options.turn, options.minutes) * share / total, start)
         except BaseException:
             again = f"python -m tests.soak --parts {name} --seed {start} --out /tmp/soak.json"
             print(f"{name}: a difference, or an interruption, from seed {start} on; again: {again}", file=sys.stderr)

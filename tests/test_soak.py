@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.soak import OUT, PARTS, Tally, fuzz, leaks, threads
 
 @pytest.mark.parametrize("part", [fuzz, leaks, threads])
 def test_a_few_seconds_of_soaking(part):
-    counts, following = part(time.monotonic() + 4, 1)
+    counts, following = part(4, 1)
     assert min(counts.values()) > 0 and following == 2
 
 
@@ -32,7 +31,9 @@ def test_bad_inputs_get_one_sentence(tmp_path):
     "kind", ["contexts saved", "contexts stored", "policies saved", "trainings", "evaluations", "results collected"]
 )
 def test_what_is_killed_is_whole_and_goes_on(tmp_path, kind):
-    assert Kills(tmp_path, [kind]).kinds[kind](random.Random(1)) in (True, False)
+    was_killed = Kills(tmp_path, [kind]).kinds[kind](random.Random(1))
+    is_endless = kind in ("contexts saved", "contexts stored", "policies saved")
+    assert was_killed or not is_endless
 
 
 def test_counts_add_up_over_several_runs(tmp_path):

@@ -72,7 +72,7 @@ MISTAKES = {
 
 
 def run(program: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("module", LIGHT)

@@ -356,6 +356,6 @@ def test_progress_is_of_the_thread_that_compresses(model):
     thread = threading.Thread(target=compress_until_told)
     thread.start()
     assert reached.wait(20)
-    release.set()
     model(torch.tensor([[3, 4, 5]]))
+    release.set()
     thread.join()

@@ -114,7 +114,7 @@ for name, message in (("snapvk", "did you mean 'snapkv'"), ("ada", "'ada' is a b
         assert "torch" not in sys.modules
 assert parse_method("lkv").label == "LKV"
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -133,7 +133,7 @@ def test_the_notebook_runs_and_shows_what_it_says(reader, session):
     )
     notebook.cells.insert(0, nbformat.v4.new_code_cell(shipped))
     NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(reader / "examples")}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(reader / "examples")}}
     ).execute()
     printed = printed_by(notebook)
     assert re.search(r"tokens: \d+\.\d of \d+\.\d MB", printed) and "snapkv" in printed

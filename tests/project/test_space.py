@@ -60,7 +60,10 @@ def test_the_page_answers_over_http(tmp_path):
             data = [line.removeprefix("data: ") for line in reply.read().decode().splitlines() if "data: " in line]
     finally:
         process.terminate()
-        process.wait(30)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
     (table,) = json.loads(data[-1])
     assert table["headers"] == app.COLUMNS
     assert table["data"][:2] == [["Full cache", "78.5", NUMBER], ["LKV", "7.8", NUMBER]]

@@ -138,7 +138,10 @@ def server_process(folder: Path) -> Any:
             assert process.poll() is None, "the server has ended"
         finally:
             process.stdin.close()
-            process.wait(60)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
     assert "Traceback" not in (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 

@@ -24,7 +24,7 @@ from lkv.serving.store import ContextStore
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.kills import STORED, put_context, run_and_kill, store_contexts, stored_answers
-from tests.serving.server import KNORM, OTHER, TEXT, serving, until
+from tests.serving.server import KNORM, OTHER, TEXT, serving, until, unused_is_expired
 
 TURN = [{"role": "user", "content": "Who?"}]
 
@@ -128,7 +128,7 @@ def test_a_slow_store_delays_its_own_requests_alone(parts, tmp_path):
         began = time.monotonic()
         assert server.answer("Who?") and server.answer("Who?", name)
         assert server.ask("/healthz") == (200, "ok\n") and server.ask("/v1/models")[0] == 200
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 25  # less than the 30 s that the first one may wait
         release.set()
         waiting.join()
 
@@ -239,11 +239,11 @@ def test_two_processes_on_one_store(tmp_path):
                 with suppress(UnknownContextError):  # deleted by one of them
                     assert store.get(name).ask("what ?", 3) == right[name]
                     found += 1
-    assert found > 10 and all(writer.result() for writer in writers)
+    assert found and all(writer.result() for writer in writers)
     assert {stored.id for stored in store.list_contexts()} <= right.keys()
 
 
-def test_expired_contexts_and_leftovers_are_deleted(tmp_path):
+def test_expired_contexts_and_leftovers_are_deleted(tmp_path, monkeypatch):
     store = ContextStore(str(tmp_path), tiny_llama(), Words(), None, 10**9)
     first, second = (put_context(store, tiny_llama(), text) for text in STORED[:2])
     for name in (f".{'0' * 16}.tmp", f"{'a' * 32}-{'b' * 16}.kv", "other.kv", "other.txt"):
@@ -255,9 +255,8 @@ def test_expired_contexts_and_leftovers_are_deleted(tmp_path):
     store.expire(3600)
     kept = {f"{first}.kv", f"{first}.json", f"{second}.kv", f"{second}.json", "other.kv", "other.txt"}
     assert set(os.listdir(tmp_path)) == kept
-    time.sleep(1.1)
-    store.get(first)
-    store.expire(1)
+    with unused_is_expired(store, monkeypatch):
+        store.get(first)
     assert [stored.id for stored in store.list_contexts()] == [first]
     assert stat.S_IMODE((tmp_path / f"{first}.kv").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / f"{first}.json").stat().st_mode) == 0o600

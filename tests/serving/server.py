@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lkv.serving.answers import Answer
 from lkv.serving.app import make_app
 from lkv.serving.middleware import BoundedProtocol
 from lkv.serving.service import Service
@@ -46,6 +47,25 @@ def until(condition, seconds=30):
         time.sleep(0.01)
     assert value
     return value
+
+
+@contextmanager
+def unused_is_expired(store, monkeypatch):
+    """At the end of the block, delete what was used before it alone."""
+    time.sleep(0.05)  # longer than the clocks of file systems take
+    began = time.time()
+    time.sleep(0.05)
+    yield
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now)
+        store.expire(now - began)
+
+
+def slow_answers(monkeypatch, seconds=0.01):
+    """Let each token of an answer take `seconds` longer."""
+    push = Answer.push
+    monkeypatch.setattr(Answer, "push", lambda self, *token: time.sleep(seconds) or push(self, *token))
 
 
 class Server:

@@ -18,6 +18,7 @@ from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, 
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.serving.server import unused_is_expired
 
 SETTINGS = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
 
@@ -89,16 +90,15 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_context_that_another_process_uses_does_not_expire(model, tmp_path, remote):
+def test_a_context_that_another_process_uses_does_not_expire(model, tmp_path, remote, monkeypatch):
     """Nor one that was used before a restart."""
     place = f"memory://{tmp_path.name}" if remote else tmp_path
     store = made(place, model)
     used, _ = add(store, model, TEXT)
     add(store, model, TEXT + " more")
     before = store.describe(used)
-    time.sleep(1.1)
-    assert made(place, model).get(used).tokens == 60
-    made(place, model).expire(1)
+    with unused_is_expired(made(place, model), monkeypatch):
+        assert made(place, model).get(used).tokens == 60
     assert store.list_contexts() == [before]
 
 

@@ -1,15 +1,15 @@
 """`lkv serve --engine vllm` in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
-import psutil
 
 
 @contextmanager
@@ -18,7 +18,8 @@ def serving(arguments: Sequence[str], port: int, log: Path, **variables: str) ->
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        # A group of its own: also what outlives the server is ended.
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
     try:
         while True:
@@ -30,12 +31,9 @@ def serving(arguments: Sequence[str], port: int, log: Path, **variables: str) ->
                 time.sleep(0.5)
         yield url, process
     finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -91,6 +91,8 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     monkeypatch.setitem(sys.modules, "accelerate", None)  # the extra for research trainings is not needed
     with pytest.raises(PolicyMismatchError, match=r"make one with `lkv fit MODEL` \(--minutes 10\)"):
         lkv.RaggedCache(model)
+    rates, set_rate = [], fit_run.set_learning_rate
+    monkeypatch.setattr(fit_run, "set_learning_rate", lambda optimizer, lr: rates.append(lr) or set_rate(optimizer, lr))
     started = time.process_time()
     policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -106,8 +108,9 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     for text in ("R = 0.05", "new policy", "KVzip (reads twice)", "SnapKV", "Expected Attention, its budgets"):
         assert text in said.out
     assert policy.card["fit"]["contexts"] > 0 and policy.card["fit"]["preferred"]
-    rates = policy.card["training"]
-    assert rates["lr_end"] / RECIPE.lr_end == pytest.approx((rates["lr"] / RECIPE.lr) ** 2)
+    first, last = policy.card["training"]["lr"], policy.card["training"]["lr_end"]
+    assert last / RECIPE.lr_end == pytest.approx((first / RECIPE.lr) ** 2)
+    assert max(rates) <= first and last <= rates[-1] < first
     assert not (cache / "policies" / fitted_policies()[0].name / ".fit").exists()
     # Stored in 16 bits, it is found by the model's weights, by the model's name, and listed.
     for found in (policy_for(model), default_policy("owner/tiny"), default_policy(model)):
