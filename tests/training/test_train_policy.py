@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from lkv.errors import TrainingError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
+from lkv.training.checkpoint import initialize_from, save_checkpoint
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
+from lkv.training.trainer import make_optimizer
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
@@ -119,6 +122,13 @@ def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy with these inputs"):
         prepare("paper-cpu", settings, str(model), folder, tmp_path / "out", init=other)
     assert prepare("paper-cpu", settings | {"key": "unrotated"}, str(model), folder, tmp_path / "out", init=other)
+
+
+def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
+    card = {"model": "tiny", "data": {"prose": "texts"}, "trained_tokens": 4000, "started_from": {"step": 3}}
+    config, policy = PRESETS["finish"], Policy(inspect_model(tiny_llama()), card | {"progress": {"stage": 3}})
+    save_checkpoint(tmp_path, 5, config, policy, make_optimizer(policy, config))
+    assert initialize_from(Policy(policy.spec), tmp_path) == card | {"step": 5, "training": asdict(config)}
 
 
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
