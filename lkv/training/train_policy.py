@@ -35,7 +35,7 @@ from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
-from lkv.utils.devices import distributed_state
+from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder, name_without_place
 
@@ -93,10 +93,10 @@ def prepare(
 ) -> TrainingSetup:
     """Check everything that can be checked without the model's weights, and index the data.
 
-    Without a `preset` the one that fits machine and model is used; `model_name` None is the embedded model; `trackers`
+    Without a `preset` the one that fits device and model is used; `model_name` None is the embedded model; `trackers`
     are Accelerate's names or trackers of its kind. Raises TrainingError or DataError for what cannot be trained.
     """
-    distributed_state("train", "training")  # Accelerate is there
+    device = distributed_state("train", "training").device
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
 
@@ -106,13 +106,13 @@ def prepare(
             f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
             f"{', '.join(available) or 'none'})."
         )
-    override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
+    override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
         check_is_not_data(out, data)
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))
-    config = resolve_config(preset, overrides, shape.positions)
+    config = resolve_config(preset, overrides, shape.positions, device)
     if init is not None and is_policy(init):
         read_initial_policy(init, config.inputs)
     checkpoint = read_checkpoint(out) if (out / CHECKPOINT).exists() else None
@@ -194,13 +194,18 @@ def build(setup: TrainingSetup) -> Trainer:
     )
 
 
-def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
-    """The settings of `preset`, else those that fit machine and model, with `overrides`. Raises TrainingError."""
-    default = "gpu" if torch.cuda.is_available() else "cpu"
-    base = PRESETS[preset] if preset else fit_to_positions(PRESETS[default], positions)
+def resolve_config(
+    preset: str | None, overrides: dict[str, Any], positions: int, device: torch.device
+) -> TrainingConfig:
+    """The settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
+    base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
     config = override_config(base, overrides)
     check_positions(config, positions)
     return config
+
+
+def _default_preset(device: torch.device) -> str:
+    return "gpu" if is_gpu(device) else "cpu"
 
 
 def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:

@@ -20,6 +20,8 @@ from lkv.training.trainer import make_optimizer
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
 
+CPU = torch.device("cpu")
+
 
 def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
@@ -47,23 +49,34 @@ def test_settings_without_a_preset_fit_any_model(positions, preset):
         assert config == PRESETS[preset]
 
 
-def test_the_default_is_the_better_recipe_on_either_device(monkeypatch):
-    chosen = {}
-    for has_gpu in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        chosen[has_gpu] = resolve_config(None, {}, 131_072)
-    assert (chosen[True], chosen[False]) == (PRESETS["gpu"], PRESETS["cpu"])
-    for config in chosen.values():
+def test_the_default_is_the_better_recipe_on_either_device():
+    chosen = [resolve_config(None, {}, 131_072, torch.device(device)) for device in ("cuda", "cuda:1", "cpu", "mps")]
+    assert chosen == [PRESETS["gpu"], PRESETS["gpu"], PRESETS["cpu"], PRESETS["cpu"]]
+    for config in chosen:
         assert (config.key, config.attention, config.position) == ("unrotated", "learned", True)
         assert config.warmup_contexts and config.retention_low < 0.15 < config.retention_high
 
 
 def test_lengths_beyond_the_positions_are_refused():
-    assert resolve_config(None, {}, 8192).max_tokens + resolve_config(None, {}, 8192).max_continuation <= 8192
-    assert resolve_config(None, {"max_tokens": 100}, 512).min_tokens == 50
+    config = resolve_config(None, {}, 8192, CPU)
+    assert config.max_tokens + config.max_continuation <= 8192
+    assert resolve_config(None, {"max_tokens": 100}, 512, CPU).min_tokens == 50
     for preset, chosen in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
         with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
-            resolve_config(preset, chosen, 8192)
+            resolve_config(preset, chosen, 8192, CPU)
+
+
+def test_the_default_preset_is_that_of_the_device_and_its_settings_may_change_alone(
+    tmp_path,
+    folder,
+    monkeypatch,  # noqa: F811
+):
+    model = str(save_model(tmp_path / "model"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with --device cpu beside a GPU
+    config = prepare(None, {"retention_high": 0.4}, model, folder, tmp_path / "out").config
+    assert (config.retention_low, config.retention_high, config.dtype) == (0.03, 0.4, "float32")
+    with pytest.raises(TrainingError, match=r"retention_low is 0\.6 and retention_high 0\.5"):
+        prepare(None, {"retention_low": 0.6}, "no/such", folder, tmp_path / "other")
 
 
 def train(model, data, out, *more):
