@@ -1,8 +1,10 @@
 """The stages of a training, and which settings fit a model."""
 
 import json
+import os
 import re
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, save_checkpoint
+from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
 from lkv.training.trainer import make_optimizer
 from tests.conftest import save_model, tiny_llama
@@ -77,6 +80,26 @@ def test_the_default_preset_is_that_of_the_device_and_its_settings_may_change_al
     assert (config.retention_low, config.retention_high, config.dtype) == (0.03, 0.4, "float32")
     with pytest.raises(TrainingError, match=r"retention_low is 0\.6 and retention_high 0\.5"):
         prepare(None, {"retention_low": 0.6}, "no/such", folder, tmp_path / "other")
+
+
+def test_each_process_of_a_machine_takes_its_own_device(monkeypatch):
+    for name in ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    state = SimpleNamespace(device=torch.device("cuda", 3))
+    monkeypatch.setattr("lkv.training.processes.distributed_state", lambda *_: state)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    select_device("cuda")
+    assert not {"ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"} & os.environ.keys()
+    with pytest.raises(TrainingError, match=r"8 processes would share the device 'cuda:3'; give --device cuda, "):
+        select_device("cuda:3")
+    with pytest.raises(TrainingError, match=r"cannot train on the device 'mps'; give --device cuda or cpu, "):
+        select_device("mps")
+    select_device("cpu")  # with gloo instead of NCCL
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_TORCH_DEVICE" not in os.environ
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    select_device("meta")
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "meta"
 
 
 def train(model, data, out, *more):
