@@ -109,6 +109,10 @@ def prepare(
     override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
         check_is_not_data(out, data)
+    if is_policy(out):
+        raise TrainingError(
+            f"{out} already holds a policy, which would be used instead of the trained one; give another --out."
+        )
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))

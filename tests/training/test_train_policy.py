@@ -167,6 +167,13 @@ def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
     assert initialize_from(Policy(policy.spec), tmp_path) == card | {"step": 5, "training": asdict(config)}
 
 
+def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):  # noqa: F811
+    """Given that folder, every command takes the policy in it, and not the trained one in the folder policy below."""
+    Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
+    with pytest.raises(TrainingError, match="already holds a policy, .*; give another --out"):
+        prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
+
+
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
     """Eight processes of a node would else hold eight copies of the weights on the CPU first."""
     saved, asked = save_model(tmp_path / "model"), []
