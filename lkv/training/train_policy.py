@@ -14,6 +14,7 @@ import torch
 from lkv.config import PRESETS, TrainingConfig, check_positions, fit_to_positions, num_knots
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import query_rotations
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
@@ -134,7 +135,10 @@ def prepare(
 
 
 def build(setup: TrainingSetup) -> Trainer:
-    """Load the model, make the policy and its trainer, and print what will be done and how long it takes."""
+    """Load the model, make the policy and its trainer, and print what will be done and how long it takes.
+
+    Raises UnsupportedModelError for expected attention of a model whose rotation of the queries cannot be undone.
+    """
     config, accelerator, shape = setup.config, setup.accelerator, setup.shape
     is_main, is_sharded, processes = accelerator.is_main_process, setup.spread == "processes", accelerator.num_processes
     is_initialized = setup.init is not None or (setup.out / CHECKPOINT).exists()
@@ -155,6 +159,8 @@ def build(setup: TrainingSetup) -> Trainer:
             file=sys.stderr,
         )
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
+    if config.attention == "learned":
+        query_rotations(model, "`lkv train --attention learned`")
     if is_main or is_sharded:
         speed = measure_speed(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
         seconds = estimate_seconds(cost, speed, processes)

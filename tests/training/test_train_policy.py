@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
 from lkv.config import PRESETS, ScorerInputs, check_positions, fit_to_positions
-from lkv.errors import TrainingError
+from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
@@ -21,6 +21,7 @@ from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
 from lkv.training.trainer import make_optimizer
 from tests.conftest import save_model, tiny_llama
+from tests.families import build as build_family
 from tests.training.test_data import folder  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -172,6 +173,21 @@ def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):  #
     Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match="already holds a policy, .*; give another --out"):
         prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
+
+
+def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, folder):  # noqa: F811
+    saved = save_model(tmp_path / "model")
+    model = build_family("HunYuanDenseV1", torch.float32, vocab_size=300)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # of norms, those of q and k among them
+            torch.nn.init.uniform_(weight, 0.2, 2.2)
+    model.save_pretrained(saved)
+    setup = prepare(
+        "cpu", {"min_tokens": 60, "max_tokens": 120, "validation_samples": 1}, str(saved), folder, tmp_path / "out"
+    )
+    with pytest.raises(UnsupportedModelError, match="in a way that `lkv train --attention learned` cannot undo"):
+        build(setup)
+    assert build(replace(setup, config=replace(setup.config, attention="none")))
 
 
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
