@@ -70,11 +70,7 @@ def test_lengths_beyond_the_positions_are_refused():
             resolve_config(preset, chosen, 8192, CPU)
 
 
-def test_the_default_preset_is_that_of_the_device_and_its_settings_may_change_alone(
-    tmp_path,
-    folder,
-    monkeypatch,  # noqa: F811
-):
+def test_the_default_preset_is_that_of_the_device(tmp_path, folder, monkeypatch):  # noqa: F811
     model = str(save_model(tmp_path / "model"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with --device cpu beside a GPU
     config = prepare(None, {"retention_high": 0.4}, model, folder, tmp_path / "out").config
@@ -171,7 +167,7 @@ def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
 def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):  # noqa: F811
     """Given that folder, every command takes the policy in it, and not the trained one in the folder policy below."""
     Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match="already holds a policy, .*; give another --out"):
+    with pytest.raises(TrainingError, match=r"already holds a policy, .*; give another --out"):
         prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
 
 
