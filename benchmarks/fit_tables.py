@@ -49,7 +49,7 @@ def _fits(file: str) -> list[str]:
         if points:
             falls = ", ".join(f"{point['value']:.3f} after {point['seconds'] / 60:.1f}" for point in points)
             curves.append(f"* {title}: {falls}")
-    held_out = f"{KL} at R = 0.15 on texts of the fit's own data that no stage reads, by minutes:"
+    held_out = f"{KL} at R = 0.15 on held-out texts of the fit's own data, by minutes:"
     means = _fit_table(file, ("all",), where)
     return [*means, *_ratio_table(file), held_out, "\n".join(curves)] if means else []
 

@@ -149,8 +149,8 @@ class TrainingConfig:
     """Training schedule of App. C.3; the defaults are the paper's.
 
     If `retention_high` is above 0, R is drawn log-uniformly from [`retention_low`, `retention_high`] for every
-    continuation instead of following the schedule. A continuation is then weighted by
-    (R / `retention_end`) ** `retention_power`: the KL of small R is many times larger and would dominate the loss.
+    continuation instead of following the schedule. The KL of a continuation is then weighted by
+    (R / `retention_end`) ** `retention_power`: that of small R is many times larger and would dominate the loss.
 
     `hidden_norm` is the paper's open choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 per token, "mean" by
     the hidden size, "sum" by nothing. `student` selects the rows computed twice: "continuation" computes the rows after
@@ -197,7 +197,7 @@ class TrainingConfig:
         default=0.75,
         ge=0,
         le=1e6,
-        description="a continuation with a drawn R is weighted by (R / retention_end) to this power",
+        description="the KL of a continuation with a drawn R is weighted by (R / retention_end) to this power",
     )
     tokens_a_continuation: int = Field(
         default=0,

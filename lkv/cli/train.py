@@ -1,6 +1,5 @@
 """lkv train: train a policy for a model."""
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -59,12 +58,11 @@ class Train(_Settings, ModelOptions):
         settings.pop("preset", None)
         if not self.data.is_dir():
             raise DataError(f"there is no data folder {self.data}; give --data a folder with text, code or data sets.")
+        from lkv.training.processes import select_device
         from lkv.training.train_policy import train_policy
-        from lkv.utils.devices import find_device
 
         if self.device:
-            find_device(self.device)
-            os.environ["ACCELERATE_TORCH_DEVICE"] = self.device  # which Accelerate reads
+            select_device(self.device)
         train_policy(
             preset, settings, self.model, self.data, self.out, self.init, self.revision, self.track, self.spread
         )

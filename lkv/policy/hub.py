@@ -6,7 +6,6 @@ from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
 from lkv.errors import PolicyFileError
 from lkv.policy.policy import Policy
@@ -37,8 +36,8 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
             commit = api.upload_folder(
                 repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
             )
-        except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # the HTTP client's errors have no common type
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise PolicyFileError(
                 f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
                 "such as 'owner/name' that you may write to."

@@ -89,11 +89,10 @@ def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tu
             "comes by its name from lkv.default_policy)."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[_WEIGHTS, _CONFIG]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # the HTTP client's errors have no common type
         place = "" if revision is None else f" at revision {revision!r}"
         raise PolicyFileError(
             f"{text!r}{place} is neither a folder nor a policy on the hub that can be reached."

@@ -156,13 +156,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Initialise `policy` from a policy or run in `folder`; returns its card, or the run's step, settings and data."""
+    """Initialise `policy` from a policy or run in `folder`; returns its card, a run's with its step and settings."""
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)
-        about_data = {name: checkpoint.card.get(name) for name in ("data_digest", "decontamination")}
-        described = {"step": checkpoint.step, "training": checkpoint.config, **about_data}
-        return {name: value for name, value in described.items() if value is not None}
+        card = {name: value for name, value in checkpoint.card.items() if name != "progress"}  # of `lkv fit`
+        return card | {"step": checkpoint.step, "training": checkpoint.config}
     earlier = read_initial_policy(folder, policy.inputs)
     _load_state(policy, earlier.state_dict(), earlier.spec, folder)
     return earlier.card

@@ -318,7 +318,7 @@ def distillation_losses(
         generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + number)
         noise = gumbel((rows, *scores.shape), generator)
         retention, weight = torch.full((rows,), now.retention, device=device), torch.ones(rows, device=device)
-        if config.retention_high:  # log-uniform; a continuation counts by its retention
+        if config.retention_high:  # log-uniform; the KL of a continuation counts by its retention
             ratio = config.retention_high / config.retention_low
             retention = config.retention_low * ratio ** torch.rand(rows, generator=generator, device=device)
             weight = (retention / config.retention_end) ** config.retention_power

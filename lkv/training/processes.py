@@ -13,7 +13,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.sharding import shard_model
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_config, load_model, load_tokenizer
-from lkv.utils.devices import distributed_state
+from lkv.utils.devices import distributed_state, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,6 +44,33 @@ def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
     return [sorted(items) for items in shares]
 
 
+def select_device(name: str) -> None:
+    """Make Accelerate train on the device that --device names; each process of a machine takes its own of that type.
+
+    Raises LkvError for a device that PyTorch lacks, or that several processes cannot train on.
+    """
+    processes = _num_local_processes()
+    if name == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    elif processes == 1:
+        find_device(name)
+        os.environ["ACCELERATE_TORCH_DEVICE"] = name
+    elif ":" in name:
+        raise TrainingError(
+            f"{processes} processes would share the device {name!r}; give --device {name.partition(':')[0]}, of which "
+            "each process takes its own, or start one process."
+        )
+    elif name != (used := distributed_state("train", "training").device.type):
+        raise TrainingError(
+            f"{processes} processes cannot train on the device {name!r}; give --device {used} or cpu, or start one "
+            "process."
+        )
+
+
+def _num_local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def place_model(
     name: str, dtype: torch.dtype, revision: str | None, spread: str
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
@@ -53,7 +80,7 @@ def place_model(
     "processes", each process with a shard of every layer (FSDP).
     """
     state = distributed_state("train", "training")
-    if spread == "devices" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+    if spread == "devices" and _num_local_processes() > 1:
         raise TrainingError(
             "a model that is spread over all GPUs leaves none to a second process of the machine; start one process, "
             "or give --spread processes."

@@ -14,6 +14,7 @@ import torch
 from lkv.config import PRESETS, TrainingConfig, check_positions, fit_to_positions, num_knots
 from lkv.errors import TrainingError
 from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.prefill import query_rotations
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.models.loading import DEFAULT, load_config
 from lkv.models.shapes import Shape
@@ -35,7 +36,7 @@ from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model
 from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
-from lkv.utils.devices import distributed_state
+from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder, name_without_place
 
@@ -93,10 +94,10 @@ def prepare(
 ) -> TrainingSetup:
     """Check everything that can be checked without the model's weights, and index the data.
 
-    Without a `preset` the one that fits machine and model is used; `model_name` None is the embedded model; `trackers`
+    Without a `preset` the one that fits device and model is used; `model_name` None is the embedded model; `trackers`
     are Accelerate's names or trackers of its kind. Raises TrainingError or DataError for what cannot be trained.
     """
-    distributed_state("train", "training")  # Accelerate is there
+    device = distributed_state("train", "training").device
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
 
@@ -106,13 +107,17 @@ def prepare(
             f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
             f"{', '.join(available) or 'none'})."
         )
-    override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
+    override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
         check_is_not_data(out, data)
+    if is_policy(out):
+        raise TrainingError(
+            f"{out} already holds a policy, which would be used instead of the trained one; give another --out."
+        )
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))
-    config = resolve_config(preset, overrides, shape.positions)
+    config = resolve_config(preset, overrides, shape.positions, device)
     if init is not None and is_policy(init):
         read_initial_policy(init, config.inputs)
     checkpoint = read_checkpoint(out) if (out / CHECKPOINT).exists() else None
@@ -130,7 +135,10 @@ def prepare(
 
 
 def build(setup: TrainingSetup) -> Trainer:
-    """Load the model, make the policy and its trainer, and print what will be done and how long it takes."""
+    """Load the model, make the policy and its trainer, and print what will be done and how long it takes.
+
+    Raises UnsupportedModelError for expected attention of a model whose rotation of the queries cannot be undone.
+    """
     config, accelerator, shape = setup.config, setup.accelerator, setup.shape
     is_main, is_sharded, processes = accelerator.is_main_process, setup.spread == "processes", accelerator.num_processes
     is_initialized = setup.init is not None or (setup.out / CHECKPOINT).exists()
@@ -151,6 +159,8 @@ def build(setup: TrainingSetup) -> Trainer:
             file=sys.stderr,
         )
     model, tokenizer = place_model(setup.model_name, getattr(torch, config.dtype), setup.revision, setup.spread)
+    if config.attention == "learned":
+        query_rotations(model, "`lkv train --attention learned`")
     if is_main or is_sharded:
         speed = measure_speed(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
         seconds = estimate_seconds(cost, speed, processes)
@@ -194,13 +204,18 @@ def build(setup: TrainingSetup) -> Trainer:
     )
 
 
-def resolve_config(preset: str | None, overrides: dict[str, Any], positions: int) -> TrainingConfig:
-    """The settings of `preset`, else those that fit machine and model, with `overrides`. Raises TrainingError."""
-    default = "gpu" if torch.cuda.is_available() else "cpu"
-    base = PRESETS[preset] if preset else fit_to_positions(PRESETS[default], positions)
+def resolve_config(
+    preset: str | None, overrides: dict[str, Any], positions: int, device: torch.device
+) -> TrainingConfig:
+    """The settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
+    base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
     config = override_config(base, overrides)
     check_positions(config, positions)
     return config
+
+
+def _default_preset(device: torch.device) -> str:
+    return "gpu" if is_gpu(device) else "cpu"
 
 
 def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:

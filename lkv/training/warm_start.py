@@ -22,7 +22,8 @@ from lkv.utils.devices import distributed_state, has_float64
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The first tokens draw attention whatever they say: the statistics leave them out, and the regression always has them.
+# The first tokens draw attention whatever they say: the statistics of queries and the scale of expected attention leave
+# them out, unlike the statistics of k and v, and the regression always has them.
 _FIRST_TOKENS = 4
 _SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
 _SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 import lkv
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.errors import PolicyFileError
+from lkv.errors import PolicyFileError, PolicyMismatchError
 from lkv.policy.hub import model_card
+from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 
@@ -54,14 +56,41 @@ def test_the_page_of_the_shipped_policy_has_its_figures():
         assert f"| {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" in page
 
 
-def test_a_hub_that_refuses_is_one_sentence(policy, monkeypatch):
-    class Closed(Hub):
-        def create_repo(self, *args, **kwargs):
-            raise huggingface_hub.errors.LocalTokenNotFoundError("Token is required\nand more")
+class ProxyError(Exception):
+    """Stands in for the errors of the HTTP client, which are no OSError."""
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Closed(None))
-    with pytest.raises(PolicyFileError, match=r"^the policy cannot be pushed to 'owner/mine' \(Token is required\)"):
+
+def raise_error(error):
+    """A function that raises `error`."""
+
+    def function(*args, **options):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (huggingface_hub.errors.LocalTokenNotFoundError("Token is required\nand more"), "Token is required"),
+        (ProxyError("no route\nand more"), "no route"),
+        (ProxyError(), "ProxyError"),
+    ],
+)
+def test_a_hub_that_refuses_is_one_sentence(policy, monkeypatch, error, reason):
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(create_repo=raise_error(error)))
+    with pytest.raises(PolicyFileError, match=rf"^the policy cannot be pushed to 'owner/mine' \({reason}\)"):
         lkv.push_to_hub(policy, "owner/mine")
+
+
+@pytest.mark.parametrize("error", [ProxyError("no route"), huggingface_hub.errors.HFValidationError("not an id")])
+def test_a_hub_that_cannot_be_reached_has_no_policy(monkeypatch, error):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raise_error(error))
+    for load in (Policy.from_pretrained, load_policy):
+        with pytest.raises(PolicyFileError, match=r"^'owner/mine' is neither a folder nor a policy on the hub that"):
+            load("owner/mine")
+    with pytest.raises(PolicyMismatchError, match=r"^there is no policy for 'owner/mine' yet; make one with"):
+        lkv.default_policy("owner/mine")
 
 
 @pytest.mark.parametrize("budget", [{"retention": 0.3}, {"memory": 0.3}], ids=["retention", "memory"])

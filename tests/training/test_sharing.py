@@ -172,6 +172,7 @@ import torch
 from dataclasses import replace
 from pathlib import Path
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import query_rotations
 from lkv.policy.policy import Policy
 from lkv.training import processes
 from lkv.training.trainer import Trainer
@@ -187,6 +188,7 @@ assert len(loads) == (rank == 0), loads
 local = sum(p.to_local().numel() for p in model.parameters() if hasattr(p, "to_local"))
 whole = sum(p.numel() for p in model.parameters() if hasattr(p, "to_local"))
 assert local * 2 == whole > 0, (local, whole)
+query_rotations(model, "this test")
 torch.manual_seed(1)
 policy = Policy(patch_attention(model).spec)
 config, folder = replace(CONFIG, batch=6, steps=2, student={student!r}), Path({folder!r})

@@ -1,7 +1,10 @@
 """The stages of a training, and which settings fit a model."""
 
 import json
+import os
 import re
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +12,19 @@ from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
 from lkv.config import PRESETS, ScorerInputs, check_positions, fit_to_positions
-from lkv.errors import TrainingError
+from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
+from lkv.training.checkpoint import initialize_from, save_checkpoint
+from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
+from lkv.training.trainer import make_optimizer
 from tests.conftest import save_model, tiny_llama
+from tests.families import build as build_family
 from tests.training.test_data import folder  # noqa: F401
+
+CPU = torch.device("cpu")
 
 
 def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
@@ -44,23 +53,50 @@ def test_settings_without_a_preset_fit_any_model(positions, preset):
         assert config == PRESETS[preset]
 
 
-def test_the_default_is_the_better_recipe_on_either_device(monkeypatch):
-    chosen = {}
-    for has_gpu in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        chosen[has_gpu] = resolve_config(None, {}, 131_072)
-    assert (chosen[True], chosen[False]) == (PRESETS["gpu"], PRESETS["cpu"])
-    for config in chosen.values():
+def test_the_default_is_the_better_recipe_on_either_device():
+    chosen = [resolve_config(None, {}, 131_072, torch.device(device)) for device in ("cuda", "cuda:1", "cpu", "mps")]
+    assert chosen == [PRESETS["gpu"], PRESETS["gpu"], PRESETS["cpu"], PRESETS["cpu"]]
+    for config in chosen:
         assert (config.key, config.attention, config.position) == ("unrotated", "learned", True)
         assert config.warmup_contexts and config.retention_low < 0.15 < config.retention_high
 
 
 def test_lengths_beyond_the_positions_are_refused():
-    assert resolve_config(None, {}, 8192).max_tokens + resolve_config(None, {}, 8192).max_continuation <= 8192
-    assert resolve_config(None, {"max_tokens": 100}, 512).min_tokens == 50
+    config = resolve_config(None, {}, 8192, CPU)
+    assert config.max_tokens + config.max_continuation <= 8192
+    assert resolve_config(None, {"max_tokens": 100}, 512, CPU).min_tokens == 50
     for preset, chosen in (("paper", {}), (None, {"max_tokens": 8100}), ("cpu", {"max_continuation": 512})):
         with pytest.raises(TrainingError, match="are more than the 8,192 positions of this model"):
-            resolve_config(preset, chosen, 8192)
+            resolve_config(preset, chosen, 8192, CPU)
+
+
+def test_the_default_preset_is_that_of_the_device(tmp_path, folder, monkeypatch):  # noqa: F811
+    model = str(save_model(tmp_path / "model"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with --device cpu beside a GPU
+    config = prepare(None, {"retention_high": 0.4}, model, folder, tmp_path / "out").config
+    assert (config.retention_low, config.retention_high, config.dtype) == (0.03, 0.4, "float32")
+    with pytest.raises(TrainingError, match=r"retention_low is 0\.6 and retention_high 0\.5"):
+        prepare(None, {"retention_low": 0.6}, "no/such", folder, tmp_path / "other")
+
+
+def test_each_process_of_a_machine_takes_its_own_device(monkeypatch):
+    for name in ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "before")
+        monkeypatch.delenv(name)
+    state = SimpleNamespace(device=torch.device("cuda", 3))
+    monkeypatch.setattr("lkv.training.processes.distributed_state", lambda *_: state)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    select_device("cuda")
+    assert not {"ACCELERATE_TORCH_DEVICE", "ACCELERATE_USE_CPU"} & os.environ.keys()
+    with pytest.raises(TrainingError, match=r"8 processes would share the device 'cuda:3'; give --device cuda, "):
+        select_device("cuda:3")
+    with pytest.raises(TrainingError, match=r"cannot train on the device 'mps'; give --device cuda or cpu, "):
+        select_device("mps")
+    select_device("cpu")  # with gloo instead of NCCL
+    assert os.environ["ACCELERATE_USE_CPU"] == "true" and "ACCELERATE_TORCH_DEVICE" not in os.environ
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    select_device("meta")
+    assert os.environ["ACCELERATE_TORCH_DEVICE"] == "meta"
 
 
 def train(model, data, out, *more):
@@ -119,6 +155,35 @@ def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy with these inputs"):
         prepare("paper-cpu", settings, str(model), folder, tmp_path / "out", init=other)
     assert prepare("paper-cpu", settings | {"key": "unrotated"}, str(model), folder, tmp_path / "out", init=other)
+
+
+def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
+    card = {"model": "tiny", "data": {"prose": "texts"}, "trained_tokens": 4000, "started_from": {"step": 3}}
+    config, policy = PRESETS["finish"], Policy(inspect_model(tiny_llama()), card | {"progress": {"stage": 3}})
+    save_checkpoint(tmp_path, 5, config, policy, make_optimizer(policy, config))
+    assert initialize_from(Policy(policy.spec), tmp_path) == card | {"step": 5, "training": asdict(config)}
+
+
+def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):  # noqa: F811
+    """Given that folder, every command takes the policy in it, and not the trained one in the folder policy below."""
+    Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
+    with pytest.raises(TrainingError, match=r"already holds a policy, .*; give another --out"):
+        prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
+
+
+def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, folder):  # noqa: F811
+    saved = save_model(tmp_path / "model")
+    model = build_family("HunYuanDenseV1", torch.float32, vocab_size=300)
+    for weight in model.parameters():
+        if weight.dim() == 1:  # of norms, those of q and k among them
+            torch.nn.init.uniform_(weight, 0.2, 2.2)
+    model.save_pretrained(saved)
+    setup = prepare(
+        "cpu", {"min_tokens": 60, "max_tokens": 120, "validation_samples": 1}, str(saved), folder, tmp_path / "out"
+    )
+    with pytest.raises(UnsupportedModelError, match="in a way that `lkv train --attention learned` cannot undo"):
+        build(setup)
+    assert build(replace(setup, config=replace(setup.config, attention="none")))
 
 
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
