@@ -313,7 +313,10 @@ class RaggedLayer(AttentionCacheLayer):
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that was read before."""
         self.lazy_initialization(prompt.key, prompt.value)
-        self._compress(prompt, None)
+        # Read under autocast, k and queries are in float32 and v is in half precision; see `attend`.
+        dtype = prompt.value.dtype
+        queries = None if prompt.queries is None else prompt.queries.to(dtype)
+        self._compress(replace(prompt, key=prompt.key.to(dtype), queries=queries), None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) appended tokens off the end.

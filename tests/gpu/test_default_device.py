@@ -5,11 +5,13 @@ import torch
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.shared_cache import SharedCache
 from lkv.config import ScorerInputs
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
+from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import default_policy
@@ -131,6 +133,43 @@ def test_a_cache_made_under_autocast_goes_on_outside_it(small):
     with torch.autocast("cpu", torch.bfloat16):
         small(ids(1, 40), past_key_values=cache)
     assert small(ids(1, 3), past_key_values=cache).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["kvzip", "global+lkv-t", "global+h2o"])
+def test_a_method_of_the_whole_prompt_under_autocast(small, method):
+    """A prompt read before it is evicted from: k is in float32 there, v in half precision."""
+    policy = random_policy(inspect_model(small)) if "lkv" in method else None
+    with torch.autocast("cpu", torch.bfloat16):
+        context = compress(small, Words(), TEXT, method=method, policy=policy, retention=0.5)
+        inside = context.predict("what is one ?", "it is so")[0]
+        assert context.ask("what is one ?", 4)
+    outside = context.predict("what is one ?", "it is so")[0]
+    assert outside.dtype == torch.float32
+    torch.testing.assert_close(inside.float(), outside, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("filled_inside", [False, True])
+@torch.no_grad()
+def test_a_prompt_read_under_autocast_fills_a_cache(small, filled_inside):
+    with torch.autocast("cpu", torch.bfloat16):
+        prompt = read_prompt(small, ids(1, 40), queries=True)
+    cache = RaggedCache(small, method="h2o", retention=0.5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=filled_inside):
+        cache.fill(prompt)
+    assert {layer.store.dtype for layer in cache.ragged_layers} == {torch.bfloat16}
+    assert bool(small(ids(1, 3), past_key_values=cache).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("options", [{"retention": 0.5}, {"memory": 0.4}], ids=str)
+@pytest.mark.parametrize("compressed_inside", [False, True])
+def test_a_batch_asks_a_context_of_the_other_side_of_autocast(small, compressed_inside, options):
+    with torch.autocast("cpu", torch.bfloat16, enabled=compressed_inside):
+        context = compress(small, Words(), TEXT, method="knorm", **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not compressed_inside), torch.no_grad():
+        caches = (SharedCache(context.cache), context.cache.fork())
+        batched, alone = (small(ids(1, 3), past_key_values=cache).logits.float() for cache in caches)
+        assert all(context.batch_ask(["what is one ?", "who ?"], 4))
+    torch.testing.assert_close(batched, alone, atol=0.1, rtol=0.1)
 
 
 def test_a_student_runs_under_autocast(small):
