@@ -405,4 +405,5 @@ def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
         raise ValueError(f"its counts of kept entries are {tuple(kept_counts.shape)}, or more than {tokens} tokens")
     if any(count.shape != (1,) or int(count) != tokens for count in (real, length)):
         raise ValueError(f"its lengths are not the {tokens} of its text")
-    check_store(state, kept_counts, spec.head_dim)
+    store = {name: tensor for name, tensor in state.items() if name not in ("kept", "real", "length")}
+    check_store(store, kept_counts, spec.head_dim)
