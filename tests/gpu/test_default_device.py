@@ -1,5 +1,7 @@
 """Where and in what new tensors are made: neither a default device nor autocast may change what a cache does."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -13,6 +15,8 @@ from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
+from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
@@ -27,6 +31,16 @@ from tests.kernels.pools import in_tiers
 ELSEWHERE = torch.device("meta")
 CPU = torch.device("cpu")
 TIERED = in_tiers(METHOD, (16, 16), (8, 4), (4, 3))
+
+
+@contextmanager
+def bfloat16_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +62,28 @@ def test_every_method_under_another_default_device(small, method):
             small(text, past_key_values=cache)
             found.append((cache.kept_counts(), small(question, past_key_values=cache).logits))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    "method",
+    sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern)),
+)
+@torch.no_grad()
+def test_every_method_scores_alike_under_another_default_dtype(small, method):
+    policy = random_policy(inspect_model(small), inputs=ScorerInputs("unrotated", "learned", 8))
+    chosen = resolve_method(method, small, policy=policy, retention=0.4)
+    prompt = read_prompt(small, ids(1, 140), queries=True)
+    expected = [chosen.selector.scores(index, layer) for index, layer in enumerate(prompt)]
+    with bfloat16_by_default():
+        found = [chosen.selector.scores(index, layer) for index, layer in enumerate(prompt)]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_patterns_are_estimated_alike_under_another_default_dtype(small):
+    texts = [ids(1, 50)[0].tolist()]
+    expected = estimate_pattern(small, texts, 4, 8), estimate_mean_pattern(small, texts, 50)
+    with bfloat16_by_default():
+        assert (estimate_pattern(small, texts, 4, 8), estimate_mean_pattern(small, texts, 50)) == expected
 
 
 OPTIONS = [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]

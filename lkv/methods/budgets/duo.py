@@ -187,7 +187,7 @@ def estimate_pattern(
         key, tokens = prompt.key, prompt.key.shape[2]
         query = prompt.grouped_query
         places = torch.arange(tokens, device=key.device)
-        mass = torch.zeros(key.shape[1], device=key.device)
+        mass = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
         first = sinks + recent  # the first row that sees a token outside
         for start in range(first, tokens, _ROWS):
             rows = places[start : start + _ROWS, None]
