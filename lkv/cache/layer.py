@@ -346,10 +346,6 @@ class RaggedLayer(AttentionCacheLayer):
             self.real_tokens = [self.real_tokens[row] for row in rows.tolist()]
             self._padding = [self._padding[row] for row in rows.tolist()]
 
-    def offload(self) -> None:
-        """Raise CacheError: there is no offloading."""
-        raise CacheError("RaggedCache does not offload; lower the retention instead.")
-
     def fork(self, shared: SharedState) -> "RaggedLayer":
         """A copy with its own pools, for a cache whose layers share `shared`."""
         twin = copy.copy(self)
