@@ -313,7 +313,10 @@ class RaggedLayer(AttentionCacheLayer):
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that was read before."""
         self.lazy_initialization(prompt.key, prompt.value)
-        self._compress(prompt, None)
+        # Read under autocast, k and queries are in float32 and v is in half precision; see `attend`.
+        dtype = prompt.value.dtype
+        queries = None if prompt.queries is None else prompt.queries.to(dtype)
+        self._compress(replace(prompt, key=prompt.key.to(dtype), queries=queries), None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) appended tokens off the end.
@@ -342,10 +345,6 @@ class RaggedLayer(AttentionCacheLayer):
             self.store = self.store.select(rows, self.store.free_slots)
             self.real_tokens = [self.real_tokens[row] for row in rows.tolist()]
             self._padding = [self._padding[row] for row in rows.tolist()]
-
-    def offload(self) -> None:
-        """Raise CacheError: there is no offloading."""
-        raise CacheError("RaggedCache does not offload; lower the retention instead.")
 
     def fork(self, shared: SharedState) -> "RaggedLayer":
         """A copy with its own pools, for a cache whose layers share `shared`."""
@@ -402,4 +401,5 @@ def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
         raise ValueError(f"its counts of kept entries are {tuple(kept_counts.shape)}, or more than {tokens} tokens")
     if any(count.shape != (1,) or int(count) != tokens for count in (real, length)):
         raise ValueError(f"its lengths are not the {tokens} of its text")
-    check_store(state, kept_counts, spec.head_dim)
+    store = {name: tensor for name, tensor in state.items() if name not in ("kept", "real", "length")}
+    check_store(store, kept_counts, spec.head_dim)

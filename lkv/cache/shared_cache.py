@@ -76,8 +76,8 @@ class SharedLayer(AttentionCacheLayer):
         new_output, new_lse = masked_attention(query, key, value, visible, scale)
         # To the prompt all rows are new tokens of one row: it is read once for all of them.
         rows = query.transpose(0, 1).flatten(1, 2)[None]
-        out, lse = self._prompt.store.attend_compressed(rows, scale)
-        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out, lse))
+        out, lse = self._prompt.store.attend_compressed(rows.to(self._prompt.store.dtype), scale)
+        out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out.to(query.dtype), lse))
         out, lse = merge_attention(out, lse, new_output, new_lse)
         sinks = self._prompt.sinks
         return (out if sinks is None else join_sinks(out, lse, sinks)).transpose(1, 2)

@@ -266,11 +266,12 @@ class TieredStore:
 
     @staticmethod
     def check_state(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-        """Check that `state` has `lens` [B, H] entries with `width` channels.
+        """Check that `state` has `lens` [B, H] entries with `width` channels, and nothing else.
 
         Raises KeyError, ValueError or CacheError otherwise.
         """
         check_width(width)
+        names = {"kept_unquantized"}
         counts = _check_counts(state["kept_unquantized"], lens, "unquantised entries")
         shapes: dict[str, tuple[tuple[int, ...], bool]] = {}
         shape: tuple[int, ...]
@@ -286,12 +287,15 @@ class TieredStore:
                 raise ValueError(f"the bits of its tier {number} are none of {QUANTIZED_BITS}, for k and for v")
             tier_lens = _check_counts(state[f"tier{number}_kept"], lens, f"tier {number}")
             entries, counts = int(tier_lens.sum()), counts + tier_lens
+            names |= {f"tier{number}_bits", f"tier{number}_kept"}
             for name, bit in zip(("key", "value"), bits, strict=True):
                 codes, norms = (state[f"tier{number}_{name}_{part}"].dtype for part in ("codes", "norms"))
                 shapes[f"tier{number}_{name}_codes"] = (entries, code_width(bit, width)), codes == torch.uint8
                 shapes[f"tier{number}_{name}_norms"] = (entries,), norms == torch.bfloat16
         if not torch.equal(counts, lens):
             raise ValueError("its tiers have other numbers of entries than its heads")
+        if unknown := sorted(state.keys() - names - shapes.keys()):
+            raise ValueError(f"its tensors {str(unknown)[:200]} belong to none of its tiers")
         for name, (shape, has_dtype) in shapes.items():
             if state[name].shape != shape or not has_dtype:
                 raise ValueError(f"its {name} is {tuple(state[name].shape)} {state[name].dtype}, not {shape}")

@@ -20,6 +20,7 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
+from lkv.integrations.transformers.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget
 from lkv.methods.memory_budget import TierTarget
 from lkv.methods.method import Method, resolve_method
@@ -201,7 +202,7 @@ def _prefill(
     for number, part in enumerate(parts):
         if progress is not None and isinstance(cache, RaggedCache):
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
-        model.base_model(input_ids=part, **cache_argument(cache), use_cache=True)
+        unwrap_model(model).base_model(input_ids=part, **cache_argument(cache), use_cache=True)
     if isinstance(cache, RaggedCache):
         cache.on_layer_start = None
 

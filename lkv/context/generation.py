@@ -13,7 +13,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.cache_argument import NAMES, cache_argument
-from lkv.integrations.transformers.spec import max_positions
+from lkv.integrations.transformers.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that a question sets itself, or whose result it reads.
@@ -29,7 +29,7 @@ def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
     """Raise CacheError for options of generate that do not exist, or that a question to a context cannot serve."""
     if reserved := [name for name in _RESERVED if name in options]:
         raise CacheError(f"ask() sets {', '.join(reserved)} itself; leave that out, or use model.generate.")
-    names = vars(GenerationConfig()).keys() | signature(model.generate).parameters.keys()
+    names = vars(GenerationConfig()).keys() | signature(unwrap_model(model).generate).parameters.keys()
     if unknown := sorted(set(options) - names):
         raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
     config = options.get("generation_config")

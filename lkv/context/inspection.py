@@ -62,7 +62,9 @@ def inspect_text(
 ) -> InspectionResult:
     """Read a text once and rank its tokens in every head.
 
-    `shares` are budgets: memory, or retentions without `by_memory`.
+    `shares` are budgets: memory, or retentions without `by_memory`. One ranking serves all of them. CriticalKV's
+    depends on the budget: which tokens it keeps is exact, but which of them a memory budget stores in more bits is
+    approximate, as those that smaller budgets keep come first.
 
     Raises PromptError for a text longer than the model reads; LkvError for a method that reads the text twice or needs
     a pattern, and as RaggedCache raises.

@@ -19,6 +19,7 @@ from lkv.integrations.transformers.attention import input_device, patch_attentio
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
+from lkv.integrations.transformers.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget, Uniform
 from lkv.methods.memory_budget import TierTable
 from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise
@@ -262,7 +263,8 @@ class MethodComparison:
     def append(self, ids: list[int]) -> None:
         """Append `ids` to the prompt; they are not evicted."""
         if ids:
-            self._model.base_model(input_ids=self._batch(ids), **cache_argument(self._cache), use_cache=True)
+            base = unwrap_model(self._model).base_model
+            base(input_ids=self._batch(ids), **cache_argument(self._cache), use_cache=True)
             self._ids += ids
 
     def generate(

@@ -12,6 +12,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
+from lkv.integrations.transformers.spec import unwrap_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,7 +79,7 @@ def replay(
             f"KVzip repeats the text after it has read it and would reach {end} tokens, but the model reads at "
             f"most {limit}; shorten the text, or use another method."
         )
-    return model.base_model(
+    return unwrap_model(model).base_model(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.arange(start, end, device=device)[None],
         **cache_argument(BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers))),

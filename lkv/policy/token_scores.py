@@ -191,7 +191,7 @@ def scores_in_blocks(
     A block of tokens goes through all components: it stays in the processor's caches, and no memory grows but that of
     the scores. `content_key` gives k of a block as the content reads it; the rest is as there.
     """
-    scores = torch.empty(*value.shape[:3], device=value.device)
+    scores = torch.empty(*value.shape[:3], dtype=torch.float32, device=value.device)
     with full_precision(value.device):
         score_block, attention = _content_of_blocks(weights.content, value), weights.attention
         if attention is not None:

@@ -22,6 +22,7 @@ from lkv.config import MemoryTarget
 from lkv.context.context import Context
 from lkv.context.protection import Span
 from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
+from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
 
 _CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
@@ -161,7 +162,11 @@ class ContextStore:
         self._keep(stored.id, context)
 
     def get(self, name: str) -> Context:
-        """A context, from memory or its file. Raises UnknownContextError, or ContextFileError for a damaged file."""
+        """A context, from memory or its file.
+
+        Raises UnknownContextError, ContextFileError for a damaged file, and StoreError where it cannot be read or does
+        not fit into memory.
+        """
         with self._store_errors("read", "try again"):
             is_stored = bool(_ID.fullmatch(name)) and self._files.exists(self._path(name + _DESCRIPTION))
         if is_stored:
@@ -338,6 +343,8 @@ class ContextStore:
             except ContextFileError as error:
                 if not self._files.exists(self._path(name + _CONTEXT)):  # deleted meanwhile
                     raise unknown_context(name) from error
+                if is_out_of_memory(error):
+                    raise StoreError(f"the context {name} does not fit into free memory; ask again later.") from error
                 # Clients learn no path of this machine.
                 raise ContextFileError(str(error).replace(str(path), f"the context {name}")) from error
         if context.metadata["policy"] not in (None, self._policy):

@@ -101,6 +101,14 @@ def drop(name):
     return lambda tensors: tensors.pop(name, None)
 
 
+def copy_tensors(prefix, new_prefix):
+    def change(tensors):
+        copies = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        tensors.update({name.replace(prefix, new_prefix): tensor.clone() for name, tensor in copies.items()})
+
+    return change
+
+
 FORGED = {
     "huge counts": set_to("kept.1", lambda t: t * 0 + 40_000_000),
     "negative counts": set_to("kept.0", lambda t: t - 1000),
@@ -170,6 +178,8 @@ QUANTISED = {
     "pools of other lengths": set_to("v.1", lambda t: t.new_zeros(5, t.shape[1])),
     "pools of whole numbers": set_to("v.2", lambda t: t.long()),
     "no pools": drop("k.0"),
+    "a tier too many": copy_tensors("tier0_", "tier2_"),
+    "half a tier too many": copy_tensors("tier0_key", "tier2_key"),
 }
 
 

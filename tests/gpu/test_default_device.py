@@ -1,16 +1,22 @@
 """Where and in what new tensors are made: neither a default device nor autocast may change what a cache does."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.shared_cache import SharedCache
 from lkv.config import ScorerInputs
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
 from lkv.evaluation.profiling.random_models import random_policy
+from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
+from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
@@ -25,6 +31,16 @@ from tests.kernels.pools import in_tiers
 ELSEWHERE = torch.device("meta")
 CPU = torch.device("cpu")
 TIERED = in_tiers(METHOD, (16, 16), (8, 4), (4, 3))
+
+
+@contextmanager
+def bfloat16_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +62,28 @@ def test_every_method_under_another_default_device(small, method):
             small(text, past_key_values=cache)
             found.append((cache.kept_counts(), small(question, past_key_values=cache).logits))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    "method",
+    sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern)),
+)
+@torch.no_grad()
+def test_every_method_scores_alike_under_another_default_dtype(small, method):
+    policy = random_policy(inspect_model(small), inputs=ScorerInputs("unrotated", "learned", 8))
+    chosen = resolve_method(method, small, policy=policy, retention=0.4)
+    prompt = read_prompt(small, ids(1, 140), queries=True)
+    expected = [chosen.selector.scores(index, layer) for index, layer in enumerate(prompt)]
+    with bfloat16_by_default():
+        found = [chosen.selector.scores(index, layer) for index, layer in enumerate(prompt)]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_patterns_are_estimated_alike_under_another_default_dtype(small):
+    texts = [ids(1, 50)[0].tolist()]
+    expected = estimate_pattern(small, texts, 4, 8), estimate_mean_pattern(small, texts, 50)
+    with bfloat16_by_default():
+        assert (estimate_pattern(small, texts, 4, 8), estimate_mean_pattern(small, texts, 50)) == expected
 
 
 OPTIONS = [{}, {"streaming": True, "prompt_tokens": 40}, {"decode_eviction": True, "slack": 1}]
@@ -131,6 +169,43 @@ def test_a_cache_made_under_autocast_goes_on_outside_it(small):
     with torch.autocast("cpu", torch.bfloat16):
         small(ids(1, 40), past_key_values=cache)
     assert small(ids(1, 3), past_key_values=cache).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("method", ["kvzip", "global+lkv-t", "global+h2o"])
+def test_a_method_of_the_whole_prompt_under_autocast(small, method):
+    """A prompt read before it is evicted from: k is in float32 there, v in half precision."""
+    policy = random_policy(inspect_model(small)) if "lkv" in method else None
+    with torch.autocast("cpu", torch.bfloat16):
+        context = compress(small, Words(), TEXT, method=method, policy=policy, retention=0.5)
+        inside = context.predict("what is one ?", "it is so")[0]
+        assert context.ask("what is one ?", 4)
+    outside = context.predict("what is one ?", "it is so")[0]
+    assert outside.dtype == torch.float32
+    torch.testing.assert_close(inside.float(), outside, atol=0.1, rtol=0.1)
+
+
+@pytest.mark.parametrize("filled_inside", [False, True])
+@torch.no_grad()
+def test_a_prompt_read_under_autocast_fills_a_cache(small, filled_inside):
+    with torch.autocast("cpu", torch.bfloat16):
+        prompt = read_prompt(small, ids(1, 40), queries=True)
+    cache = RaggedCache(small, method="h2o", retention=0.5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=filled_inside):
+        cache.fill(prompt)
+    assert {layer.store.dtype for layer in cache.ragged_layers} == {torch.bfloat16}
+    assert bool(small(ids(1, 3), past_key_values=cache).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("options", [{"retention": 0.5}, {"memory": 0.4}], ids=str)
+@pytest.mark.parametrize("compressed_inside", [False, True])
+def test_a_batch_asks_a_context_of_the_other_side_of_autocast(small, compressed_inside, options):
+    with torch.autocast("cpu", torch.bfloat16, enabled=compressed_inside):
+        context = compress(small, Words(), TEXT, method="knorm", **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not compressed_inside), torch.no_grad():
+        caches = (SharedCache(context.cache), context.cache.fork())
+        batched, alone = (small(ids(1, 3), past_key_values=cache).logits.float() for cache in caches)
+        assert all(context.batch_ask(["what is one ?", "who ?"], 4))
+    torch.testing.assert_close(batched, alone, atol=0.1, rtol=0.1)
 
 
 def test_a_student_runs_under_autocast(small):

@@ -19,6 +19,7 @@ from lkv.methods.budgets import (
     RetentionTarget,
     Uniform,
     check_table,
+    estimate_mean_pattern,
     estimate_pattern,
     read_pattern,
 )  # fmt: skip
@@ -230,3 +231,12 @@ def test_an_estimate_is_the_attention_outside_the_window(family):
         estimate_pattern(model, texts[2:], sinks, recent)
     with pytest.raises(BudgetError, match="no window"):
         estimate_pattern(model, texts, 4, 0)
+
+
+@torch.no_grad()
+def test_a_quick_estimate_takes_layers_without_rope_as_they_are():
+    """Mean query and mean key see each other alike at all distances there, so that every token gets the same."""
+    model, texts = build("SmolLM3", no_rope_layers=[1, 1, 0]), [list(range(3, 63))]
+    *rotated, last = estimate_mean_pattern(model, texts, 50)
+    assert last == pytest.approx([51 / 100] * 2)
+    assert all(value != pytest.approx(51 / 100, abs=1e-4) for row in rotated for value in row)

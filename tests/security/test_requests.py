@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 from pydantic import ValidationError
 
+from lkv.cache.layer import RaggedLayer
 from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
@@ -194,6 +195,20 @@ def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
             assert status == 507 and "no credentials" in message
         status, metrics = server.ask("/metrics")
         assert status == 200 and "\nlkv_healthy 1.0\n" in metrics and "lkv_contexts_stored" not in metrics
+
+
+def test_a_context_that_does_not_fit_into_memory_is_no_damaged_one(parts, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    with serving(*parts, tmp_path) as server:
+        name = server.compressed(TEXT)
+        server.service.store._loaded.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(RaggedLayer, "restore", fail)
+            status, content = server.chat("Who?", name)
+        assert status == 507 and f"{name} does not fit into free memory" in content["error"]["message"]
+        assert server.chat("Who?", name)[0] == 200
 
 
 def test_metrics_read_no_descriptions(make, monkeypatch):

@@ -15,6 +15,7 @@ from lkv.evaluation.profiling.memory import Peak, measure_peak
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import kv_nbytes
+from lkv.integrations.transformers.spec import unwrap_model
 from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -134,7 +135,7 @@ class Profiler:
             started = devices.synchronised_clock(self._device)
             # The base model: logits of a whole prompt would be larger than its cache.
             for part in ids[:, :tokens].split(settings.chunk or tokens, 1):
-                model.base_model(input_ids=part, **cache_argument(cache), use_cache=True)
+                unwrap_model(model).base_model(input_ids=part, **cache_argument(cache), use_cache=True)
             prefill_seconds = devices.synchronised_clock(self._device) - started
             kv_bytes, realised = (kv_nbytes(cache), 1.0) if is_full else (cache.nbytes(), cache.realised_retention())
             started = devices.synchronised_clock(self._device)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.integrations.transformers.rotation import NoRotation
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
@@ -187,7 +187,7 @@ def estimate_pattern(
         key, tokens = prompt.key, prompt.key.shape[2]
         query = prompt.grouped_query
         places = torch.arange(tokens, device=key.device)
-        mass = torch.zeros(key.shape[1], device=key.device)
+        mass = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
         first = sinks + recent  # the first row that sees a token outside
         for start in range(first, tokens, _ROWS):
             rows = places[start : start + _ROWS, None]
@@ -211,13 +211,15 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
     """
     if not any(texts):
         raise DataError("there is no text to estimate retrieval heads on; give some.")
-    rotation = Rotation(model)
 
     def cumulative_attention(prompt: LayerKV) -> Tensor:
         """The area under the cumulated attention between the mean query and the mean key, [H]."""
-        query, key = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
-        keys = rotation.rotate(key.expand(-1, -1, length, -1))
-        last = rotation.rotate(query.expand(-1, -1, length, -1))[:, :, -1:].unflatten(1, (key.shape[1], -1))
+        rotation = prompt.required_rotation
+        means = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
+        queries, keys = (mean.expand(-1, -1, length, -1) for mean in means)
+        if not isinstance(rotation, NoRotation):
+            queries, keys = rotation.rotate(queries), rotation.rotate(keys)
+        last = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1))
         logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
         return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
 

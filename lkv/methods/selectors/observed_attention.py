@@ -44,7 +44,7 @@ class SnapKV(Selector):
         smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
         older = smooth.view(batch, heads, -1, tokens - window).mean(2)
         # The most recent tokens rank first, for budgets smaller than the window.
-        recency = torch.linspace(1, 2, window, device=key.device)
+        recency = torch.linspace(1, 2, window, dtype=older.dtype, device=key.device)
         return torch.cat([older, (older.max() + recency).expand(batch, heads, window)], -1)
 
 

@@ -90,5 +90,5 @@ class Random(Selector):
         batch, heads, tokens, _ = prompt.key.shape
         # On the CPU, whose numbers are the same on every machine.
         generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
-        scores = torch.rand(heads, tokens, generator=generator, device="cpu")
+        scores = torch.rand(heads, tokens, dtype=torch.float32, generator=generator, device="cpu")
         return scores.to(prompt.key.device).expand(batch, heads, tokens)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -398,8 +399,25 @@ def test_adapters_of_peft_itself(tmp_path):
             context.ask("who ?", 4)
         with pytest.raises(ContextFileError, match="other adapters"):
             Context.load(tmp_path / "text.kv", model, Words())
-    assert Context.load(tmp_path / "text.kv", model, Words()).ask("who ?", 4) == context.ask("who ?", 4)
+    answer = context.ask("who ?", 4)
+    assert Context.load(tmp_path / "text.kv", model, Words()).ask("who ?", 4) == answer
+    assert context.ask("who ?", 4, stream=True) == answer
+    assert "".join(context.stream("who ?", 4)).strip() == answer
+    assert context.ask("who ?", generation_config=GenerationConfig(max_new_tokens=4)) == answer
     cache = RaggedCache(model, method="knorm", retention=0.5)
     model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
     with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
         model.generate(input_ids=torch.cat([IDS + 1, IDS], 1), max_new_tokens=3, past_key_values=cache)
+
+
+@peft_warns
+@pytest.mark.parametrize("method", ["full", "knorm", "kvzip"])
+def test_compression_computes_no_logits_of_a_peft_model(method):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM", r=4)).eval()
+
+    def fail(*_):
+        raise AssertionError("the output head was computed")
+
+    unwrap_model(model).lm_head.register_forward_pre_hook(fail)
+    compress(model, Words(), TEXT, method=method, **({} if method == "full" else {"retention": 0.5}))
