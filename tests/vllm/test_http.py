@@ -70,13 +70,13 @@ class Server:
 
 
 @contextmanager
-def serving_lab(lab, port: int, *options: str):
+def serving_lab(lab, port: int, *options: str, length: int = 1024):
     """The lab's model behind a server."""
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
         *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
         *("--max-upload", "1", "--max-tokens", "16"),
-        *("--dtype", "float32", "--max-requests", "8", "--vllm-args", "--enforce-eager --max-model-len 1024"),
+        *("--dtype", "float32", "--max-requests", "8", "--vllm-args", f"--enforce-eager --max-model-len {length}"),
         *options,
     ]
     with serving(arguments, port, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
@@ -427,11 +427,11 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, 18432, "--grace", "2") as other:
+    with serving_lab(lab, 18432, "--grace", "2", length=2048) as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
         assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
-        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "n": 3, "temperature": 1}
+        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "n": 3, "temperature": 1}
         short = {**endless, "n": 1, "max_tokens": 8, "stream": True}
         children = psutil.Process(other.process.pid).children(recursive=True)
         assert any("Worker" in child.name() for child in children)
