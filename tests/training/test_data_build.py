@@ -201,6 +201,24 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
 
 
+def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
+    """As LongBench's TREC has its questions: one in `input` beside a label, hundreds in one `context`."""
+    shots = ["Who built the old stone tower ?", "What did the keeper of the lamp say to the last sailor ?"]
+    row = {"input": "Question: How many ships left the harbour ?\nType:"}
+    row["context"] = "\n".join(f"Question: {question}\nType: x" for question in shots)
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
+    overlap = NgramOverlap([tmp_path / "trec.jsonl"])
+    for question in (*shots, "How many ships left the harbour?"):
+        assert overlap.share(question) == 1.0
+    for question in ("Who built the old tower ?", "Who built the old stone bridge ?", f"{shots[0]} Nobody"):
+        assert overlap.share(question) == 0.0
+    question = "What did the keeper of the lamp say to the first sailor ?"
+    assert overlap.share(question) == 0.0 and 0 < NgramOverlap([tmp_path / "trec.jsonl"], 6).share(question) < 1
+    items = [ShortQuestion(question, "x") for question in (*shots, "Who built the new stone tower ?")]
+    kept, counts = overlap.clean(items)
+    assert kept == items[2:] and (counts.shared, counts.dropped) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
