@@ -148,6 +148,21 @@ def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
         Mixture(tmp_path, 100, 300).held_out()
 
 
+@pytest.mark.parametrize("validation", [False, True])
+def test_a_text_in_many_rows_is_on_one_side(tmp_path, validation):
+    """Of three contexts with fifty questions each, or of a file that is there twice."""
+    contexts = [f"The {name} tower stands at the river. " * 20 for name in ("old", "white", "tall")]
+    rows = [{"context": contexts[n % 3], "question": f"Question {n}?", "answer": "the river"} for n in range(150)]
+    write(tmp_path, "own.jsonl.gz", rows)
+    items = read_dataset("own", [tmp_path / "own.jsonl.gz"], tmp_path)
+    side, other = (split_held_out(items, wanted) for wanted in (validation, not validation))
+    assert len(side) + len(other) == 150 and not {item.text for item in side} & {item.text for item in other}
+    assert {item.text for item in side} == ({contexts[0]} if validation else {*contexts[1:]})
+    same = [item for item in items if item.text == contexts[0]]
+    assert split_held_out(same, validation) == ([] if validation else same)
+    assert split_held_out([], validation) == []
+
+
 def test_separators_inside_a_line_do_not_end_it(tmp_path):
     (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
     (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
