@@ -201,6 +201,31 @@ def test_tokenized_sample_knows_where_the_target_begins():
     assert (following, none) == ([ord(c) for c in "ghi"], 0)
 
 
+class Strict(Letters):
+    """A tokenizer that refuses half of a surrogate pair, as those of transformers do."""
+
+    def __call__(self, text, add_special_tokens):
+        text.encode()
+        return super().__call__(text, add_special_tokens)
+
+
+def test_half_a_surrogate_pair_stops_no_training(tmp_path):
+    """JSON can escape one, and a caller's text can hold one."""
+    half = "The \ud83d tower. "
+    rows = [{"context": f"{n} {half * 30}", "question": f"What {half}?", "answer": f"A {half}"} for n in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train-v1.1.json").write_text(
+        json.dumps({"data": [{"title": half, "paragraphs": [{"context": half * 30, "qas": [
+            {"question": half, "answers": [{"text": half}]}]}]}]})
+    )  # fmt: skip
+    mixture = Mixture(tmp_path, 50, 100, texts=[half * 2000], builtin=())
+    assert {*mixture.names} == {"stories", "squad", "prose", "facts"}
+    for number in range(30):
+        sample = mixture.sample(number, 3)
+        assert tokenize_sample(sample, Strict(), 10_000, 10_000).continuations
+        assert "tower" in sample.context and "?" in sample.context
+
+
 def test_the_held_out_items_are_chosen_by_what_they_say(folder):
     """Whatever type or file an item comes from: a paragraph of the nested file is held out as that of the flat one."""
     nested = folder.parent / "official"

@@ -297,8 +297,7 @@ class DatasetBuilder:
                     continue
                 answers = [{"question": c.question, "target": c.target} for c in sample.continuations]
                 row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": answers}
-                # A lone surrogate would not go into UTF-8.
-                lines.append(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
                 progress.tokens.append(tokens)
                 bar.update()
             if lines:

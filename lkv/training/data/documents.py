@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
-from lkv.utils.data_files import Row, read_records, read_text, require_field, split_lines
+from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, split_lines
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
@@ -80,7 +80,7 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
 
 def _is_in_share(text: str) -> bool:
     """Whether a text is of the one in `_VALIDATION_SHARE` that is held out."""
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=4).digest()
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0
 
 
@@ -288,6 +288,7 @@ def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
 
 def split_text(title: str, text: str) -> Iterator[Passage]:
     """A text in pieces, so that one long book can serve both for training and for validation."""
+    text = replace_lone_surrogates(text)
     for start in range(0, len(text), _PIECE_CHARS):
         yield Passage(title, text[start : start + _PIECE_CHARS])
 
