@@ -21,7 +21,6 @@ from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.training.checkpoint import (
     CHECKPOINT,
-    check_is_not_data,
     initialize_from,
     lock_folder,
     read_checkpoint,
@@ -37,7 +36,7 @@ from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
 from lkv.utils.devices import distributed_state
 from lkv.utils.durations import format_duration
-from lkv.utils.files import check_writable_folder, name_without_place
+from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -108,7 +107,7 @@ def prepare(
         )
     override_config(PRESETS[preset or "paper"], overrides)  # what no model allows is refused first
     if not is_built(data):
-        check_is_not_data(out, data)
+        check_is_not_data(out, data, TrainingError)
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))

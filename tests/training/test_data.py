@@ -298,5 +298,11 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
         names.write_text(text)
         with pytest.raises(DataError, match=message):
             read_name_map(names)
+    with pytest.raises(DataError, match="names the set 'trec', which this recipe does not read; give sets of squad, "):
+        Mixture(folder, 100, 400, names={"trec": "strange.jsonl.gz"})
+    elsewhere = names.with_name("elsewhere.jsonl.gz")
+    elsewhere.write_bytes((folder / "strange.jsonl.gz").read_bytes())
+    mixture = Mixture(folder, 100, 400, names={"squad": str(elsewhere)})
+    assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
         Mixture(folder, 100, 400, names={"squad": "nothing.gz"})

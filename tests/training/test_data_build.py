@@ -238,9 +238,11 @@ def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content
 
 
 def test_other_columns_are_named(tmp_path, folder):
-    (tmp_path / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
     with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
-        build(tmp_path / "out", tmp_path)
+        build(tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
 
 
@@ -250,10 +252,13 @@ def test_other_columns_are_named(tmp_path, folder):
         (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
         (["--share", "0"], "--share is 0, but must be greater than 0"),
         (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
+        (["--map", "names.json"], "names.json names files of a folder, but there is none; give the folder with --data"),
+        (["--recipe", "wide", "--data", "{parent}"], "would be read as data; give an --out elsewhere"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda *_: Tokens())
+    words = [word.format(parent=tmp_path) for word in words]
     assert main(["data", "build", "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 

@@ -35,7 +35,7 @@ from lkv.training.data.public_datasets import (
 )
 from lkv.training.data.samples import tokenize_sample
 from lkv.utils.data_files import read_json, read_records
-from lkv.utils.files import check_writable_folder, name_without_place, write_text
+from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -76,6 +76,10 @@ def build_dataset(
     """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
+    if config.map is not None and config.data is None:
+        raise DataError(f"{config.map} names files of a folder, but there is none; give the folder with --data too.")
+    if config.data is not None:
+        check_is_not_data(config.out, config.data, DataError)
     if not getattr(tokenizer, "chat_template", None):
         print(
             f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",

@@ -153,14 +153,20 @@ def index_folder(
 ) -> DatasetIndex:
     """Classify every file below `folder` for the sets `datasets`, by official names or `names`.
 
-    Raises DataError where there is no folder, and, unless `skip_unknown`, for data that is not recognised.
+    Raises DataError where there is no folder, for names of other sets, and, unless `skip_unknown`, for data that is not
+    recognised.
     """
+    datasets = tuple(datasets)
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
     for name, listed in (names or {}).items():
+        if name not in datasets:
+            raise DataError(
+                f"the map names the set {name!r}, which this recipe does not read; give sets of {', '.join(datasets)}."
+            )
         used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
         if missing := [path for path in used[name] if not path.is_file()]:
             raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
@@ -247,7 +253,7 @@ def digest_of(paths: Iterable[Path]) -> str:
 
 
 def _join_names(folder: Path, paths: Iterable[Path]) -> str:
-    names = [path.relative_to(folder).as_posix() for path in paths]
+    names = [path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name for path in paths]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
