@@ -382,6 +382,16 @@ def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
 
 
+def test_a_smaller_draw_is_not_the_beginning_of_a_larger_one(tmp_path):
+    """So that a build does not depend on what was downloaded before it."""
+    paths = []
+    for name, draws in (("one", (20,)), ("two", (60, 20))):
+        for count in draws:
+            path, _ = download_rows("squad", tmp_path / name, count, load=lambda *a, **o: Stream(rows_of("squad", 70)))
+        paths.append(path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def test_datasets_streams_what_is_read(tmp_path, folder):
     """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
     import datasets
@@ -433,3 +443,42 @@ def test_a_build_from_the_hub_alone(tmp_path):
     assert made["sources"]["multi_news"]["commit"] == "a" * 40
     assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
     assert len(lines_of(tmp_path / "out")) == 40
+
+
+def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path, monkeypatch):
+    """And that one goes on to what it would have been."""
+    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 4)
+    monkeypatch.setattr(building, "_MIN_ROWS", 10)
+    lock = tmp_path / "lock.json"
+    lock.write_text(json.dumps({"sources": {name: {"commit": "a" * 40} for name in LOOM_RATIOS}}))
+
+    def run(out, **changes):
+        def load(repository, **options):
+            return Stream(rows_of(names[repository], 200))
+
+        return build_dataset(settings(tmp_path / out, None, **({"lock": lock} | changes)), Tokens(), "words", load)
+
+    make_candidate = Loom.candidate
+
+    def stop(self, source, number):
+        if number == 6:
+            raise OSError("out of order")
+        return make_candidate(self, source, number)
+
+    run("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loom, "candidate", stop)
+        with pytest.raises(OSError, match="out of order"):
+            run("stopped")
+    fetched = files(tmp_path / "stopped" / "fetched")
+    lock.write_text(lock.read_text().replace("a" * 40, "b" * 40, 1))
+    for changes, message in (
+        ({"samples": 400}, r"progress\.json belongs to a build with other settings \(asked\)"),
+        ({}, r"progress\.json belongs to a build of another commit of hotpotqa/hotpot_qa than .*lock\.json names"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run("stopped", **changes)
+        assert files(tmp_path / "stopped" / "fetched") == fetched
+    run("stopped", lock=None)
+    assert files(tmp_path / "stopped") == files(tmp_path / "whole")

@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,7 +86,20 @@ def build_dataset(
             file=sys.stderr,
         )
     overlap = OverlapFilter(config.against, config.words, config.share) if config.against else None
+    # All that the samples depend on, with no path and no date: two builds give the same bytes.
     sources: dict[str, dict[str, Any]] = {}
+    plan = {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "asked": {"train": config.samples, "heldout": config.held_out},
+        "bounds": [config.min_tokens, config.max_tokens],
+        "tokenizer": {
+            "name": name_without_place(model_name),
+            "sha256": tokenizer_digest(tokenizer),
+        },
+        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
+    }
+    check_same_settings(config.out, plan)  # before rows are downloaded, which would replace those of that build
 
     def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
         if overlap is None or not items:
@@ -103,19 +116,7 @@ def build_dataset(
         training, held_out = _open_wide(config, remove_overlapping, sources)
     else:
         training, held_out = _open_loom(config, tokenizer, remove_overlapping, sources, load)
-    # All that the samples depend on, with no path and no date: two builds give the same bytes.
-    plan = {
-        "recipe": config.recipe,
-        "seed": config.seed,
-        "asked": {"train": config.samples, "heldout": config.held_out},
-        "bounds": [config.min_tokens, config.max_tokens],
-        "tokenizer": {
-            "name": name_without_place(model_name),
-            "sha256": tokenizer_digest(tokenizer),
-        },
-        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
-        "sources": sources,
-    }
+    plan["sources"] = sources
     if isinstance(training, Mixture):
         plan["weights"] = training.weights
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
@@ -175,6 +176,12 @@ def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None
             raise DataError(
                 f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
             ) from error
+    for path, earlier in _earlier_plans(config.out):
+        if commit not in (None, earlier.get("sources", {}).get(name, {}).get("commit", commit)):
+            raise DataError(
+                f"{path} belongs to a build of another commit of {hub.repository} than {config.lock} names; leave "
+                "--lock out to continue it, or give another folder."
+            )
     print(
         f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
         file=sys.stderr,
@@ -213,6 +220,25 @@ def _open_wide(
     return training, training.held_out(config.seed)
 
 
+def check_same_settings(out: Path, plan: dict[str, Any]) -> None:
+    """Raise DataError where `out` holds a build, finished or not, whose settings differ from those in `plan`."""
+    plan = json.loads(json.dumps(plan))
+    for path, earlier in _earlier_plans(out):
+        if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
+            raise DataError(
+                f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
+                "to continue it, or another folder."
+            )
+
+
+def _earlier_plans(out: Path) -> Iterator[tuple[Path, Any]]:
+    """The files of a build in `out` that hold its settings, with these."""
+    for path in (out / MANIFEST, out / PROGRESS):
+        if path.is_file():
+            content = read_json(path)
+            yield path, content.get("plan") if path.name == PROGRESS and isinstance(content, dict) else content
+
+
 @dataclass
 class SourceProgress:
     """Progress of one source of one side: the next candidate, and what became of those before it."""
@@ -230,25 +256,12 @@ class DatasetBuilder:
         self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
         self._progress: dict[str, SourceProgress] = {}
         check_writable_folder(out, DataError, "the training data")
-        plan = json.loads(json.dumps(plan))
-        for name in (MANIFEST, PROGRESS):
-            path = out / name
-            if not path.is_file():
-                continue
-            content = read_json(path)
-            earlier = content.get("plan") if name == PROGRESS and isinstance(content, dict) else content
-            if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
-                raise DataError(
-                    f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
-                    "to continue it, or another folder."
-                )
-            if name == PROGRESS:
-                try:
-                    self._progress = {k: SourceProgress(**values) for k, values in content["streams"].items()}
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise DataError(
-                        f"{path} is not the progress of a build; delete it, or give another folder."
-                    ) from error
+        check_same_settings(out, plan)
+        if (path := out / PROGRESS).is_file():
+            try:
+                self._progress = {k: SourceProgress(**values) for k, values in read_json(path)["streams"].items()}
+            except (KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"{path} is not the progress of a build; delete it, or give another folder.") from error
 
     def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:
         """Build `sides`, each a recipe and its number of samples; returns and writes the manifest."""

@@ -264,7 +264,7 @@ _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_lice
 def download_rows(
     name: str, folder: Path, rows: int, revision: str | None = None, load: LoadDataset | None = None
 ) -> tuple[Path, str]:
-    """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there.
+    """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there already.
 
     A download that breaks keeps the splits that are complete. Returns the file and the commit. Raises DataError.
     """
@@ -274,8 +274,8 @@ def download_rows(
     path, about_path = folder / f"{name}.jsonl", folder / f"{name}.about.json"
     if about_path.is_file() and path.is_file():
         about = read_json(about_path)
-        has_rows = about.get("asked", about["rows"]) >= rows or about["all"]
-        if has_rows and revision in (None, about["revision"]):
+        drawn = about.get("asked", about["rows"])  # other rows than of a smaller or larger draw, unless these are all
+        if (drawn == rows or (about["all"] and drawn < rows)) and revision in (None, about["revision"]):
             return path, about["revision"]
     if load is None:
         require("data", "downloading data sets from the hub")
