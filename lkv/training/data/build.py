@@ -264,16 +264,24 @@ class DatasetBuilder:
                 raise DataError(f"{path} is not the progress of a build; delete it, or give another folder.") from error
 
     def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:
-        """Build `sides`, each a recipe and its number of samples; returns and writes the manifest."""
-        if (self._out / MANIFEST).is_file():  # of this very plan, and finished
-            return read_manifest(self._out)
-        streams: dict[str, Any] = {}
+        """Build `sides`, each a recipe and its number of samples; returns and writes the manifest.
+
+        Of a finished build, the sources of which a file is missing or damaged are built again.
+        """
+        finished = read_manifest(self._out) if (self._out / MANIFEST).is_file() else None
+        streams: dict[str, Any] = finished["streams"] if finished else {}
+        streams = {name: stream for name, stream in streams.items() if self._has_files(stream["files"])}
+        if finished and len(streams) == len(finished["streams"]):
+            return finished
         for side, (recipe, samples) in sides.items():
             rejected: Counter[str] = Counter()
             for source, count in split_samples(recipe.shares(), samples).items():
-                progress = self._build_source(recipe, f"{side}-{source}", source, count)
+                name = f"{side}-{source}"
+                if name in streams:
+                    continue
+                progress = self._build_source(recipe, name, source, count)
                 rejected.update(progress.rejected)
-                streams[f"{side}-{source}"] = {
+                streams[name] = {
                     "wanted": count,
                     "samples": len(progress.tokens),
                     "candidates": progress.next,
@@ -281,7 +289,7 @@ class DatasetBuilder:
                     "tokens": _quantiles(progress.tokens),
                     "files": progress.files,
                 }
-            if samples and not any(s["samples"] for name, s in streams.items() if name.startswith(f"{side}-")):
+            if samples and not any(s["samples"] for key, s in streams.items() if key.startswith(f"{side}-")):
                 reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
                 raise DataError(
                     f"no {side} sample has between {self._bounds[0]:,} and {self._bounds[1]:,} tokens (candidates: "
@@ -295,7 +303,9 @@ class DatasetBuilder:
         return manifest
 
     def _build_source(self, recipe: Recipe, name: str, source: str, count: int) -> SourceProgress:
-        progress = self._progress.setdefault(name, SourceProgress())
+        if name not in self._progress or not self._has_files(self._progress[name].files):
+            self._progress[name] = SourceProgress()
+        progress = self._progress[name]
         (least, most), end = self._bounds, recipe.num_candidates(source, count)
         bar = tqdm(total=count, initial=len(progress.tokens), desc=name.replace("-", " ", 1), disable=None)
         while len(progress.tokens) < count and progress.next < end:
@@ -325,6 +335,11 @@ class DatasetBuilder:
             write_text(self._out / PROGRESS, json.dumps(state), DataError, "the progress")
         bar.close()
         return progress
+
+    def _has_files(self, files: dict[str, str]) -> bool:
+        """Whether all `files`, from names to their SHA-256, are in the folder as they were written."""
+        paths = {self._out / name: digest for name, digest in files.items()}
+        return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
 
 
 def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:
