@@ -167,6 +167,13 @@ def test_separators_inside_a_line_do_not_end_it(tmp_path):
     (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
     (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
     items = read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+    for path in (tmp_path / "train.src.cleaned", tmp_path / "train.tgt"):  # and gzipped
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    found = index_folder(tmp_path)
+    assert found.used == {"multi_news": [tmp_path / "train.src.cleaned.gz"]}
+    assert found.skipped == {tmp_path / "train.tgt.gz": "read with its source file"}
+    assert read_dataset("multi_news", found.used["multi_news"], tmp_path) == items
     texts = [(item.text, item.questions[0][1]) for item in items]
     assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
     assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
@@ -248,7 +255,8 @@ def test_the_held_out_items_are_chosen_by_what_they_say(folder):
 
 
 def test_every_file_is_named_taken_or_left(folder):
-    for name in ("README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz"):
+    names = "README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz", "mmlu_test.jsonl", "mmlu_val.jsonl"
+    for name in (*names, "mmlu_dev_test.jsonl.gz", "mmlu_auxiliary_train.jsonl"):
         (folder / name).write_bytes(b"")
     (folder / "mine.jsonl").write_text(
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
@@ -256,12 +264,15 @@ def test_every_file_is_named_taken_or_left(folder):
     for name in ("test/own_questions.jsonl", "data/validation/rows.jsonl", "latest/more.jsonl"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes((folder / "mine.jsonl").read_bytes())
-    found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
+    found = index_folder(folder, ["squad", "hotpotqa", "mmlu", "own", "text", "code"])
+    assert found.used["mmlu"] == [folder / "mmlu_auxiliary_train.jsonl", folder / "mmlu_dev_test.jsonl.gz"]
     assert found.used["own"] == [folder / "latest/more.jsonl", folder / "mine.jsonl"]
     assert len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
         "README.md": "describes the folder",
         "dev-v1.1.json": "not a training split",
+        "mmlu_test.jsonl": "not a training split",
+        "mmlu_val.jsonl": "not a training split",
         "own_questions.jsonl": "not a training split",
         "rows.jsonl": "not a training split",
         "picture.png": "neither text nor code",

@@ -100,7 +100,13 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
     "mmlu": PublicDataset(
         "MMLU auxiliary_train and dev",
         "MIT",
-        ("all/auxiliary_train-*.parquet", "all/dev-*.parquet", "mmlu_*.jsonl*"),
+        (
+            "all/auxiliary_train-*.parquet",
+            "all/dev-*.parquet",
+            "mmlu_auxiliary_train*.jsonl*",
+            "mmlu_train*.jsonl*",
+            "mmlu_dev*.jsonl*",
+        ),
         HubSource(
             "cais/mmlu", ({"name": "all"},), ("auxiliary_train", "dev"), "c30699e8356da336a370243923dbaf21066bb9fe"
         ),
@@ -204,7 +210,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
     if path.name.startswith(("README", "LICENSE", "LICENCE")):
         return "", "describes the folder"
     plain_name = path.name.removesuffix(".gz")
-    if plain_name.endswith(".tgt") and path.with_name(plain_name.replace(".tgt", ".src.cleaned")).exists():
+    if plain_name.endswith(".tgt") and path.with_name(path.name.replace(".tgt", ".src.cleaned")).exists():
         return "", "read with its source file"
     if plain_name.endswith(_DATA_SUFFIXES) or path.name.endswith(".gz"):
         if _OTHER_SPLIT.search(relative.as_posix()):
