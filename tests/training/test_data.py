@@ -11,6 +11,7 @@ from lkv.errors import DataError
 from lkv.training.data.documents import read_dataset, split_held_out
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import Mixture
+from lkv.training.data.packing import ask_to_repeat, split_to_continue
 from lkv.training.data.public_datasets import index_folder, read_name_map
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.data_files import read_records, split_lines
@@ -185,6 +186,40 @@ def test_a_field_of_a_table_may_be_a_book(tmp_path):
     usual = csv.field_size_limit()
     ((_, row),) = read_records(tmp_path / "book.csv")
     assert len(row["context"]) == 200_000 and csv.field_size_limit() == usual
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(map(chr, range(0x4E00, 0x9E00))),  # Chinese
+        ";".join(f"v{n}=f({n})" for n in range(2000)),  # minified code
+        " ".join(str(n) if n % 50 < 35 else f"{n:0100}" for n in range(3000)),  # words of more than one kind
+    ],
+)
+def test_texts_without_spaces_are_repeated_and_continued_in_part(text):
+    rng = random.Random(0)
+    questions = set()
+    for _ in range(20):
+        context, (following, repeated) = split_to_continue(rng, [text], 4000)
+        assert len(context) > 3500 and 300 < len(following.target) < 600
+        opening = repeated.question.partition('"')[2].removesuffix('"')
+        assert f"{opening} {repeated.target}" in context or opening + repeated.target in context
+        assert 10 < len(opening) <= 400 and 150 < len(repeated.target) <= 2000
+        questions |= {ask_to_repeat(rng, context).question for _ in range(5)}
+    assert len(questions) > 50
+    context, (following, _) = split_to_continue(rng, [f"x = 1;\n{text[:3000]}"], 10_000)
+    assert len(context) > 2500 and len(following.target) < 600  # not cut at the only line end, far before
+
+
+def test_of_texts_with_spaces_words_are_repeated(folder):
+    text = (folder / "story0.txt").read_text()
+    words = text.split(" ")
+    for seed in range(20):
+        start = random.Random(seed).randint(0, len(words) - 54)
+        opening, answer = (" ".join(words[start + a : start + b]) for a, b in ((0, 8), (8, 54)))
+        question = f'Repeat the part of the text that starts with: "{opening}"'
+        assert ask_to_repeat(random.Random(seed), text) == Continuation(question, answer)
+    assert ask_to_repeat(random.Random(0), "a short text").target == "a short text"
 
 
 class Letters:
