@@ -64,7 +64,7 @@ def fit(
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
         against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): documents of which a piece shares a
-            tenth of its 13-grams with them are left out.
+            tenth of its 13-grams with them, or has 6 to 12 words and stands in them, are left out.
 
     Returns:
         The policy, which is also saved.

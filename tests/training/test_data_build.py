@@ -218,6 +218,10 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
         ({"decontamination": {"removed": False}}, "and were left out; earlier stages of training trained on them"),
     ):
         assert describe_overlap(card | {"started_from": earlier}).endswith(ending)
+    found_later = {"decontamination": card["decontamination"] | {"not_removed": {"2wiki": 70, "trec": 1014}}}
+    assert describe_overlap(found_later).endswith(
+        "and were left out, but not 1,084 more with a short text inside an evaluated one (2wiki 70, trec 1,014)"
+    )
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
 
