@@ -8,7 +8,7 @@ import random
 import pytest
 
 from lkv.errors import DataError
-from lkv.training.data.documents import read_dataset, split_held_out
+from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.packing import ask_to_repeat, split_to_continue
@@ -266,6 +266,7 @@ def test_half_a_surrogate_pair_stops_no_training(tmp_path):
         sample = mixture.sample(number, 3)
         assert tokenize_sample(sample, Strict(), 10_000, 10_000).continuations
         assert "tower" in sample.context and "?" in sample.context
+    assert [*split_text("na\udcefve.py", half)] == [Passage("na?ve.py", half.replace("\ud83d", "?"))]
 
 
 def test_the_held_out_items_are_chosen_by_what_they_say(folder):

@@ -288,7 +288,7 @@ def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
 
 def split_text(title: str, text: str) -> Iterator[Passage]:
     """A text in pieces, so that one long book can serve both for training and for validation."""
-    text = replace_lone_surrogates(text)
+    title, text = (replace_lone_surrogates(part) for part in (title, text))  # a file's name can hold them too
     for start in range(0, len(text), _PIECE_CHARS):
         yield Passage(title, text[start : start + _PIECE_CHARS])
 

@@ -270,7 +270,7 @@ _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_lice
 def download_rows(
     name: str, folder: Path, rows: int, revision: str | None = None, load: LoadDataset | None = None
 ) -> tuple[Path, str]:
-    """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there already.
+    """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there.
 
     A download that breaks keeps the splits that are complete. Returns the file and the commit. Raises DataError.
     """
