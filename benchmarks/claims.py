@@ -169,16 +169,18 @@ def training() -> list[str]:
 
 def _whole_run(name: str, about: dict[str, Any], rows: list[dict]) -> str:
     settings, dropped = about["training"], sum((about["dropped"] or {}).values())
-    read = settings["steps"] * settings["batch"]
+    contexts = settings["steps"] * settings["batch"]
     own = {key: f"{value:,g}" if isinstance(value, int | float) else value for key, value in settings.items()}
     text = (
         "`{0}`: preset `paper` in {steps} steps, contexts a step {batch}, of {min_tokens} to {max_tokens} tokens "
         "(the paper: 1,000 steps, 64 of 2,000 to 16,000), k {key}, R {retention_start} to {retention_end}, "
         "temperature {tau_start} to {tau_end}, no warm start; Loom-like data, {1} items that overlap with "
-        "evaluated texts left out. Held-out KL at R = {retention_end} by steps: {2}. {3:,} contexts in all, where "
-        "the paper reads 64,000: this shows the schedule at work, not what it reaches. The policy is not shipped."
+        "evaluated texts left out, but not {4:,} short questions of TREC inside evaluated texts. Held-out KL at "
+        "R = {retention_end} by steps: {2}. {3:,} contexts in all, where the paper reads 64,000: this shows the "
+        "schedule at work, not what it reaches. The policy is not shipped."
     )
-    return text.format(name, dropped, _curve(name, rows), read, **own)
+    trec = read("overlap", set="trec")[0]["value"] - about["dropped"]["trec"]
+    return text.format(name, dropped, _curve(name, rows), contexts, trec, **own)
 
 
 def _curve(run: str, rows: list[dict]) -> str:

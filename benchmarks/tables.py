@@ -66,9 +66,11 @@ def overlapping_items() -> str:
     """How many items of the training data overlap with evaluated texts and what became of them, by the card."""
     checked = next(entry for entry in shipped_policies() if entry.name == DEFAULT).card["decontamination"]
     compared, overlapping = (sum(own[key] for own in checked["sets"].values()) for key in ("compared", "overlapping"))
-    if checked["removed"]:
-        return f"{overlapping} of its {compared:,} items overlapped with evaluated texts and were left out"
-    return f"{overlapping} of its {compared:,} items overlap with evaluated texts, `overlap.json`"
+    left = sum(checked.get("not_removed", {}).values())
+    return (
+        f"{overlapping} of its {compared:,} items overlapped with evaluated texts and were left out"
+        + f", but not {left} more with a short text inside an evaluated one" * bool(left)
+    )
 
 
 def other_models() -> list[str]:

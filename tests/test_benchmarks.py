@@ -286,23 +286,20 @@ def test_overlap_is_told_by_file(tmp_path):
 
 def test_cards_say_what_was_measured(capsys):
     document = json.loads((RESULTS / "overlap.json").read_text())
-    checked = {
-        row["set"]: {"compared": row["n"], "shared": row["shared"], "overlapping": row["value"]}
-        for row in document["rows"]
-    }
+    counted = {row["set"]: (row["n"], row["value"]) for row in document["rows"]}
     assert len(shipped_policies()) == 3
     for entry in shipped_policies():
         told = entry.card["decontamination"]
         assert told["files"] == document["evaluated"]
-        sets = told["sets"]
-        if told["removed"]:  # MMLU's test questions are not read since
-            assert sets["mmlu"]["compared"] < checked["mmlu"]["compared"] and not sets["mmlu"]["shared"]
-            sets = sets | {"mmlu": checked["mmlu"]}
-        assert sets == checked
+        sets, left = told["sets"], told["not_removed"]
+        assert told["removed"] and {*left} <= {*sets} and all(left.values())
+        assert sets["mmlu"]["compared"] < counted["mmlu"][0]  # the test questions are counted, but not trained on
+        for name in {*sets} - {"mmlu"}:
+            assert (sets[name]["compared"], sets[name]["overlapping"] + left.get(name, 0)) == counted[name]
         # The description beside the weights is the one that they carry.
         policy = Policy.from_pretrained(entry.folder)
         assert policy.card == entry.card
-        assert describe_overlap(entry.card).endswith("were left out" if told["removed"] else "and were trained on")
+        assert f"and were left out, but not {sum(left.values())} more with" in describe_overlap(entry.card)
         [source] = {row["source"] for row in entry.card["fidelity"]}
         assert entry.card["fidelity"] == ship.card_rows(policy, RESULTS / Path(source).name)
     assert main(["policies"]) == 0

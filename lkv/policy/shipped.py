@@ -54,6 +54,9 @@ def describe_overlap(card: dict[str, Any]) -> str:
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
     fate = "and were left out" if checked["removed"] else "and were trained on"
+    if left := checked.get("not_removed"):  # with short texts, which were not looked for when the policy was trained
+        counts = ", ".join(f"{name} {count:,}" for name, count in left.items())
+        fate += f", but not {sum(left.values()):,} more with a short text inside an evaluated one ({counts})"
     # A stage on a built data set that was not compared has None.
     earlier = [(stage.get("decontamination") or {}).get("removed") for stage in list(card_stages(card))[1:]]
     if checked["removed"] and not all(earlier):

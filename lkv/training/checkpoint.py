@@ -27,13 +27,6 @@ _OTHER_INPUTS = (
 )
 
 
-def check_is_not_data(out: Path, data: Path) -> None:
-    """Raise TrainingError if `out` lies inside the folder `data`, where a later run would read it."""
-    inside, outside = out.resolve(), data.resolve()
-    if inside.is_relative_to(outside) and not any(part.startswith(".") for part in inside.relative_to(outside).parts):
-        raise TrainingError(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
-
-
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes' trainings out of `folder` in the block. Raises TrainingError if one uses it."""

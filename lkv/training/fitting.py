@@ -21,12 +21,12 @@ from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import fitted_folder
-from lkv.training.checkpoint import CHECKPOINT, check_is_not_data, lock_folder, read_checkpoint
+from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.fit_plan import config_for, longest_context
 from lkv.training.fit_run import RUN, FitRun, UselessStateError, log
 from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.utils.devices import is_out_of_memory, release
-from lkv.utils.files import as_path, check_writable_folder
+from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ def fit(
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
         against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): documents of which a piece shares a
-            tenth of its 13-grams with them are left out.
+            tenth of its 13-grams with them, or has 6 to 12 words and stands in them, are left out.
 
     Returns:
         The policy, which is also saved.
@@ -147,7 +147,7 @@ def _check_folder(folder: Path, texts: FitTexts) -> None:
             "own."
         )
     if texts.training.index.used:
-        check_is_not_data(folder, texts.training.index.folder)
+        check_is_not_data(folder, texts.training.index.folder, TrainingError)
 
 
 @contextmanager

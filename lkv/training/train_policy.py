@@ -22,7 +22,6 @@ from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.training.checkpoint import (
     CHECKPOINT,
-    check_is_not_data,
     initialize_from,
     lock_folder,
     read_checkpoint,
@@ -38,7 +37,7 @@ from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
 from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
-from lkv.utils.files import check_writable_folder, name_without_place
+from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -109,7 +108,7 @@ def prepare(
         )
     override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
-        check_is_not_data(out, data)
+        check_is_not_data(out, data, TrainingError)
     if is_policy(out):
         raise TrainingError(
             f"{out} already holds a policy, which would be used instead of the trained one; give another --out."

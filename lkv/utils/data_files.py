@@ -51,7 +51,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(read_lines(file, path), 1):
                 try:
-                    yield json.loads(line)
+                    yield replace_lone_surrogates(json.loads(line))
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -69,9 +69,20 @@ def read_lines(file: Any, path: Path) -> Iterator[Any]:
 def read_json(path: Path) -> Any:
     """Read a JSON file, gzipped or not. Raises DataError."""
     try:
-        return json.loads(_read_bytes(path))
+        return replace_lone_surrogates(json.loads(_read_bytes(path)))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON ({error}).") from error
+
+
+def replace_lone_surrogates(value: Any) -> Any:
+    """A value of JSON with "?" for halves of surrogate pairs, which JSON can escape and no tokenizer can read."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [replace_lone_surrogates(part) for part in value]
+    if isinstance(value, dict):
+        return {key: replace_lone_surrogates(part) for key, part in value.items()}
+    return value
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:

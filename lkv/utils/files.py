@@ -128,6 +128,13 @@ def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None
         raise error(f"{subject} cannot be written to {path} ({error_reason(problem)}); give another name.") from problem
 
 
+def check_is_not_data(out: Path, data: Path, error: type[LkvError]) -> None:
+    """Raise `error` if `out` lies inside the folder `data`, where a later run would read it."""
+    inside, outside = out.resolve(), data.resolve()
+    if inside.is_relative_to(outside) and not any(part.startswith(".") for part in inside.relative_to(outside).parts):
+        raise error(f"{out} lies inside {data} and would be read as data; give an --out elsewhere.")
+
+
 def nearest_folder(path: Path) -> Path:
     """`path` if it is there, else the nearest folder above it that is."""
     # For invalid names, such as too long ones, os.path.exists returns False, but Path.exists raises.

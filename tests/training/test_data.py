@@ -8,9 +8,10 @@ import random
 import pytest
 
 from lkv.errors import DataError
-from lkv.training.data.documents import read_dataset, split_held_out
+from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import Mixture
+from lkv.training.data.packing import ask_to_repeat, split_to_continue
 from lkv.training.data.public_datasets import index_folder, read_name_map
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.data_files import read_records, split_lines
@@ -148,10 +149,32 @@ def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
         Mixture(tmp_path, 100, 300).held_out()
 
 
+@pytest.mark.parametrize("validation", [False, True])
+def test_a_text_in_many_rows_is_on_one_side(tmp_path, validation):
+    """Of three contexts with fifty questions each, or of a file that is there twice."""
+    contexts = [f"The {name} tower stands at the river. " * 20 for name in ("old", "white", "tall")]
+    rows = [{"context": contexts[n % 3], "question": f"Question {n}?", "answer": "the river"} for n in range(150)]
+    write(tmp_path, "own.jsonl.gz", rows)
+    items = read_dataset("own", [tmp_path / "own.jsonl.gz"], tmp_path)
+    side, other = (split_held_out(items, wanted) for wanted in (validation, not validation))
+    assert len(side) + len(other) == 150 and not {item.text for item in side} & {item.text for item in other}
+    assert {item.text for item in side} == ({contexts[0]} if validation else {*contexts[1:]})
+    same = [item for item in items if item.text == contexts[0]]
+    assert split_held_out(same, validation) == ([] if validation else same)
+    assert split_held_out([], validation) == []
+
+
 def test_separators_inside_a_line_do_not_end_it(tmp_path):
     (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
     (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
     items = read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+    for path in (tmp_path / "train.src.cleaned", tmp_path / "train.tgt"):  # and gzipped
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    found = index_folder(tmp_path)
+    assert found.used == {"multi_news": [tmp_path / "train.src.cleaned.gz"]}
+    assert found.skipped == {tmp_path / "train.tgt.gz": "read with its source file"}
+    assert read_dataset("multi_news", found.used["multi_news"], tmp_path) == items
     texts = [(item.text, item.questions[0][1]) for item in items]
     assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
     assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
@@ -163,6 +186,40 @@ def test_a_field_of_a_table_may_be_a_book(tmp_path):
     usual = csv.field_size_limit()
     ((_, row),) = read_records(tmp_path / "book.csv")
     assert len(row["context"]) == 200_000 and csv.field_size_limit() == usual
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(map(chr, range(0x4E00, 0x9E00))),  # Chinese
+        ";".join(f"v{n}=f({n})" for n in range(2000)),  # minified code
+        " ".join(str(n) if n % 50 < 35 else f"{n:0100}" for n in range(3000)),  # words of more than one kind
+    ],
+)
+def test_texts_without_spaces_are_repeated_and_continued_in_part(text):
+    rng = random.Random(0)
+    questions = set()
+    for _ in range(20):
+        context, (following, repeated) = split_to_continue(rng, [text], 4000)
+        assert len(context) > 3500 and 300 < len(following.target) < 600
+        opening = repeated.question.partition('"')[2].removesuffix('"')
+        assert f"{opening} {repeated.target}" in context or opening + repeated.target in context
+        assert 10 < len(opening) <= 400 and 150 < len(repeated.target) <= 2000
+        questions |= {ask_to_repeat(rng, context).question for _ in range(5)}
+    assert len(questions) > 50
+    context, (following, _) = split_to_continue(rng, [f"x = 1;\n{text[:3000]}"], 10_000)
+    assert len(context) > 2500 and len(following.target) < 600  # not cut at the only line end, far before
+
+
+def test_of_texts_with_spaces_words_are_repeated(folder):
+    text = (folder / "story0.txt").read_text()
+    words = text.split(" ")
+    for seed in range(20):
+        start = random.Random(seed).randint(0, len(words) - 54)
+        opening, answer = (" ".join(words[start + a : start + b]) for a, b in ((0, 8), (8, 54)))
+        question = f'Repeat the part of the text that starts with: "{opening}"'
+        assert ask_to_repeat(random.Random(seed), text) == Continuation(question, answer)
+    assert ask_to_repeat(random.Random(0), "a short text").target == "a short text"
 
 
 class Letters:
@@ -184,6 +241,32 @@ def test_tokenized_sample_knows_where_the_target_begins():
     assert "".join(map(chr, asked[:skip])) == "\n\nQuestion: why\nAnswer:"
     assert asked[skip:] == [ord("s"), ord("o"), 0]
     assert (following, none) == ([ord(c) for c in "ghi"], 0)
+
+
+class Strict(Letters):
+    """A tokenizer that refuses half of a surrogate pair, as those of transformers do."""
+
+    def __call__(self, text, add_special_tokens):
+        text.encode()
+        return super().__call__(text, add_special_tokens)
+
+
+def test_half_a_surrogate_pair_stops_no_training(tmp_path):
+    """JSON can escape one, and a caller's text can hold one."""
+    half = "The \ud83d tower. "
+    rows = [{"context": f"{n} {half * 30}", "question": f"What {half}?", "answer": f"A {half}"} for n in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "train-v1.1.json").write_text(
+        json.dumps({"data": [{"title": half, "paragraphs": [{"context": half * 30, "qas": [
+            {"question": half, "answers": [{"text": half}]}]}]}]})
+    )  # fmt: skip
+    mixture = Mixture(tmp_path, 50, 100, texts=[half * 2000], builtin=())
+    assert {*mixture.names} == {"stories", "squad", "prose", "facts"}
+    for number in range(30):
+        sample = mixture.sample(number, 3)
+        assert tokenize_sample(sample, Strict(), 10_000, 10_000).continuations
+        assert "tower" in sample.context and "?" in sample.context
+    assert [*split_text("na\udcefve.py", half)] == [Passage("na?ve.py", half.replace("\ud83d", "?"))]
 
 
 def test_the_held_out_items_are_chosen_by_what_they_say(folder):
@@ -208,7 +291,8 @@ def test_the_held_out_items_are_chosen_by_what_they_say(folder):
 
 
 def test_every_file_is_named_taken_or_left(folder):
-    for name in ("README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz"):
+    names = "README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz", "mmlu_test.jsonl", "mmlu_val.jsonl"
+    for name in (*names, "mmlu_dev_test.jsonl.gz", "mmlu_auxiliary_train.jsonl"):
         (folder / name).write_bytes(b"")
     (folder / "mine.jsonl").write_text(
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
@@ -216,12 +300,15 @@ def test_every_file_is_named_taken_or_left(folder):
     for name in ("test/own_questions.jsonl", "data/validation/rows.jsonl", "latest/more.jsonl"):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes((folder / "mine.jsonl").read_bytes())
-    found = index_folder(folder, ["squad", "hotpotqa", "own", "text", "code"])
+    found = index_folder(folder, ["squad", "hotpotqa", "mmlu", "own", "text", "code"])
+    assert found.used["mmlu"] == [folder / "mmlu_auxiliary_train.jsonl", folder / "mmlu_dev_test.jsonl.gz"]
     assert found.used["own"] == [folder / "latest/more.jsonl", folder / "mine.jsonl"]
     assert len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
         "README.md": "describes the folder",
         "dev-v1.1.json": "not a training split",
+        "mmlu_test.jsonl": "not a training split",
+        "mmlu_val.jsonl": "not a training split",
         "own_questions.jsonl": "not a training split",
         "rows.jsonl": "not a training split",
         "picture.png": "neither text nor code",
@@ -258,5 +345,11 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
         names.write_text(text)
         with pytest.raises(DataError, match=message):
             read_name_map(names)
+    with pytest.raises(DataError, match="names the set 'trec', which this recipe does not read; give sets of squad, "):
+        Mixture(folder, 100, 400, names={"trec": "strange.jsonl.gz"})
+    elsewhere = names.with_name("elsewhere.jsonl.gz")
+    elsewhere.write_bytes((folder / "strange.jsonl.gz").read_bytes())
+    mixture = Mixture(folder, 100, 400, names={"squad": str(elsewhere)})
+    assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
         Mixture(folder, 100, 400, names={"squad": "nothing.gz"})

@@ -144,6 +144,27 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         build_counted(tmp_path / "stopped1")
 
 
+def test_what_is_missing_or_damaged_is_built_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
+    whole = Counted()
+    build_counted(tmp_path, whole)
+    written = files(tmp_path)
+    for content in (None, b"", written["train-a-0001.jsonl"].replace(b"word", b"sword")):
+        (tmp_path / "train-a-0001.jsonl").unlink()
+        if content is not None:
+            (tmp_path / "train-a-0001.jsonl").write_bytes(content)
+        with pytest.raises(OSError, match="out of order"):
+            build_counted(tmp_path, Counted(20))
+        recipe = Counted()
+        build_counted(tmp_path, recipe)
+        assert files(tmp_path) == written and 0 < recipe.asked < whole.asked / 2  # of one source, from where it stopped
+    with pytest.raises(OSError, match="out of order"):
+        build_counted(tmp_path / "stopped", Counted(20))
+    (tmp_path / "stopped" / "train-a-0000.jsonl").unlink()
+    build_counted(tmp_path / "stopped")
+    assert files(tmp_path / "stopped") == written
+
+
 def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
     build(tmp_path, folder)
     built = BuiltDataset(tmp_path, seed=3)
@@ -197,8 +218,30 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
         ({"decontamination": {"removed": False}}, "and were left out; earlier stages of training trained on them"),
     ):
         assert describe_overlap(card | {"started_from": earlier}).endswith(ending)
+    found_later = {"decontamination": card["decontamination"] | {"not_removed": {"2wiki": 70, "trec": 1014}}}
+    assert describe_overlap(found_later).endswith(
+        "and were left out, but not 1,084 more with a short text inside an evaluated one (2wiki 70, trec 1,014)"
+    )
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
+
+
+def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
+    """As LongBench's TREC has its questions: one in `input` beside a label, hundreds in one `context`."""
+    shots = ["Who built the old stone tower ?", "What did the keeper of the lamp say to the last sailor ?"]
+    row = {"input": "Question: How many ships left the harbour ?\nType:"}
+    row["context"] = "\n".join(f"Question: {question}\nType: x" for question in shots)
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
+    overlap = NgramOverlap([tmp_path / "trec.jsonl"])
+    for question in (*shots, "How many ships left the harbour?"):
+        assert overlap.share(question) == 1.0
+    for question in ("Who built the old tower ?", "Who built the old stone bridge ?", f"{shots[0]} Nobody"):
+        assert overlap.share(question) == 0.0
+    question = "What did the keeper of the lamp say to the first sailor ?"
+    assert overlap.share(question) == 0.0 and 0 < NgramOverlap([tmp_path / "trec.jsonl"], 6).share(question) < 1
+    items = [ShortQuestion(question, "x") for question in (*shots, "Who built the new stone tower ?")]
+    kept, counts = overlap.clean(items)
+    assert kept == items[2:] and (counts.shared, counts.dropped) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +263,11 @@ def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content
 
 
 def test_other_columns_are_named(tmp_path, folder):
-    (tmp_path / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
     with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
-        build(tmp_path / "out", tmp_path)
+        build(tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
 
 
@@ -232,10 +277,13 @@ def test_other_columns_are_named(tmp_path, folder):
         (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
         (["--share", "0"], "--share is 0, but must be greater than 0"),
         (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
+        (["--map", "names.json"], "names.json names files of a folder, but there is none; give the folder with --data"),
+        (["--recipe", "wide", "--data", "{parent}"], "would be read as data; give an --out elsewhere"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.setattr("lkv.models.loading.load_tokenizer", lambda *_: Tokens())
+    words = [word.format(parent=tmp_path) for word in words]
     assert main(["data", "build", "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -359,6 +407,16 @@ def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
 
 
+def test_a_smaller_draw_is_not_the_beginning_of_a_larger_one(tmp_path):
+    """So that a build does not depend on what was downloaded before it."""
+    paths = []
+    for name, draws in (("one", (20,)), ("two", (60, 20))):
+        for count in draws:
+            path, _ = download_rows("squad", tmp_path / name, count, load=lambda *a, **o: Stream(rows_of("squad", 70)))
+        paths.append(path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
 def test_datasets_streams_what_is_read(tmp_path, folder):
     """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
     import datasets
@@ -410,3 +468,42 @@ def test_a_build_from_the_hub_alone(tmp_path):
     assert made["sources"]["multi_news"]["commit"] == "a" * 40
     assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
     assert len(lines_of(tmp_path / "out")) == 40
+
+
+def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path, monkeypatch):
+    """And that one goes on to what it would have been."""
+    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 4)
+    monkeypatch.setattr(building, "_MIN_ROWS", 10)
+    lock = tmp_path / "lock.json"
+    lock.write_text(json.dumps({"sources": {name: {"commit": "a" * 40} for name in LOOM_RATIOS}}))
+
+    def run(out, **changes):
+        def load(repository, **options):
+            return Stream(rows_of(names[repository], 200))
+
+        return build_dataset(settings(tmp_path / out, None, **({"lock": lock} | changes)), Tokens(), "words", load)
+
+    make_candidate = Loom.candidate
+
+    def stop(self, source, number):
+        if number == 6:
+            raise OSError("out of order")
+        return make_candidate(self, source, number)
+
+    run("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loom, "candidate", stop)
+        with pytest.raises(OSError, match="out of order"):
+            run("stopped")
+    fetched = files(tmp_path / "stopped" / "fetched")
+    lock.write_text(lock.read_text().replace("a" * 40, "b" * 40, 1))
+    for changes, message in (
+        ({"samples": 400}, r"progress\.json belongs to a build with other settings \(asked\)"),
+        ({}, r"progress\.json belongs to a build of another commit of hotpotqa/hotpot_qa than .*lock\.json names"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run("stopped", **changes)
+        assert files(tmp_path / "stopped" / "fetched") == fetched
+    run("stopped", lock=None)
+    assert files(tmp_path / "stopped") == files(tmp_path / "whole")

@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ from lkv.training.data.public_datasets import (
 )
 from lkv.training.data.samples import tokenize_sample
 from lkv.utils.data_files import read_json, read_records
-from lkv.utils.files import check_writable_folder, name_without_place, write_text
+from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -76,13 +76,30 @@ def build_dataset(
     """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
+    if config.map is not None and config.data is None:
+        raise DataError(f"{config.map} names files of a folder, but there is none; give the folder with --data too.")
+    if config.data is not None:
+        check_is_not_data(config.out, config.data, DataError)
     if not getattr(tokenizer, "chat_template", None):
         print(
             f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",
             file=sys.stderr,
         )
     overlap = OverlapFilter(config.against, config.words, config.share) if config.against else None
+    # All that the samples depend on, with no path and no date: two builds give the same bytes.
     sources: dict[str, dict[str, Any]] = {}
+    plan = {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "asked": {"train": config.samples, "heldout": config.held_out},
+        "bounds": [config.min_tokens, config.max_tokens],
+        "tokenizer": {
+            "name": name_without_place(model_name),
+            "sha256": tokenizer_digest(tokenizer),
+        },
+        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
+    }
+    check_same_settings(config.out, plan)  # before rows are downloaded, which would replace those of that build
 
     def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
         if overlap is None or not items:
@@ -99,19 +116,7 @@ def build_dataset(
         training, held_out = _open_wide(config, remove_overlapping, sources)
     else:
         training, held_out = _open_loom(config, tokenizer, remove_overlapping, sources, load)
-    # All that the samples depend on, with no path and no date: two builds give the same bytes.
-    plan = {
-        "recipe": config.recipe,
-        "seed": config.seed,
-        "asked": {"train": config.samples, "heldout": config.held_out},
-        "bounds": [config.min_tokens, config.max_tokens],
-        "tokenizer": {
-            "name": name_without_place(model_name),
-            "sha256": tokenizer_digest(tokenizer),
-        },
-        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
-        "sources": sources,
-    }
+    plan["sources"] = sources
     if isinstance(training, Mixture):
         plan["weights"] = training.weights
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
@@ -171,6 +176,12 @@ def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None
             raise DataError(
                 f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
             ) from error
+    for path, earlier in _earlier_plans(config.out):
+        if commit not in (None, earlier.get("sources", {}).get(name, {}).get("commit", commit)):
+            raise DataError(
+                f"{path} belongs to a build of another commit of {hub.repository} than {config.lock} names; leave "
+                "--lock out to continue it, or give another folder."
+            )
     print(
         f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
         file=sys.stderr,
@@ -209,6 +220,25 @@ def _open_wide(
     return training, training.held_out(config.seed)
 
 
+def check_same_settings(out: Path, plan: dict[str, Any]) -> None:
+    """Raise DataError where `out` holds a build, finished or not, whose settings differ from those in `plan`."""
+    plan = json.loads(json.dumps(plan))
+    for path, earlier in _earlier_plans(out):
+        if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
+            raise DataError(
+                f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
+                "to continue it, or another folder."
+            )
+
+
+def _earlier_plans(out: Path) -> Iterator[tuple[Path, Any]]:
+    """The files of a build in `out` that hold its settings, with these."""
+    for path in (out / MANIFEST, out / PROGRESS):
+        if path.is_file():
+            content = read_json(path)
+            yield path, content.get("plan") if path.name == PROGRESS and isinstance(content, dict) else content
+
+
 @dataclass
 class SourceProgress:
     """Progress of one source of one side: the next candidate, and what became of those before it."""
@@ -226,37 +256,32 @@ class DatasetBuilder:
         self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
         self._progress: dict[str, SourceProgress] = {}
         check_writable_folder(out, DataError, "the training data")
-        plan = json.loads(json.dumps(plan))
-        for name in (MANIFEST, PROGRESS):
-            path = out / name
-            if not path.is_file():
-                continue
-            content = read_json(path)
-            earlier = content.get("plan") if name == PROGRESS and isinstance(content, dict) else content
-            if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
-                raise DataError(
-                    f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
-                    "to continue it, or another folder."
-                )
-            if name == PROGRESS:
-                try:
-                    self._progress = {k: SourceProgress(**values) for k, values in content["streams"].items()}
-                except (KeyError, TypeError, AttributeError) as error:
-                    raise DataError(
-                        f"{path} is not the progress of a build; delete it, or give another folder."
-                    ) from error
+        check_same_settings(out, plan)
+        if (path := out / PROGRESS).is_file():
+            try:
+                self._progress = {k: SourceProgress(**values) for k, values in read_json(path)["streams"].items()}
+            except (KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"{path} is not the progress of a build; delete it, or give another folder.") from error
 
     def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:
-        """Build `sides`, each a recipe and its number of samples; returns and writes the manifest."""
-        if (self._out / MANIFEST).is_file():  # of this very plan, and finished
-            return read_manifest(self._out)
-        streams: dict[str, Any] = {}
+        """Build `sides`, each a recipe and its number of samples; returns and writes the manifest.
+
+        Of a finished build, the sources of which a file is missing or damaged are built again.
+        """
+        finished = read_manifest(self._out) if (self._out / MANIFEST).is_file() else None
+        streams: dict[str, Any] = finished["streams"] if finished else {}
+        streams = {name: stream for name, stream in streams.items() if self._has_files(stream["files"])}
+        if finished and len(streams) == len(finished["streams"]):
+            return finished
         for side, (recipe, samples) in sides.items():
             rejected: Counter[str] = Counter()
             for source, count in split_samples(recipe.shares(), samples).items():
-                progress = self._build_source(recipe, f"{side}-{source}", source, count)
+                name = f"{side}-{source}"
+                if name in streams:
+                    continue
+                progress = self._build_source(recipe, name, source, count)
                 rejected.update(progress.rejected)
-                streams[f"{side}-{source}"] = {
+                streams[name] = {
                     "wanted": count,
                     "samples": len(progress.tokens),
                     "candidates": progress.next,
@@ -264,7 +289,7 @@ class DatasetBuilder:
                     "tokens": _quantiles(progress.tokens),
                     "files": progress.files,
                 }
-            if samples and not any(s["samples"] for name, s in streams.items() if name.startswith(f"{side}-")):
+            if samples and not any(s["samples"] for key, s in streams.items() if key.startswith(f"{side}-")):
                 reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
                 raise DataError(
                     f"no {side} sample has between {self._bounds[0]:,} and {self._bounds[1]:,} tokens (candidates: "
@@ -278,7 +303,9 @@ class DatasetBuilder:
         return manifest
 
     def _build_source(self, recipe: Recipe, name: str, source: str, count: int) -> SourceProgress:
-        progress = self._progress.setdefault(name, SourceProgress())
+        if name not in self._progress or not self._has_files(self._progress[name].files):
+            self._progress[name] = SourceProgress()
+        progress = self._progress[name]
         (least, most), end = self._bounds, recipe.num_candidates(source, count)
         bar = tqdm(total=count, initial=len(progress.tokens), desc=name.replace("-", " ", 1), disable=None)
         while len(progress.tokens) < count and progress.next < end:
@@ -297,8 +324,7 @@ class DatasetBuilder:
                     continue
                 answers = [{"question": c.question, "target": c.target} for c in sample.continuations]
                 row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": answers}
-                # A lone surrogate would not go into UTF-8.
-                lines.append(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
                 progress.tokens.append(tokens)
                 bar.update()
             if lines:
@@ -309,6 +335,11 @@ class DatasetBuilder:
             write_text(self._out / PROGRESS, json.dumps(state), DataError, "the progress")
         bar.close()
         return progress
+
+    def _has_files(self, files: dict[str, str]) -> bool:
+        """Whether all `files`, from names to their SHA-256, are in the folder as they were written."""
+        paths = {self._out / name: digest for name, digest in files.items()}
+        return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
 
 
 def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:

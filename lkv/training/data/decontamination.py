@@ -17,7 +17,7 @@ from lkv.utils.data_files import read_json, read_member, read_records, read_text
 
 NGRAM_WORDS = 13  # long enough that chance does not make two texts share them
 OVERLAP_SHARE = 0.1  # of a text's n-grams
-_MIN_QUESTION_WORDS = 6  # from which a question shorter than an n-gram is compared as a whole
+_SHORT_WORDS = 6  # per n-gram of a text that is shorter than an n-gram
 _WORD = re.compile(r"\w+")
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -35,16 +35,15 @@ class NgramOverlap:
     """N-grams of the evaluated texts in `files`: JSON, JSON lines, CSV, Parquet, text, or a zip of JSON and text.
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
-    or is shorter than n words and equal to one of their strings.
+    or has fewer than n words and shares all of its 6-grams.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
         self._n, self._share = n, share
         self._word_hashes: dict[str, int] = {}
-        self._factors = [pow(_MULTIPLIER, i, 2**64) for i in range(n)]
+        self._factors = [pow(_MULTIPLIER, i, 2**64) for i in range(max(n, _SHORT_WORDS))]
         self.files: dict[str, str] = {}
-        self._short: set[str] = set()
-        grams = [np.zeros(0, np.uint64)]
+        grams = {size: [np.zeros(0, np.uint64)] for size in (n, _SHORT_WORDS)}
         for path in files:
             strings = list(read_strings(path))
             if not any(string.strip() for string in strings):
@@ -55,20 +54,22 @@ class NgramOverlap:
                     break
                 name = f"{folder.name}/{name}"
             self.files[name] = digest
-            for words in (_WORD.findall(string.lower()) for string in strings):
-                grams.append(self._hash_grams(words))
-                if _MIN_QUESTION_WORDS <= len(words) < n:
-                    self._short.add(" ".join(words))
-        self._grams = np.unique(np.concatenate(grams))
+            for words in map(self._hash_words, strings):
+                for size, found in grams.items():
+                    found.append(self._hash_grams(words, size))
+        self._grams = {size: np.unique(np.concatenate(grams.pop(size))) for size in list(grams)}
 
     def share(self, text: str) -> float:
-        """The share of the n-grams of `text` that evaluated texts have; 1 for a short text that is one of theirs."""
-        words = _WORD.findall(text.lower())
-        if len(words) < self._n:
-            return float(" ".join(words) in self._short)
-        grams = self._hash_grams(words)
-        places = np.searchsorted(self._grams, grams).clip(max=max(0, len(self._grams) - 1))
-        return float((self._grams[places] == grams).mean()) if len(self._grams) else 0.0
+        """The share of the n-grams of `text` that evaluated texts have; of a shorter text 1 or 0."""
+        words = self._hash_words(text)
+        is_short = len(words) < self._n
+        size = _SHORT_WORDS if is_short else self._n
+        grams, evaluated = self._hash_grams(words, size), self._grams[size]
+        if not len(grams) or not len(evaluated):
+            return 0.0
+        places = np.searchsorted(evaluated, grams).clip(max=len(evaluated) - 1)
+        shared = float((evaluated[places] == grams).mean())
+        return float(shared == 1.0) if is_short else shared
 
     def clean(self, items: list[Any]) -> tuple[list[Any], OverlapCounts]:
         """The items that do not overlap, and the counts."""
@@ -76,16 +77,20 @@ class NgramOverlap:
         clean = [item for item, share in zip(items, shares, strict=True) if share < self._share]
         return clean, OverlapCounts(len(items), sum(share > 0 for share in shares), len(items) - len(clean))
 
-    def _hash_grams(self, words: list[str]) -> Any:
-        """A 64-bit hash of each n-gram."""
+    def _hash_words(self, text: str) -> Any:
+        """A 64-bit hash of each word."""
+        words = _WORD.findall(text.lower())
         for word in {word for word in words if word not in self._word_hashes}:
             digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
             self._word_hashes[word] = int.from_bytes(digest, "big")
-        hashes = np.fromiter((self._word_hashes[word] for word in words), np.uint64, len(words))
-        count = max(0, len(words) - self._n + 1)
+        return np.fromiter((self._word_hashes[word] for word in words), np.uint64, len(words))
+
+    def _hash_grams(self, words: Any, size: int) -> Any:
+        """A 64-bit hash of each n-gram of `size` words, given the words' hashes."""
+        count = max(0, len(words) - size + 1)
         total = np.zeros(count, np.uint64)
-        for i, factor in enumerate(self._factors):
-            total += hashes[i : i + count] * np.uint64(factor)
+        for i, factor in enumerate(self._factors[:size]):
+            total += words[i : i + count] * np.uint64(factor)
         return total
 
 

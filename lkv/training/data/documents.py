@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
-from lkv.utils.data_files import Row, read_records, read_text, require_field, split_lines
+from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, split_lines
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
@@ -70,18 +70,18 @@ def item_texts(item: Item) -> list[str]:
 
 def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     """The items that training never sees, or the others; an item's text decides, not its file."""
-    if len(items) == 1:
-        return [] if validation else list(items)
-    chosen = []
-    for item in items:
-        digest = hashlib.blake2b(item_texts(item)[0].encode(errors="surrogatepass"), digest_size=4).digest()
-        if (int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0) == validation:
-            chosen.append(item)
-    # A handful of texts may all have fallen on one side: then the shortest one alone is held out.
-    if len(chosen) in (0, len(items)):
-        shortest = min(range(len(items)), key=lambda index: len(item_texts(items[index])[0]), default=0)
-        chosen = [item for index, item in enumerate(items) if (index == shortest) == validation]
-    return chosen
+    texts = [item_texts(item)[0] for item in items]
+    held_out = {text for text in texts if _is_in_share(text)}
+    # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but not the only one.
+    if len(held_out) in (0, len({*texts})):
+        held_out = {min(texts, key=len)} if len({*texts}) > 1 else set()
+    return [item for item, text in zip(items, texts, strict=True) if (text in held_out) == validation]
+
+
+def _is_in_share(text: str) -> bool:
+    """Whether a text is of the one in `_VALIDATION_SHARE` that is held out."""
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0
 
 
 def read_dataset(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
@@ -288,6 +288,7 @@ def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
 
 def split_text(title: str, text: str) -> Iterator[Passage]:
     """A text in pieces, so that one long book can serve both for training and for validation."""
+    title, text = (replace_lone_surrogates(part) for part in (title, text))  # a file's name can hold them too
     for start in range(0, len(text), _PIECE_CHARS):
         yield Passage(title, text[start : start + _PIECE_CHARS])
 

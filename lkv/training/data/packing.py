@@ -11,7 +11,11 @@ T = TypeVar("T")
 CHARS_PER_TOKEN = 3.9
 CODE_CHARS_PER_TOKEN = 2.9
 COMPLETION_CHARS = 340  # of a text to continue
-_REPEATED_WORDS = 54
+_REPEATED_WORDS, _OPENING_WORDS = 54, 8
+_MAX_REPEATED_CHARS, _MAX_OPENING_CHARS = 2000, 400  # where words are long
+# From this mean length on, words are no measure, as in Chinese or minified code: characters are counted instead.
+_LONG_WORD_CHARS, _REPEATED_CHARS, _OPENING_CHARS = 30, 300, 24
+_LINE_CHARS, _WORD_CHARS = 200, 40  # before a cut, in which it moves to the end of a line or a word
 _MAX_ITEMS = 256  # in one context
 
 
@@ -74,7 +78,7 @@ def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tu
     start = rng.randint(0, max(0, len(last) - length - COMPLETION_CHARS))
     part = last[start : start + length + COMPLETION_CHARS]
     cut = max(1, len(part) - COMPLETION_CHARS)
-    break_at = max(part.rfind("\n", 0, cut), part.rfind(" ", max(0, cut - 40), cut))
+    break_at = max(part.rfind("\n", max(0, cut - _LINE_CHARS), cut), part.rfind(" ", max(0, cut - _WORD_CHARS), cut))
     cut = break_at if break_at > 0 else cut
     context = f"{text}\n\n{part[:cut]}" if text else part[:cut]
     return context, [Continuation(None, part[cut:]), ask_to_repeat(rng, context)]
@@ -83,10 +87,16 @@ def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tu
 def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
     """Ask for a part of the context: a strong signal that needs no particular fact."""
     words = context.split(" ")
-    start = rng.randint(0, max(0, len(words) - _REPEATED_WORDS))
-    opening, answer = words[start : start + 8], words[start + 8 : start + _REPEATED_WORDS]
-    question = f'Repeat the part of the text that starts with: "{" ".join(opening)}"'
-    return Continuation(question, " ".join(answer) or " ".join(opening))
+    if len(context) < _LONG_WORD_CHARS * len(words):
+        start = rng.randint(0, max(0, len(words) - _REPEATED_WORDS))
+        part = " ".join(words[start : start + _REPEATED_WORDS])[:_MAX_REPEATED_CHARS]
+        opening = " ".join(words[start : start + _OPENING_WORDS])[:_MAX_OPENING_CHARS]
+    else:
+        start = rng.randint(0, max(0, len(context) - _REPEATED_CHARS))
+        part = context[start : start + _REPEATED_CHARS]
+        opening = part[:_OPENING_CHARS]
+    question = f'Repeat the part of the text that starts with: "{opening}"'
+    return Continuation(question, part[len(opening) :].removeprefix(" ") or opening)
 
 
 def fill_continuations(

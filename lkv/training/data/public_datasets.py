@@ -100,7 +100,13 @@ PUBLIC_DATASETS: dict[str, PublicDataset] = {
     "mmlu": PublicDataset(
         "MMLU auxiliary_train and dev",
         "MIT",
-        ("all/auxiliary_train-*.parquet", "all/dev-*.parquet", "mmlu_*.jsonl*"),
+        (
+            "all/auxiliary_train-*.parquet",
+            "all/dev-*.parquet",
+            "mmlu_auxiliary_train*.jsonl*",
+            "mmlu_train*.jsonl*",
+            "mmlu_dev*.jsonl*",
+        ),
         HubSource(
             "cais/mmlu", ({"name": "all"},), ("auxiliary_train", "dev"), "c30699e8356da336a370243923dbaf21066bb9fe"
         ),
@@ -153,14 +159,20 @@ def index_folder(
 ) -> DatasetIndex:
     """Classify every file below `folder` for the sets `datasets`, by official names or `names`.
 
-    Raises DataError where there is no folder, and, unless `skip_unknown`, for data that is not recognised.
+    Raises DataError where there is no folder, for names of other sets, and, unless `skip_unknown`, for data that is not
+    recognised.
     """
+    datasets = tuple(datasets)
     if not folder.is_dir():
         raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
     for name, listed in (names or {}).items():
+        if name not in datasets:
+            raise DataError(
+                f"the map names the set {name!r}, which this recipe does not read; give sets of {', '.join(datasets)}."
+            )
         used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
         if missing := [path for path in used[name] if not path.is_file()]:
             raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
@@ -198,7 +210,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
     if path.name.startswith(("README", "LICENSE", "LICENCE")):
         return "", "describes the folder"
     plain_name = path.name.removesuffix(".gz")
-    if plain_name.endswith(".tgt") and path.with_name(plain_name.replace(".tgt", ".src.cleaned")).exists():
+    if plain_name.endswith(".tgt") and path.with_name(path.name.replace(".tgt", ".src.cleaned")).exists():
         return "", "read with its source file"
     if plain_name.endswith(_DATA_SUFFIXES) or path.name.endswith(".gz"):
         if _OTHER_SPLIT.search(relative.as_posix()):
@@ -247,7 +259,7 @@ def digest_of(paths: Iterable[Path]) -> str:
 
 
 def _join_names(folder: Path, paths: Iterable[Path]) -> str:
-    names = [path.relative_to(folder).as_posix() for path in paths]
+    names = [path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name for path in paths]
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
@@ -268,8 +280,8 @@ def download_rows(
     path, about_path = folder / f"{name}.jsonl", folder / f"{name}.about.json"
     if about_path.is_file() and path.is_file():
         about = read_json(about_path)
-        has_rows = about.get("asked", about["rows"]) >= rows or about["all"]
-        if has_rows and revision in (None, about["revision"]):
+        drawn = about.get("asked", about["rows"])  # other rows than of a smaller or larger draw, unless these are all
+        if (drawn == rows or (about["all"] and drawn < rows)) and revision in (None, about["revision"]):
             return path, about["revision"]
     if load is None:
         require("data", "downloading data sets from the hub")
