@@ -177,6 +177,7 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "enable_dbo", True, "micro-batches"),
         ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
+        ("cache_config", "sliding_window", 4096, "sliding-window layers"),
     ],
 )
 def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match):

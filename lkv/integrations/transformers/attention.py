@@ -214,8 +214,11 @@ def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
+    # A window as long as all of the text (Phi-3.5) hides nothing.
+    window = kwargs.get("local_size")
+    hides_nothing = window is not None and window >= offset + kwargs["kv_length"]
     # Models combine the causal function with others, and may ask for a whole mask to change it.
-    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    is_causal = hides_nothing or kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     is_free = is_causal and kwargs.get("allow_is_causal_skip", True)
     # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway.
     if base != "sdpa" or not isinstance(offset, KeyOffset) or not is_free:

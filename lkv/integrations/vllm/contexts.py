@@ -300,6 +300,8 @@ def unsupported_reason(vllm_config: Any) -> str | None:
             max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
                 getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
         "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
+        "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use another.":
+            cache.sliding_window is not None,
         "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
         "this is vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0.": vllm_config.use_v2_model_runner,
     }  # fmt: skip
