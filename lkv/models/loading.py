@@ -42,7 +42,7 @@ def load_model(
 
     Args:
         name: the embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
-            cache folder.
+            cache folder: in the dtype of most of its weights, or in bfloat16 where they are quantised.
         dtype: of the weights; by default the one they are stored in.
         revision: a commit, tag or branch on the hub.
         device: where the weights are put, by accelerate without a copy on the CPU, else after one; "auto" means over
@@ -57,7 +57,7 @@ def load_model(
     path: str | Path = name
     if is_gguf(name):  # its folder is named by the content: a file that is moved stays converted
         path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
-        convert_once(path, lambda: nullcontext(Path(name)), torch.bfloat16)
+        convert_once(path, lambda: nullcontext(Path(name)))
     return _load(path, name, dtype or "auto", revision, device)
 
 
