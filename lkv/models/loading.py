@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.errors import ModelLoadError
 from lkv.models.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.utils.devices import find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder
 
@@ -50,6 +51,7 @@ def load_model(
 
     Raises:
         ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
+        LkvError: If there is no such device.
     """
     name = _check_name(name, revision)
     if name == DEFAULT:
@@ -124,10 +126,12 @@ def _load(
 ) -> Any:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     placement: dict[str, Any] = {}
-    if isinstance(device, str):
+    if device == "auto":
         placement = {"device_map": device}
-    elif device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
-        placement = {"device_map": {"": device}}
+    else:
+        device = find_device(device) if isinstance(device, str) else device
+        if device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
+            placement = {"device_map": {"": device}}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
         if not placement and device is not None:
