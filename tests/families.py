@@ -95,10 +95,14 @@ class Family:
         model = getattr(transformers, self._model)(config)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the fused one knows no float64
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # at 1 everywhere, a norm of k after RoPE would change nothing that counts
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
         return model.to(dtype).eval()
 
 
 _SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
+_NORM_AFTER_ROPE = "none: k as cached, whose norm follows RoPE"
 _SLIDING = {"layers": "full attention; sliding ones stay"}
 SERVED = [
     Family("Llama"),
@@ -125,7 +129,7 @@ SERVED = [
     Family("Granite"),
     Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("Helium"),
-    Family("HunYuanDenseV1"),
+    Family("HunYuanDenseV1", rotation=_NORM_AFTER_ROPE),
     Family("Jais2"),
     Family("Kolibri1", _MIXED, **_SLIDING, rotation="layers without one, as it is"),
     Family("HyperCLOVAX"),
@@ -171,7 +175,7 @@ SERVED = [
     Family(
         "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
     ),
-    Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}),
+    Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}, rotation=_NORM_AFTER_ROPE),
     Family("GptOss", _SINKS, **_SLIDING, rotation="none: k as cached", trains=False),
 ]
 REFUSED = [

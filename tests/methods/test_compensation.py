@@ -114,7 +114,7 @@ def test_extreme_heads_stay_numbers(dtype):
 
 
 @pytest.mark.parametrize(
-    "family", [f for f in SERVED if not f.missing and not f.rotation.startswith("none")], ids=lambda f: f.name
+    "family", [f for f in SERVED if not f.missing and f.rotation != "none: k as cached"], ids=lambda f: f.name
 )
 @torch.no_grad()
 def test_references_are_the_models_own_queries_rotated_behind_the_text(family):

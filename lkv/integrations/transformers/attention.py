@@ -94,7 +94,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             spec=spec or inspect_model(model),
             sliding_windows=tuple(sliding_windows(model)),
             heads=local_kv_heads(model),
-            rotations=layer_rotations(model),
+            rotations=layer_rotations(model, has_weights=spec is None),
             sinks=tuple(attention_sinks(model)),
             config=model.config,
         )

@@ -11,7 +11,7 @@ from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import sliding_windows
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
@@ -150,6 +150,23 @@ def test_only_a_window_as_long_as_the_positions_hides_nothing(window: int, layer
     kinds = ["sliding_attention", "full_attention"] * 2
     model = build("Gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=window)
     assert patch_attention(model).spec.layers == layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_biases_that_hardly_turn_are_no_layers_without_rope(dtype: torch.dtype):
+    """As in Qwen2.5: k of one token repeated is nearly equal at all positions, though it is rotated."""
+    model = build("Qwen2", dtype)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.view(2, 8)[:, [3, 7]] = 100.0
+    assert {type(rotation) for rotation in patch_attention(model).rotations} == {Rotation}
+
+
+@pytest.mark.parametrize("name", ["Llama", "SmolLM3", "HunYuanDenseV1"])
+def test_without_weights_the_rotation_of_layers_that_may_differ_is_not_taken(name: str):
+    model = next(family for family in SERVED if family.name == name).build()
+    assert {type(rotation) for rotation in layer_rotations(model, has_weights=False)} == {
+        Rotation if name == "Llama" else type(None)
+    }
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
