@@ -51,6 +51,15 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> An
     return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
 
 
+def longrope_model(change: int = 64, **changes: Any) -> Any:
+    """A tiny Phi-3 whose frequencies change at `change` tokens."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
+        "original_max_position_embeddings": change,
+    }  # fmt: skip
+    return build("Phi3", rope_parameters=scaling, original_max_position_embeddings=change, **changes)
+
+
 @dataclass(frozen=True)
 class Family:
     """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.

@@ -187,6 +187,16 @@ def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match
     assert match in unsupported_reason(config)
 
 
+def test_longrope_beyond_its_change_is_refused(lab):
+    """vLLM then takes the long factors at all positions."""
+    config = lab.config()
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+    config.model_config.hf_text_config.rope_parameters = rope
+    assert unsupported_reason(config) is None
+    rope["original_max_position_embeddings"] = 1023
+    assert "start vLLM with --max-model-len 1023 or less" in unsupported_reason(config)
+
+
 def test_memory_of_contexts_is_taken_from_that_of_pages(lab):
     config = lab.config({"memory": 3.0})
     worker = SimpleNamespace(vllm_config=config)

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.cache_argument import cache_argument
+from lkv.integrations.transformers.positions import frequency_change, rope_settings
 from lkv.integrations.transformers.spec import evaluation_mode, full_attention_modules, sliding_windows
 
 PROBE_TOKENS = 16
@@ -40,12 +41,10 @@ class Rotation:
         # Some attention modules pass only the rotated part of a head to `apply`, others pass all of it.
         self._is_split_outside = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
-        settings = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        settings = settings.get("full_attention", settings)
-        kind = settings.get("rope_type") or ""
+        text = model.config.get_text_config(decoder=True)
         # Such embeddings change their frequencies when they are called with positions of a longer text.
-        self._has_state = kind == "longrope" or "dynamic" in kind
-        self._changes_at = settings.get("original_max_position_embeddings") if kind == "longrope" else None
+        self._changes_at = frequency_change(text)
+        self._has_state = self._changes_at is not None or "dynamic" in (rope_settings(text).get("rope_type") or "")
         self._rotates_halves: bool | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.is_verified = False  # whether the model's own queries were seen to be rotated like this in every layer
