@@ -51,6 +51,15 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> An
     return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
 
 
+def longrope_model(change: int = 64, **changes: Any) -> Any:
+    """A tiny Phi-3 whose frequencies change at `change` tokens."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
+        "original_max_position_embeddings": change,
+    }  # fmt: skip
+    return build("Phi3", rope_parameters=scaling, original_max_position_embeddings=change, **changes)
+
+
 @dataclass(frozen=True)
 class Family:
     """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.
@@ -95,10 +104,14 @@ class Family:
         model = getattr(transformers, self._model)(config)
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("eager")  # the fused one knows no float64
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # at 1 everywhere, a norm of k after RoPE would change nothing that counts
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
         return model.to(dtype).eval()
 
 
 _SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
+_NORM_AFTER_ROPE = "none: k as cached, whose norm follows RoPE"
 _SLIDING = {"layers": "full attention; sliding ones stay"}
 SERVED = [
     Family("Llama"),
@@ -125,7 +138,7 @@ SERVED = [
     Family("Granite"),
     Family("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("Helium"),
-    Family("HunYuanDenseV1"),
+    Family("HunYuanDenseV1", rotation=_NORM_AFTER_ROPE),
     Family("Jais2"),
     Family("Kolibri1", _MIXED, **_SLIDING, rotation="layers without one, as it is"),
     Family("HyperCLOVAX"),
@@ -171,7 +184,7 @@ SERVED = [
     Family(
         "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
     ),
-    Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}),
+    Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}, rotation=_NORM_AFTER_ROPE),
     Family("GptOss", _SINKS, **_SLIDING, rotation="none: k as cached", trains=False),
 ]
 REFUSED = [

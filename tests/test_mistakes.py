@@ -128,7 +128,18 @@ def test_names_that_are_no_policy_are_named(name):
     [
         (["inspect", "MODEL"], "looks like a model, not like a policy"),
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
-        (["inspect", "--question", "who?"], "--question, --out and --memory need a text, but none was given"),
+        (["inspect", "--question", "who?"], "without a text (none was given) does not read --question; give a file"),
+        (["inspect", "--method", "knorm", "--against", "tova"], "does not read --method, --against; give a file"),
+        (["inspect", DEFAULT, "--max-new-tokens", "3"], f"without a text ({DEFAULT!r} is none) does not read --max"),
+        (["inspect", DEFAULT, "--policy", DEFAULT], f"{DEFAULT!r} and --policy both name a policy; leave one"),
+        (["inspect", "TEXT", "--against", "tova"], "a page without --question does not read --against; leave"),
+        (["inspect", "TEXT", "--policy", DEFAULT, "--method", "knorm"], "'knorm' takes no --policy; leave it out"),
+        (["ask", "TEXT", "who?", "--policy", DEFAULT, "--method", "snapkv"], "'snapkv' takes no --policy; leave it"),
+        (["profile", "--memory", "0.1", "--out", "x.json"], "does not read --memory; use --memory-limit, or add --dry"),
+        (["profile", "--dry-run", "--out", "x.json", "--seed", "1"], "--dry-run does not read --seed, --out; leave"),
+        (["report", "--profile", "x.json", "--table", "sweep", "--retention", "0.1"], "read --table, --retention;"),
+        (["report", "--training", "x", "--weights", "--methods", "lkv"], "does not read --methods, --weights; leave"),
+        (["report", "x.jsonl", "--weights"], "a table of scores does not read --weights; leave"),
         (["inspect", "--model", "MODEL"], "there is no policy for this model (LlamaForCausalLM"),
         (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),
         (["inspect", "--policy-revision", "v1"], "--policy-revision without --policy"),
@@ -141,8 +152,10 @@ def test_names_that_are_no_policy_are_named(name):
         (["serve", "--method", "snapvk"], "there is no method 'snapvk'"),
     ],
 )
-def test_what_would_be_dropped_is_refused(model_folder, capsys, words, message):
-    assert message in refused(capsys, [model_folder if word == "MODEL" else word for word in words])
+def test_what_would_be_dropped_is_refused(model_folder, tmp_path, capsys, words, message):
+    (text := tmp_path / "text.txt").write_text("words " * 50)
+    files = {"MODEL": model_folder, "TEXT": text}
+    assert message in refused(capsys, [files.get(word, word) for word in words])
 
 
 CHANGED_CONFIGS = {

@@ -22,6 +22,7 @@ from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_layers import BaseCache, SlidingWindowLayer
 from lkv.integrations.transformers.compiled import register_cache
 from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
+from lkv.integrations.transformers.positions import check_frequencies
 from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
 from lkv.methods.method import Method, resolve_method
@@ -216,6 +217,7 @@ class RaggedCache(BaseCache):
                 f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
                 "shorten it, or generate fewer tokens."
             )
+        check_frequencies(self.ragged_layers[0].model_config, self.get_seq_length(), tokens)
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Compare what `generate` is about to feed with what was read, where both are known.

@@ -19,6 +19,7 @@ from lkv.cli.options import (
     Retention,
     RunOptions,
     check_pattern,
+    check_policy_is_read,
     find_needs,
     load_pattern,
 )
@@ -126,6 +127,7 @@ class Ask(PolicyOptions, RunOptions):
         if self.compare and (self.method == FULL or len(self.words) < 2):
             reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
             raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
+        check_policy_is_read(self, [self.method])
         check_pattern([self.method], self.pattern)
 
     def _load_context(self) -> "Context":

@@ -53,6 +53,18 @@ class Command(BaseModel):
         """Execute the command; raises LkvError for what the user can fix."""
         raise NotImplementedError
 
+    def refuse_unread(self, mode: str, *flags: str, advice: str = "leave them out") -> None:
+        """Raise LkvError if any of the options `flags` is given, which the command does not read in this mode.
+
+        Args:
+            mode: The subject of the error's sentence.
+            flags: Options such as "--no-strict".
+            advice: The end of the sentence.
+        """
+        names = {flag: flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in flags}
+        if given := [flag for flag, name in names.items() if name in self.model_fields_set]:
+            raise LkvError(f"{mode} does not read {', '.join(given)}; {advice}.")
+
 
 def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:
     """Add an argument for every field of `command`; what is not given stays out of the namespace."""

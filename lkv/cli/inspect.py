@@ -20,6 +20,7 @@ from lkv.cli.options import (
     Retention,
     RunOptions,
     check_pattern,
+    check_policy_is_read,
     find_needs,
 )
 from lkv.errors import LkvError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _BASELINES = ("snapkv", "streaming-llm")
 _PAGE = "of a text"
+_OF_A_TEXT = ("--question", "--out", "--memory", "--method", "--against", "--max-new-tokens", "--dtype", "--device")
 
 
 class Inspect(PolicyOptions, RunOptions):
@@ -79,11 +81,10 @@ class Inspect(PolicyOptions, RunOptions):
         """Print or draw a policy's budgets, or write the page of a text."""
         if self.what is not None and self.is_text:
             _write_page(self, self.what)
-        elif self.question or self.out or self.memory:
-            problem = "none was given" if self.what is None else f"{self.what!r} does not exist"
-            raise LkvError(f"--question, --out and --memory need a text, but {problem}; give a file.")
-        else:
-            _show_budgets(self)
+            return
+        problem = "none was given" if self.what is None else f"{self.what!r} is none"
+        self.refuse_unread(f"lkv inspect without a text ({problem})", *_OF_A_TEXT, advice="give a file")
+        _show_budgets(self)
 
 
 def _show_budgets(options: Inspect) -> None:
@@ -108,6 +109,8 @@ def _show_budgets(options: Inspect) -> None:
 def _load_policy(options: Inspect) -> "Policy":
     """Load the policy that is named, or the one shipped for the model."""
     name = options.what or options.policy
+    if options.what and options.policy:
+        raise LkvError(f"{options.what!r} and --policy both name a policy; leave one of them out.")
     if name is not None and options.model is not None:
         raise LkvError(f"--model selects the policy shipped for it, but {name!r} is given too; leave one of them out.")
     if options.what and "/" not in options.what and not exists(options.what) and named_policy(options.what) is None:
@@ -136,7 +139,11 @@ def _write_page(options: Inspect, source: str) -> None:
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
-    check_pattern([options.method, *(options.against if options.question else ())], takes_pattern=False)
+    if not options.question:
+        options.refuse_unread("a page without --question", "--against", "--max-new-tokens")
+    methods = [options.method, *(options.against if options.question else ())]
+    check_pattern(methods, takes_pattern=False)
+    check_policy_is_read(options, methods)
     # A name of any bytes, as UTF-8.
     name = "standard input" if source == STDIN else os.fsencode(Path(source).name).decode(errors="replace")
     out = options.out or Path("stdin.html" if source == STDIN else f"{Path(source).stem}.html")

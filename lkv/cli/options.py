@@ -1,6 +1,6 @@
 """Options that several commands share, and checks that need no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self
@@ -118,6 +118,15 @@ def find_needs(method: str) -> tuple[str, ...]:
     from lkv.methods.registry import FULL, parse_method
 
     return () if method == FULL else parse_method(method).needs
+
+
+def check_policy_is_read(options: PolicyOptions, methods: Sequence[str]) -> None:
+    """Raise LkvError if --policy is given and none of the methods reads a policy; imports torch if it is given."""
+    from lkv.methods.registry import POLICY
+
+    if options.policy and not any(POLICY in find_needs(method) for method in methods):
+        names = " and ".join(map(repr, methods))
+        raise LkvError(f"{names} {'take' if len(methods) > 1 else 'takes'} no --policy; leave it out.")
 
 
 def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:

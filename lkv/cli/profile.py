@@ -21,6 +21,10 @@ from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
 
 _MAX_TOKENS = 2**22  # limit of the search for the largest context
+_MEASUREMENT = (
+    "--policy", "--policy-revision", "--no-strict", "--methods", "--new-tokens", "--repeats", "--device", "--streaming",
+    "--seed", "--until-out-of-memory", "--memory-limit", "--out",
+)  # fmt: skip
 
 
 class Profile(PolicyOptions, RunOptions):
@@ -50,8 +54,10 @@ class Profile(PolicyOptions, RunOptions):
         if self.config and self.model:
             raise LkvError("--config and --model both name a model; leave one of them out.")
         if self.dry_run:
+            self.refuse_unread("--dry-run", *_MEASUREMENT)
             _predict(self)
             return
+        self.refuse_unread("a measurement", "--memory", advice="use --memory-limit, or add --dry-run")
         if self.out is None:
             raise LkvError("--out is missing; give --out FILE.json, or --dry-run to measure nothing.")
         if self.out.suffix != ".json":

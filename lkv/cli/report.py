@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lkv.evaluation.report.tables import Table
 
 _MATCHING = "matching"
+_SCORES = ("--table", "--methods", "--retention", "--memory", "--against", "--min-full")
 _Table = Literal[tuple(TABLES)]  # type: ignore[valid-type]
 _Format = Literal[tuple(FORMATS)]  # type: ignore[valid-type]
 _Model = Literal[(*paper_models(), _MATCHING)]  # type: ignore[valid-type]
@@ -48,6 +49,12 @@ class Report(Command):
                 "give either result files of `lkv eval`, or --profile with a result file of `lkv profile`, or "
                 "--training with folders of `lkv train`."
             )
+        if self.profile:
+            self.refuse_unread("--profile", *_SCORES)
+        elif self.training:
+            self.refuse_unread("--training", *_SCORES, "--weights", "--published")
+        else:
+            self.refuse_unread("a table of scores", "--weights")
         require("plots", "lkv report", ["pandas", "scipy"])
         from lkv.evaluation.report.figures import save_figure
         from lkv.evaluation.report.tables import WRITERS

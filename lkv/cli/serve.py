@@ -6,7 +6,15 @@ import socket
 from typing import Literal
 
 from lkv.cli.command import option
-from lkv.cli.options import MethodName, PolicyOptions, PositiveInt, Retention, RunOptions, check_pattern, find_needs
+from lkv.cli.options import (
+    MethodName,
+    PolicyOptions,
+    PositiveInt,
+    Retention,
+    RunOptions,
+    check_pattern,
+    check_policy_is_read,
+)
 from lkv.errors import LkvError, ServerError
 
 _KEY_VARIABLE = "LKV_API_KEY"
@@ -53,7 +61,7 @@ class Serve(PolicyOptions, RunOptions):
 
     def run(self) -> None:
         """Serve until interrupted."""
-        from lkv.methods.registry import FULL, POLICY
+        from lkv.methods.registry import FULL
         from lkv.utils.extras import require
 
         self._check_engine()
@@ -63,8 +71,7 @@ class Serve(PolicyOptions, RunOptions):
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
         check_pattern([self.method], takes_pattern=False)
-        if self.policy and POLICY not in find_needs(self.method):
-            raise LkvError(f"the method {self.method!r} takes no --policy; leave it out.")
+        check_policy_is_read(self, [self.method])
         if self.engine == "vllm":
             from lkv.integrations.vllm import command
 
@@ -90,13 +97,9 @@ class Serve(PolicyOptions, RunOptions):
 
     def _check_engine(self) -> None:
         """Raise LkvError for options that the engine does not read."""
-        names = {flag: flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in _NOT_FOR_VLLM}
-        unused = [flag for flag, name in names.items() if name in self.model_fields_set]
-        if self.engine == "vllm" and unused:
-            raise LkvError(
-                f"--engine vllm does not read {', '.join(unused)}; leave them out, or use vLLM's own options in "
-                "--vllm-args."
-            )
+        if self.engine == "vllm":
+            advice = "leave them out, or use vLLM's own options in --vllm-args"
+            self.refuse_unread("--engine vllm", *_NOT_FOR_VLLM, advice=advice)
         if self.engine == "lkv" and self.vllm_args:
             raise LkvError("--vllm-args needs --engine vllm; add it, or leave --vllm-args out.")
 

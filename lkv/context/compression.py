@@ -18,6 +18,7 @@ from lkv.context.protection import Span, protected_tokens
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument
+from lkv.integrations.transformers.positions import check_frequencies
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.integrations.transformers.progress import report_progress
 from lkv.integrations.transformers.spec import unwrap_model
@@ -115,6 +116,8 @@ def compress_ids(
             "shorten it."
         )
     tensor = torch.tensor([ids], device=input_device(model))
+    if chunk is not None:
+        check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if method == FULL:
         full = DynamicCache()
         with _report_layers(model, progress, len(ids)):

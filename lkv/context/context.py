@@ -32,6 +32,7 @@ from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
 from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
+from lkv.integrations.transformers.positions import check_frequencies
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
@@ -183,7 +184,8 @@ class Context:
             Logits [n, V] for the answer's tokens, and the ids [n] of those tokens.
 
         Raises:
-            PromptError: For an empty question or answer, and if they are together longer than the model reads.
+            PromptError: For an empty question or answer, and if they are together longer than the model reads or cross
+                the length at which LongRoPE changes its frequencies.
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
@@ -194,6 +196,7 @@ class Context:
                 f"text, question and answer would reach {total} tokens, but the model reads at most {limit}; shorten "
                 "one of them."
             )
+        check_frequencies(self.model.config.get_text_config(decoder=True), self.tokens, total)
         ids = torch.tensor([prefix + target], device=input_device(self.model))
         with self.working_cache() as cache:
             logits = self.model(input_ids=ids, **cache_argument(cache), use_cache=True).logits[0]

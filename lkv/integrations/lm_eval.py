@@ -23,6 +23,7 @@ from lkv.errors import IntegrationError, PromptError
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
+from lkv.integrations.transformers.positions import check_frequencies
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
 from lkv.utils.extras import optional_import
@@ -209,6 +210,7 @@ class LKVLM(HFLM):
             if not cache:
                 return super()._model_call(inps, attn_mask, labels)
             context_tokens = find_cache(cache).get_seq_length()
+            check_frequencies(self.model.config.get_text_config(decoder=True), context_tokens, inps.shape[1])
             return self.model(input_ids=inps[:, context_tokens:], use_cache=True, **cache).logits
 
     @contextmanager

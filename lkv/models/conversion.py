@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -52,8 +53,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def convert_once(target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype) -> None:
+def convert_once(
+    target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype | None = None
+) -> None:
     """Make `target` the converted model, unless it is there already; `source` yields the GGUF file where it is needed.
+
+    By default the dtype is that of most weights in the file, or bfloat16 where they are quantised.
 
     Raises ModelLoadError if the file cannot be converted or the folder cannot be written, and MissingPackageError.
     """
@@ -108,7 +113,7 @@ def _locked(target: Path) -> AbstractContextManager[Any]:
         return lock.acquire()
 
 
-def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
+def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     print(f"converting {source.name} to safetensors in {target} (once) ...", file=sys.stderr)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
     try:
@@ -129,22 +134,31 @@ def _convert(source: Path, target: Path, dtype: torch.dtype) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _check_layers(source: Path) -> None:
+def _check_layers(reader: Any) -> None:
     """Raise ValueError for a GGUF file that declares more layers than it has tensors: they would be made at random."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(source)
     declared = [field for name, field in reader.fields.items() if name.endswith(".block_count")]
     if declared and (layers := int(declared[0].parts[-1][0])) > (tensors := len(reader.tensors)):
         raise ValueError(f"it declares {layers:,} layers, but has {tensors:,} tensors")
 
 
-def _read_gguf(source: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _stored_dtype(reader: Any) -> torch.dtype:
+    """The dtype of most weights in a GGUF file; bfloat16 where they are quantised."""
+    sizes: Counter[str] = Counter()
+    for tensor in reader.tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    return {"F32": torch.float32, "F16": torch.float16}.get(max(sizes, key=sizes.__getitem__), torch.bfloat16)
+
+
+def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    from gguf import GGUFReader
+
     options: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
     # Newer ones leave weights packed where they have kernels for them.
     plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _KEEPS_PACKED else {}
     try:
-        _check_layers(source)
+        reader = GGUFReader(source)
+        _check_layers(reader)
+        dtype = dtype or _stored_dtype(reader)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=dtype, output_loading_info=True, **options, **plain
         )

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.errors import ModelLoadError
 from lkv.models.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.utils.devices import find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder
 
@@ -42,7 +43,7 @@ def load_model(
 
     Args:
         name: the embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
-            cache folder.
+            cache folder: in the dtype of most of its weights, or in bfloat16 where they are quantised.
         dtype: of the weights; by default the one they are stored in.
         revision: a commit, tag or branch on the hub.
         device: where the weights are put, by accelerate without a copy on the CPU, else after one; "auto" means over
@@ -50,6 +51,7 @@ def load_model(
 
     Raises:
         ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
+        LkvError: If there is no such device.
     """
     name = _check_name(name, revision)
     if name == DEFAULT:
@@ -57,7 +59,7 @@ def load_model(
     path: str | Path = name
     if is_gguf(name):  # its folder is named by the content: a file that is moved stays converted
         path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
-        convert_once(path, lambda: nullcontext(Path(name)), torch.bfloat16)
+        convert_once(path, lambda: nullcontext(Path(name)))
     return _load(path, name, dtype or "auto", revision, device)
 
 
@@ -124,10 +126,12 @@ def _load(
 ) -> Any:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     placement: dict[str, Any] = {}
-    if isinstance(device, str):
+    if device == "auto":
         placement = {"device_map": device}
-    elif device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
-        placement = {"device_map": {"": device}}
+    else:
+        device = find_device(device) if isinstance(device, str) else device
+        if device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
+            placement = {"device_map": {"": device}}
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
         if not placement and device is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lkv.errors import UnsupportedModelError
+from lkv.integrations.transformers.positions import attention_window
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configurations name them
 
@@ -60,8 +61,9 @@ class Shape:
     def check_uniform(config: Any) -> None:
         """Refuse sliding windows and mixtures of experts, whose bytes do not follow from the shape alone."""
         text = config.get_text_config(decoder=True)
-        windows = any(kind != "full_attention" for kind in getattr(text, "layer_types", None) or ())
-        windows = windows or bool(getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True))
+        # Without a list of kinds a window holds for all layers.
+        kinds = set(getattr(text, "layer_types", None) or ["sliding_attention"])
+        windows = kinds - {"full_attention"} - (set() if attention_window(text) else {"sliding_attention"})
         if windows or any(getattr(text, name, None) for name in _EXPERTS):
             reason = "layers with a window" if windows else "a mixture of experts"
             raise UnsupportedModelError(

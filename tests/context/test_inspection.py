@@ -186,4 +186,4 @@ def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, t
     assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2
     assert "the page would overwrite log.html itself" in capsys.readouterr().err
     assert main(["inspect", "nowhere.txt", "--question", "why?"]) == 2
-    assert "'nowhere.txt' does not exist" in capsys.readouterr().err
+    assert "without a text ('nowhere.txt' is none) does not read --question" in capsys.readouterr().err

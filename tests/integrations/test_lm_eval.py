@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from lkv.cache.layer import RaggedLayer
-from lkv.errors import IntegrationError, RetentionError
+from lkv.errors import IntegrationError, PromptError, RetentionError
 from tests.conftest import save_model, tiny_llama
 from tests.dense import Dense, Row, kept_of
+from tests.families import longrope_model
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -81,6 +82,15 @@ def test_loglikelihood_equals_a_model_with_evicted_entries_masked(parts):
         assert greedy == (shares.argmax(-1).tolist() == new)
     stock = harness(parts, "hf").loglikelihood(requests("loglikelihood", (PROMPT, endings[0])), True)
     assert abs(stock[0][0] - found[0][0]) > 0.01
+
+
+@pytest.mark.parametrize("method", ["full", "knorm"])
+def test_a_question_beyond_longropes_change_is_refused(parts, method):
+    tokens = len(parts[1](PROMPT)["input_ids"])
+    model = longrope_model(tokens - 5, vocab_size=259, max_position_embeddings=1024)
+    lm = harness((model, parts[1]), **OWN | {"method": method})
+    with pytest.raises(PromptError, match=f"beyond {tokens - 5} tokens this model's rotary embedding"):
+        lm.loglikelihood(requests("loglikelihood", (PROMPT, " 41")), True)
 
 
 def test_answer_equals_a_model_with_evicted_entries_masked(parts):

@@ -29,8 +29,10 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path: Path, architecture: str = "llama", leave_out: str = "", layers: int | None = None) -> Path:
-    """A tiny random Llama with a byte-level tokenizer, as llama.cpp writes one."""
+def write_gguf(
+    path: Path, architecture: str = "llama", leave_out: str = "", layers: int | None = None, matrices: str = "Q8_0"
+) -> Path:
+    """A tiny random Llama with a byte-level tokenizer, as llama.cpp writes one; `matrices` is the type of these."""
     model, writer = tiny_llama(dtype=torch.float32, **SHAPE), gguf.GGUFWriter(path, architecture)
     config = model.config
     writer.add_context_length(config.max_position_embeddings)
@@ -63,7 +65,7 @@ def write_gguf(path: Path, architecture: str = "llama", leave_out: str = "", lay
             name = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[parts[-1]] + ".weight"
         if name == leave_out:
             continue
-        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -93,7 +95,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_model_it_was_made_of(tmp_path,
     assert torch.nn.functional.cosine_similarity(mine.flatten(), original.flatten(), dim=0) > 0.995
     (name,) = folders(cache)
     assert name.startswith("tiny-")
-    # A file that was moved stays converted; the weights are kept in bfloat16.
+    # A file that was moved stays converted; quantised weights are kept in bfloat16.
     assert load_model(str(path.rename(tmp_path / "tiny.GGUF")))[0].dtype == torch.bfloat16
     assert "converting" not in capsys.readouterr().err and folders(cache) == [name]
     # One that was changed after it was written is converted again, even if its size is the same.
@@ -105,6 +107,16 @@ def test_a_gguf_file_is_converted_once_and_is_the_model_it_was_made_of(tmp_path,
     os.utime(weights)  # touched, with the same content
     load_model(str(tmp_path / "tiny.GGUF"))
     assert "converting" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("matrices", "dtype"), [("F32", torch.float32), ("F16", torch.float16)])
+def test_weights_that_are_not_quantised_are_not_rounded(tmp_path, cache, matrices, dtype):
+    path = str(write_gguf(tmp_path / "tiny.gguf", matrices=matrices))
+    assert load_model(path)[0].dtype == dtype
+    model, _ = load_model(path, torch.float32)
+    expected = tiny_llama(dtype=torch.float32, **SHAPE).to(dtype).float()
+    for (name, mine), original in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, original), name
 
 
 @pytest.mark.slow

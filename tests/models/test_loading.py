@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
+from lkv.errors import LkvError
 from lkv.models import loading
 from lkv.models.loading import load_model
 from tests.conftest import save_model
@@ -35,6 +36,33 @@ def test_commands_put_weights_straight_on_the_gpu(tmp_path, monkeypatch, words):
     command = [words[0], "model"] if words[0] == "fit" else [*words, "--model", "model"]
     assert main([*command, "--device", "cuda:3"]) == 2
     assert placements == [{"": torch.device("cuda", 3)}]
+
+
+@pytest.mark.parametrize(
+    ("device", "placement"),
+    [
+        ("cpu", None),
+        ("meta", {"": torch.device("meta")}),
+        (torch.device("meta"), {"": torch.device("meta")}),
+        ("auto", "auto"),
+    ],
+)
+def test_only_auto_and_other_devices_than_the_cpu_need_accelerate(tmp_path, monkeypatch, device, placement):
+    saved, original, placements = str(save_model(tmp_path / "model")), AutoModelForCausalLM.from_pretrained, []
+
+    def watched(path, device_map=None, **options):
+        placements.append(device_map)
+        return original(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    load_model(saved, device=device)
+    assert placements == [placement]
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    if device != "auto":
+        assert load_model(saved, device=device)[0].device == torch.device(device)
+        assert placements == [placement, None]
+    with pytest.raises(LkvError, match="cannot be put on the device 'gpu'"):
+        load_model(saved, device="gpu")
 
 
 def test_without_accelerate_weights_are_moved_to_their_device(tmp_path, monkeypatch):

@@ -177,6 +177,7 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "enable_dbo", True, "micro-batches"),
         ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
+        ("cache_config", "sliding_window", 4096, "sliding-window layers"),
     ],
 )
 def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match):
@@ -184,6 +185,16 @@ def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match
     assert unsupported_reason(config) is None
     setattr(getattr(config, part), name, value)
     assert match in unsupported_reason(config)
+
+
+def test_longrope_beyond_its_change_is_refused(lab):
+    """vLLM then takes the long factors at all positions."""
+    config = lab.config()
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+    config.model_config.hf_text_config.rope_parameters = rope
+    assert unsupported_reason(config) is None
+    rope["original_max_position_embeddings"] = 1023
+    assert "start vLLM with --max-model-len 1023 or less" in unsupported_reason(config)
 
 
 def test_memory_of_contexts_is_taken_from_that_of_pages(lab):

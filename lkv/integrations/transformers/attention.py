@@ -90,11 +90,13 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     model = unwrap_model(model)
     patched: PatchedModel | None = getattr(model, _PATCH, None)
     if patched is None or patched.config is not model.config:
+        has_weights, spec = spec is None, spec or inspect_model(model)
+        _check_implementation(model)  # before the model reads anything
         patched = PatchedModel(
-            spec=spec or inspect_model(model),
+            spec=spec,
             sliding_windows=tuple(sliding_windows(model)),
             heads=local_kv_heads(model),
-            rotations=layer_rotations(model),
+            rotations=layer_rotations(model, has_weights),
             sinks=tuple(attention_sinks(model)),
             config=model.config,
         )
@@ -150,13 +152,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 def _register_attention(model: Any, patched: PatchedModel) -> None:
     """Register LKV's attention function over the model's own and switch the model to it."""
-    text = model.config.get_text_config(decoder=True)
-    base = text._attn_implementation or "eager"
-    if base not in _BASES and not base.startswith(_PREFIX):
-        raise UnsupportedModelError(
-            f"LKV does not work over the attention implementation {base!r} yet; load the model with "
-            f"attn_implementation='sdpa', or one of {', '.join(_BASES[1:])}."
-        )
+    text, base = model.config.get_text_config(decoder=True), _check_implementation(model)
     if base in _BASES and model._can_set_attn_implementation():
         for config in _configs(model):
             implementation = config._attn_implementation
@@ -172,6 +168,17 @@ def _register_attention(model: Any, patched: PatchedModel) -> None:
             f"{type(model).__name__} computes attention by code of its own, which LKV cannot reach; use a model "
             "whose attention goes through transformers' AttentionInterface."
         )
+
+
+def _check_implementation(model: Any) -> str:
+    """The model's attention implementation. Raises UnsupportedModelError where LKV does not work over it."""
+    base: str = model.config.get_text_config(decoder=True)._attn_implementation or "eager"
+    if base not in _BASES and not base.startswith(_PREFIX):
+        raise UnsupportedModelError(
+            f"LKV does not work over the attention implementation {base!r} yet; load the model with "
+            f"attn_implementation='sdpa', or one of {', '.join(_BASES[1:])}."
+        )
+    return base
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -214,8 +221,11 @@ def _mask(base: str, *args: Any, **kwargs: Any) -> Any:
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
+    # A window as long as all of the text (Phi-3.5) hides nothing.
+    window = kwargs.get("local_size")
+    hides_nothing = window is not None and window >= offset + kwargs["kv_length"]
     # Models combine the causal function with others, and may ask for a whole mask to change it.
-    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    is_causal = hides_nothing or kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     is_free = is_causal and kwargs.get("allow_is_causal_skip", True)
     # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway.
     if base != "sdpa" or not isinstance(offset, KeyOffset) or not is_free:

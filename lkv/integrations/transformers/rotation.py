@@ -11,12 +11,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.cache_argument import cache_argument
+from lkv.integrations.transformers.positions import frequency_change, rope_settings
 from lkv.integrations.transformers.spec import evaluation_mode, full_attention_modules, sliding_windows
 
 PROBE_TOKENS = 16
 # Tokens of a probe are equal where their variation is below this share of their norm, and where undoing RoPE left less
 # than this share of their variation.
 _EQUAL, _UNROTATED = 0.03, 0.2
+_ROUNDING = 0.01  # the same in the first layer, where only rounding remains: at most 0.0015 of the norm in bfloat16
 _CACHED_TABLES = 4
 
 
@@ -39,12 +41,10 @@ class Rotation:
         # Some attention modules pass only the rotated part of a head to `apply`, others pass all of it.
         self._is_split_outside = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
-        settings = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        settings = settings.get("full_attention", settings)
-        kind = settings.get("rope_type") or ""
+        text = model.config.get_text_config(decoder=True)
         # Such embeddings change their frequencies when they are called with positions of a longer text.
-        self._has_state = kind == "longrope" or "dynamic" in kind
-        self._changes_at = settings.get("original_max_position_embeddings") if kind == "longrope" else None
+        self._changes_at = frequency_change(text)
+        self._has_state = self._changes_at is not None or "dynamic" in (rope_settings(text).get("rope_type") or "")
         self._rotates_halves: bool | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
         self.is_verified = False  # whether the model's own queries were seen to be rotated like this in every layer
@@ -193,18 +193,28 @@ def _invert(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return cos / size, -sin / size
 
 
-def layer_rotations(model: PreTrainedModel) -> tuple[Rotation | None, ...]:
-    """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo."""
-    windows = sliding_windows(model)
-    layers = windows.count(None)
+def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[Rotation | None, ...]:
+    """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo.
+
+    A model may leave some layers unrotated, or change k after RoPE: the k of one token repeated shows that. Without
+    weights only names do, those that the families with such layers have in common.
+    """
+    text, layers = model.config.get_text_config(decoder=True), sliding_windows(model).count(None)
     try:
         rotation = Rotation(model)
     except UnsupportedModelError:
         return (None,) * layers
     # Models that mix kinds of layers may leave the full-attention ones unrotated.
-    if layers == len(windows) and not hasattr(model.config.get_text_config(decoder=True), "no_rope_layers"):
-        return (rotation,) * layers
-    return tuple(_rotation_of(key, rotation) for key in _probe_keys(model))
+    is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1 or hasattr(text, "no_rope_layers")
+    if not has_weights:
+        is_changed = hasattr(full_attention_modules(model)[0][0], "key_layernorm")
+        return (None if is_mixed or is_changed else rotation,) * layers
+    keys = _probe_keys(model)
+    if is_mixed:
+        return tuple(_rotation_of(key, rotation) for key in keys)
+    # All layers run the same code. In the first one, k before RoPE is equal for all of these tokens.
+    is_undone = variation(rotation.unrotate(keys[0])) <= _ROUNDING * float(keys[0].norm())
+    return (rotation if is_undone else None,) * layers
 
 
 def _rotation_of(key: Tensor, rotation: Rotation) -> Rotation | None:

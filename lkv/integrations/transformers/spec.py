@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
+from lkv.integrations.transformers import positions
 from lkv.integrations.transformers.fingerprint import read_directions, read_norms, read_values, without_adapters
 
 _KINDS = ("full_attention", "sliding_attention")
@@ -53,7 +54,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = positions.max_positions(text)
     if not isinstance(limit, int):
         raise UnsupportedModelError(
             f"{name} does not state its number of positions; LKV works with models that have a limit."
@@ -83,7 +84,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 def sliding_windows(model: PreTrainedModel) -> list[int | None]:
     """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
     text = model.config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    window = positions.attention_window(text)
     # Without a list of kinds a window holds for all layers.
     everywhere = "sliding_attention" if window else "full_attention"
     kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
@@ -177,7 +178,7 @@ def decoder_layers(model: Any) -> list[nn.Module]:
 
 def max_positions(model: PreTrainedModel) -> int:
     """The longest text, in tokens, that `model` can read."""
-    return model.config.get_text_config(decoder=True).max_position_embeddings
+    return positions.max_positions(model.config.get_text_config(decoder=True))
 
 
 def unwrap_model(model: Any) -> Any:

@@ -21,6 +21,7 @@ from lkv.context.input_checks import check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.positions import frequency_change
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.method import Method, resolve_method
@@ -291,7 +292,8 @@ class Compression:
 
 def unsupported_reason(vllm_config: Any) -> str | None:
     """Why contexts cannot be used with these settings of vLLM, in one sentence; None where they can."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    change = frequency_change(model.hf_text_config)
     reasons = {
         "speculative decoding is on; start vLLM without it.": vllm_config.speculative_config is not None,
         "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.":
@@ -300,6 +302,11 @@ def unsupported_reason(vllm_config: Any) -> str | None:
             max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
                 getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
         "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
+        "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use another.":
+            cache.sliding_window is not None,
+        "vLLM's longest text exceeds the length at which LongRoPE changes, so that vLLM rotates shorter texts unlike "
+        f"transformers; start vLLM with --max-model-len {change} or less.":
+            change is not None and model.max_model_len > change,
         "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
         "this is vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0.": vllm_config.use_v2_model_runner,
     }  # fmt: skip

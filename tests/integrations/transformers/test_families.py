@@ -4,22 +4,24 @@ import sys
 
 import pytest
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
 from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.integrations.transformers.rotation import Rotation, layer_rotations
 from lkv.integrations.transformers.spec import sliding_windows
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
+from lkv.models.shapes import Shape
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.warm_start import calibrate
-from tests.cache.helpers import RATIOS, OwnScores, ids, score
-from tests.families import DOCUMENT, REFUSED, SERVED, Family, document
+from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.families import DOCUMENT, REFUSED, SERVED, Family, build, document
 
 PROMPT = 40
 
@@ -123,6 +125,48 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
         return
     check_training(model, policy)
     check_streaming(model, policy.requires_grad_(False))
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_models_positions_is_full_attention(monkeypatch):
+    """As in Phi-3.5-mini and Phi-4-mini."""
+    model = build("Phi3", sliding_window=1024)
+    Shape.check_uniform(model.config)
+    spec = patch_attention(model).spec
+    assert spec.layers == model.config.num_hidden_layers
+    method = method_of(spec.layers, spec.kv_heads)
+    check_generation(model, method, monkeypatch)
+    batch = padded([ids(1, PROMPT), ids(1, PROMPT - 7, 1)])
+    stock = model(**batch, use_cache=False).logits
+    # As for a model without windows, no mask is made.
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", None)
+    kept = model(**batch, past_key_values=RaggedCache(model, method=method), use_cache=True).logits
+    for row, length in enumerate((PROMPT, PROMPT - 7)):
+        torch.testing.assert_close(kept[row, -length:], stock[row, -length:], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("window", "layers"), [(512, 4), (511, 2)])
+def test_only_a_window_as_long_as_the_positions_hides_nothing(window: int, layers: int):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = build("Gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=window)
+    assert patch_attention(model).spec.layers == layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_biases_that_hardly_turn_are_no_layers_without_rope(dtype: torch.dtype):
+    """As in Qwen2.5: k of one token repeated is nearly equal at all positions, though it is rotated."""
+    model = build("Qwen2", dtype)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.view(2, 8)[:, [3, 7]] = 100.0
+    assert {type(rotation) for rotation in patch_attention(model).rotations} == {Rotation}
+
+
+@pytest.mark.parametrize("name", ["Llama", "SmolLM3", "HunYuanDenseV1"])
+def test_without_weights_the_rotation_of_layers_that_may_differ_is_not_taken(name: str):
+    model = next(family for family in SERVED if family.name == name).build()
+    assert {type(rotation) for rotation in layer_rotations(model, has_weights=False)} == {
+        Rotation if name == "Llama" else type(None)
+    }
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)

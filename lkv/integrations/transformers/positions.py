@@ -1,0 +1,49 @@
+"""How many tokens a model reads, and where its windows and its rotary embedding change that. Does not import torch.
+
+Every function takes the text configuration of a model.
+"""
+
+from typing import Any
+
+from lkv.errors import PromptError
+
+
+def max_positions(config: Any) -> Any:
+    """The longest text, in tokens, that the model can read; None where its configuration does not state it.
+
+    YaRN extends it without a change to `max_position_embeddings`.
+    """
+    limit, rope = getattr(config, "max_position_embeddings", None), rope_settings(config)
+    if isinstance(limit, int) and rope.get("rope_type") == "yarn" and rope.get("factor"):
+        return max(limit, int(rope["factor"] * rope.get("original_max_position_embeddings", limit)))
+    return limit
+
+
+def attention_window(config: Any) -> int | None:
+    """The window of the model's sliding layers; None where it has none, or one that is as long as any text."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    limit = max_positions(config)
+    return None if window and isinstance(limit, int) and window >= limit else window
+
+
+def frequency_change(config: Any) -> int | None:
+    """The tokens beyond which LongRoPE rotates all of a text with other frequencies; None for other embeddings."""
+    rope = rope_settings(config)
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+
+
+def check_frequencies(config: Any, read: int, tokens: int) -> None:
+    """Raise PromptError where LongRoPE rotates a text of `tokens` tokens unlike its first `read` ones, read before."""
+    change = frequency_change(config)
+    if change is not None and 0 < read <= change < tokens:
+        raise PromptError(
+            f"beyond {change} tokens this model's rotary embedding (LongRoPE) changes, and {read} of {tokens} tokens "
+            "would have been read before that; read a longer text at once (without chunk or streaming), or end it "
+            "there."
+        )
+
+
+def rope_settings(config: Any) -> dict[str, Any]:
+    """The settings of the rotary embedding of full-attention layers."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    return settings.get("full_attention") or settings
