@@ -183,7 +183,7 @@ def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(
     )
     with pytest.raises(UnsupportedModelError, match="in a way that `lkv train --attention learned` cannot undo"):
         build(setup)
-    assert build(replace(setup, config=replace(setup.config, attention="none")))
+    assert build(replace(setup, config=replace(setup.config, attention="none", key="cached")))
 
 
 def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
