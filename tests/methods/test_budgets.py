@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from lkv.methods.budgets import (
     estimate_pattern,
     read_pattern,
 )  # fmt: skip
+from lkv.methods.budgets.lkv_h import raise_to_least
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.families import build
@@ -82,6 +84,43 @@ def test_threads_that_share_a_budget_get_the_ratios_of_their_own_lengths(policy,
     arguments = (RetentionTarget(tokens=10), 3) if kind is Pyramid else (policy, RetentionTarget(tokens=10))
     expected = kind(*arguments).ratios(1, 2, 100)
     assert Interrupted(*arguments).ratios(1, 2, 100) == expected and not others
+
+
+@given(
+    st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=40), st.floats(0.0, 1.0),
+)  # fmt: skip
+def test_no_head_is_left_without_tokens(ratios, least):
+    """Against a search for the number that the ratios are multiplied by."""
+    found = raise_to_least(torch.tensor([ratios], dtype=torch.float64), least)[0].tolist()
+    least = min(least, 0.25 * sum(ratios) / len(ratios))
+    low, high = 0.0, 1.0
+    for _ in range(100):
+        scale = (low + high) / 2
+        is_too_much = sum(max(least, ratio * scale) for ratio in ratios) > sum(ratios)
+        low, high = (low, scale) if is_too_much else (scale, high)
+    assert found == pytest.approx([max(least, ratio * high) for ratio in ratios], abs=1e-9)
+
+
+def test_learned_budgets_keep_some_tokens_in_every_head(policy):
+    """However small a head's share; all budgets add up to what they were, and more memory is never less for a head."""
+    with torch.no_grad():
+        policy.heads.embeddings[0, 0] = -30 * policy.heads.embeddings[0, 0]
+        policy.heads.output.weight.mul_(8)
+    assert policy.inference_ratios(0.5).min() * 1000 < 1
+    kept = [[LearnedBudget(policy, R).limits(layer, 2, 1000) for layer in range(3)] for R in (0.01, 0.05, 0.15, 0.5)]
+    smallest = [min(min(row) for row in layers) for layers in kept]
+    assert smallest == [2, 5, 5, 5], kept
+    for R, layers in zip((0.01, 0.05, 0.15, 0.5), kept, strict=True):
+        assert 6 * 1000 * R - 6 <= sum(map(sum, layers)) <= 6 * 1000 * R
+    assert all(
+        fewer <= more
+        for first, second in pairwise(kept)
+        for one, other in zip(first, second, strict=True)
+        for fewer, more in zip(one, other, strict=True)
+    )
+    # Each process of a split model sees its own heads alone.
+    parts = [LearnedBudget(policy, 0.05, slice(head, head + 1)).limits(0, 1, 1000) for head in (0, 1)]
+    assert sum(parts, []) == kept[1][0]
 
 
 def competition(rows: list[list[float]], equal: int, alpha: Fraction) -> list[list[int]]:

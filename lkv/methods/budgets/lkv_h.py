@@ -32,7 +32,7 @@ class LearnedBudget(FixedBudget):
         # One Soft-TopK over all heads of the model serves every layer and process. Another thread may solve meanwhile.
         solved = self._solved
         if solved is None or solved[0] != key:
-            every = raise_to_least(self._policy.inference_ratios(key[0]), LEAST_TOKENS / tokens)
+            every = raise_to_least(self._policy.inference_ratios(key[0]), LEAST_TOKENS / max(1, tokens))
             solved = self._solved = (key, every[:, self._heads].tolist())
         return solved[1][layer]
 
