@@ -79,9 +79,9 @@ def results_page() -> str:
             f"{names} are of that time."
         )
     least = (
-        "LKV-H leaves each head 5 tokens at least, of which all tables but those of `lkv fit` were measured before. With "
-        "the shipped policies it changes little: SmolLM2's KL on 24 held-out texts of up to 1,200 tokens is 0.053 at R = "
-        "0.15 with it and without, at 0.05 0.317."
+        "LKV-H leaves each head 5 tokens at least; all files but `fit.json` were measured before that. With the "
+        "shipped policies it changes little: SmolLM2's KL on 24 held-out texts of up to 1,200 tokens is 0.053 at R = "
+        "0.15 with it and without, and 0.317 at 0.05."
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "

@@ -107,11 +107,12 @@ def test_learned_budgets_keep_some_tokens_in_every_head(policy):
         policy.heads.embeddings[0, 0] = -30 * policy.heads.embeddings[0, 0]
         policy.heads.output.weight.mul_(8)
     assert policy.inference_ratios(0.5).min() * 1000 < 1
-    kept = [[LearnedBudget(policy, R).limits(layer, 2, 1000) for layer in range(3)] for R in (0.01, 0.05, 0.15, 0.5)]
+    retentions = (0.01, 0.05, 0.15, 0.5)
+    kept = [[LearnedBudget(policy, each).limits(layer, 2, 1000) for layer in range(3)] for each in retentions]
     smallest = [min(min(row) for row in layers) for layers in kept]
     assert smallest == [2, 5, 5, 5], kept
-    for R, layers in zip((0.01, 0.05, 0.15, 0.5), kept, strict=True):
-        assert 6 * 1000 * R - 6 <= sum(map(sum, layers)) <= 6 * 1000 * R
+    for retention, layers in zip(retentions, kept, strict=True):
+        assert 6000 * retention - 6 <= sum(map(sum, layers)) <= 6000 * retention
     assert all(
         fewer <= more
         for first, second in pairwise(kept)
@@ -120,7 +121,7 @@ def test_learned_budgets_keep_some_tokens_in_every_head(policy):
     )
     # Each process of a split model sees its own heads alone.
     parts = [LearnedBudget(policy, 0.05, slice(head, head + 1)).limits(0, 1, 1000) for head in (0, 1)]
-    assert sum(parts, []) == kept[1][0]
+    assert [*parts[0], *parts[1]] == kept[1][0]
 
 
 def competition(rows: list[list[float]], equal: int, alpha: Fraction) -> list[list[int]]:

@@ -7,8 +7,8 @@ from lkv.methods.budgets.budget import FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
 from lkv.policy.policy import Policy
 
-# What a head keeps at least, in tokens and as a share of the heads' mean, whichever is less. A share that is enough in a
-# long text leaves a head without a token in a short one, which can cost more than all other evictions.
+# What a head keeps at least, in tokens and as a share of the heads' mean, whichever is less. A share that is enough in
+# a long text leaves a head without a token in a short one, which can cost more than all other evictions.
 LEAST_TOKENS, LEAST_SHARE = 5, 0.25
 
 
