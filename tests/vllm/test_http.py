@@ -418,7 +418,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
 def test_a_killed_engine_loses_no_context(server, lab):
     """The last test of this server: its engine process is killed, and another server finds the contexts.
 
-    That one is then ended while it answers, by Ctrl-C, which all of its processes get, with two seconds for the
+    That one is then ended while it answers, by Ctrl-C, which all of its processes get, with a second for the
     answers: what takes less is answered, and what is cut off is told why.
     """
     text = lab.text(36)
@@ -427,7 +427,7 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, 18432, "--grace", "2", length=2048) as other:
+    with serving_lab(lab, 18432, "--grace", "1", length=2048) as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
         assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
@@ -451,10 +451,13 @@ def test_a_killed_engine_loses_no_context(server, lab):
                 assert other.http.get("/health").status_code == 503
                 assert "data: [DONE]" in list(rest)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-            refusals = [late.json(), whole.result().json(), events[-1]]
-            assert (late.status_code, whole.result().status_code) == (503, 503)
+            cut_off = [whole.result().json(), events[-1]]
+            assert late.status_code == 503 and "the server is shutting down" in late.json()["error"]["message"]
             other.process.wait(30)
-    assert all("the server is shutting down" in refusal["error"]["message"] for refusal in refusals), refusals
+    for answer in cut_off:
+        # vLLM may end it before its engine ends.
+        reasons = {choice["finish_reason"] for choice in answer.get("choices", ())}
+        assert reasons == {"abort"} or "the server is shutting down" in answer["error"]["message"], str(answer)[-300:]
 
 
 def wait_for_refusal(server):

@@ -180,13 +180,13 @@ class ContextRoutes:
             stored = await self._stored(new_context.id)
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
+        if job is not None and job.error is None:
+            job.title = body.name or job.title  # which `_compress` gives the stored context at its end
+            return job
         if stored is not None:
-            if job is not None and job.error is not None:  # before another server stored it
+            if job is not None:  # failed, before another server stored it
                 del self._jobs[new_context.id]
             return await asyncio.to_thread(contexts.store.rename, stored, body.name)
-        if job is not None and job.error is None:
-            job.title = body.name or job.title
-            return job
         failed = [name for name, other in self._jobs.items() if other.error is not None]
         if max(len(self._tasks), len(self._jobs) - len(failed)) >= _MAX_JOBS:
             raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
@@ -216,8 +216,9 @@ class ContextRoutes:
                 stored = await asyncio.to_thread(contexts.store.describe, new_context.id)
                 if stored is None:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
-                else:  # perhaps sent again under another name meanwhile
-                    await asyncio.to_thread(contexts.store.rename, stored, job.title)
+                # Sent again under another name meanwhile, perhaps once more while that one is written.
+                while stored is not None and stored.name != (job.title or stored.name):
+                    stored = await asyncio.to_thread(contexts.store.rename, stored, job.title)
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
