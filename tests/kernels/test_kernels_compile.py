@@ -87,7 +87,7 @@ def test_eviction_fits_the_gpu_that_it_is_compiled_for():
         assert row["kernel"] == "score_kernel" or row["local"] == row["stack"] == 0
 
 
-@pytest.mark.parametrize("tiers", [[], ["84", "43"]], ids=str)
+@pytest.mark.parametrize("tiers", [pytest.param([], marks=pytest.mark.slow), ["84", "43"]], ids=str)
 def test_later_steps_launch_what_the_first_one_compiled(tiers):
     """With the same arguments as through Triton's own launch code; the measurement asserts it."""
     done = subprocess.run(

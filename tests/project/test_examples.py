@@ -8,7 +8,12 @@ from examples import batch, quantised, saved_context, streaming
 
 
 @pytest.mark.parametrize(
-    ("example", "tokens"), [(batch, 3264), pytest.param(streaming, 4200, marks=pytest.mark.slow), (saved_context, 1000)]
+    ("example", "tokens"),
+    [
+        (batch, 3264),
+        pytest.param(streaming, 4200, marks=pytest.mark.slow),
+        pytest.param(saved_context, 1000, marks=pytest.mark.slow),
+    ],
 )
 def test_an_example_answers_from_15_percent_of_the_cache(example, tokens, capsys):
     example.main()
