@@ -62,8 +62,8 @@ class Command(BaseModel):
             advice: The end of the sentence.
         """
         names = {flag: flag.removeprefix("--no-").removeprefix("--").replace("-", "_") for flag in flags}
-        if given := [flag for flag, name in names.items() if name in self.model_fields_set]:
-            raise LkvError(f"{mode} does not read {', '.join(given)}; {advice}.")
+        if unread := [flag for flag, name in names.items() if name in self.model_fields_set]:
+            raise LkvError(f"{mode} does not read {', '.join(unread)}; {advice}.")
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:

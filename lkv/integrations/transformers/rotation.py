@@ -150,6 +150,10 @@ class NoRotation(Rotation):
     def __init__(self) -> None:
         self.is_verified = True
 
+    def rotate(self, x: Tensor, start: int = 0) -> Tensor:
+        """`x` itself."""
+        return x
+
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
         """The tokens `part` of x."""
         return x[:, :, part]

@@ -11,7 +11,6 @@ from torch import Tensor
 from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelError
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.integrations.transformers.rotation import NoRotation
 from lkv.integrations.transformers.spec import evaluation_mode
 from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
@@ -216,9 +215,7 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
         """The area under the cumulated attention between the mean query and the mean key, [H]."""
         rotation = prompt.required_rotation
         means = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
-        queries, keys = (mean.expand(-1, -1, length, -1) for mean in means)
-        if not isinstance(rotation, NoRotation):
-            queries, keys = rotation.rotate(queries), rotation.rotate(keys)
+        queries, keys = (rotation.rotate(mean.expand(-1, -1, length, -1)) for mean in means)
         last = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1))
         logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
         return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)

@@ -24,16 +24,20 @@ class LearnedBudget(FixedBudget):
     def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
         self._policy, self._target, self._heads = policy, as_target(retention), heads
+        self._learned: tuple[float, Tensor] | None = None
         self._solved: tuple[tuple[float, int], list[list[float]]] | None = None
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """The ratios of the policy for this length."""
-        key = self._target.share(tokens), tokens
-        # One Soft-TopK over all heads of the model serves every layer and process. Another thread may solve meanwhile.
-        solved = self._solved
-        if solved is None or solved[0] != key:
-            every = raise_to_least(self._policy.inference_ratios(key[0]), LEAST_TOKENS / max(1, tokens))
-            solved = self._solved = (key, every[:, self._heads].tolist())
+        retention = self._target.share(tokens)
+        # One Soft-TopK over all heads of the model serves every layer, process and length. Another thread may solve
+        # meanwhile.
+        learned, solved = self._learned, self._solved
+        if learned is None or learned[0] != retention:
+            learned = self._learned = (retention, self._policy.inference_ratios(retention))
+        if solved is None or solved[0] != (retention, tokens):
+            every = raise_to_least(learned[1], LEAST_TOKENS / max(1, tokens))
+            solved = self._solved = ((retention, tokens), every[:, self._heads].tolist())
         return solved[1][layer]
 
 

@@ -55,8 +55,8 @@ class NgramOverlap:
                 name = f"{folder.name}/{name}"
             self.files[name] = digest
             for words in map(self._hash_words, strings):
-                for size, found in grams.items():
-                    found.append(self._hash_grams(words, size))
+                for size, hashes in grams.items():
+                    hashes.append(self._hash_grams(words, size))
         self._grams = {size: np.unique(np.concatenate(grams.pop(size))) for size in list(grams)}
 
     def share(self, text: str) -> float:
