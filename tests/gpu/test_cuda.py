@@ -110,6 +110,7 @@ def test_graphed_steps_equal_eager_ones(options):
         assert torch.equal(model.generate(text, past_key_values=caches[1], **how), expected)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # float32 is what is tested
 @torch.no_grad()
 def test_compiled_models_decode_alike():
     base = tiny_llama(dtype=torch.float32, head_dim=64).to(DEVICE)

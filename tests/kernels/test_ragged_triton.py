@@ -345,14 +345,15 @@ def test_head_sizes_over_tiers(tiers, dim, dtype):
 def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
     """Against PyTorch's operators, of heads behind tokens and before them."""
     torch.manual_seed(dim)
-    rotations = [rotation(size, torch.float32, torch.empty(0).device) for size in (dim, value_dim)]
-    basis = Basis(torch.randn(batch, 2, dim).bfloat16(), (torch.rand(batch, 2, dim) + 0.3).bfloat16(), *rotations)
-    starts = torch.zeros(batch, 2, dtype=torch.int32)
+    rotations = [rotation(size, torch.float32, torch.device(DEVICE)) for size in (dim, value_dim)]
+    moments = torch.randn(batch, 2, dim).bfloat16(), (torch.rand(batch, 2, dim) + 0.3).bfloat16()
+    basis = Basis(*(x.to(DEVICE) for x in moments), *rotations)
+    starts = torch.zeros(batch, 2, dtype=torch.int32, device=DEVICE)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
     for order in (1, 2):  # the axis of the heads in memory
         shapes = ((6, dim), (2, dim), (2, value_dim), (6, value_dim))
         q, key, value, out = (
-            torch.randn((batch, heads, tokens, size) if order == 1 else (batch, tokens, heads, size)).to(dtype)
+            torch.randn((batch, heads, tokens, size) if order == 1 else (batch, tokens, heads, size)).to(DEVICE, dtype)
             for heads, size in shapes
         )
         if order == 2:

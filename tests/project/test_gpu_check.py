@@ -52,13 +52,20 @@ def test_all_is_checked_and_then_timed_within_a_quarter_of_an_hour(tmp_path, cap
     assert status == 1 and len(commands) == 1
 
 
-def test_each_test_is_named_as_it_ends(tmp_path):
-    """So that a run that its limit ends has said which failed."""
+def test_each_test_is_named_as_it_ends_and_why_it_failed(tmp_path):
+    """So that a run that its limit ends has said which failed, and why; warnings are none of the reasons."""
     _, commands = checked(tmp_path, [1])
     words = commands[0][0][: -len(gpu_check.CHECKS)]
-    (tmp_path / "test_two.py").write_text("def test_right(): pass\ndef test_wrong(): assert False\n")
-    run = subprocess.run([*words, str(tmp_path / "test_two.py")], capture_output=True, text=True, cwd=tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
+    (tmp_path / "test_two.py").write_text(
+        "import warnings\ndef test_right(): warnings.warn('old')\ndef test_wrong(): assert 0, 'a reason'\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(gpu_check.ROOT)}
+    command = [*words, str(tmp_path / "test_two.py")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     lines = run.stdout.splitlines()
+    summary = next(number for number, line in enumerate(lines) if "FAILURES" in line)
+    assert any("a reason" in line for line in lines[:summary])
     assert any("PASSED" in line and "::test_right" in line for line in lines)
     assert any("FAILED" in line and line.rstrip().endswith("::test_wrong") for line in lines)
 
