@@ -199,6 +199,13 @@ class TrainingConfig:
         le=1e6,
         description="the KL of a continuation with a drawn R is weighted by (R / retention_end) to this power",
     )
+    kl_scale: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="a continuation's KL x counts as s log(1 + x / s), s being this number, so that a few large ones "
+        "do not carry the gradient; 0: as it is",
+    )
     tokens_a_continuation: int = Field(
         default=0,
         ge=0,

@@ -139,6 +139,7 @@ def test_names_that_are_no_policy_are_named(name):
         (["profile", "--dry-run", "--out", "x.json", "--seed", "1"], "--dry-run does not read --seed, --out; leave"),
         (["report", "--profile", "x.json", "--table", "sweep", "--retention", "0.1"], "read --table, --retention;"),
         (["report", "--training", "x", "--weights", "--methods", "lkv"], "does not read --methods, --weights; leave"),
+        (["report", "--profile", "x", "--weights"], "without --figure does not read --weights; name the figure's file"),
         (["report", "x.jsonl", "--weights"], "a table of scores does not read --weights; leave"),
         (["inspect", "--model", "MODEL"], "there is no policy for this model (LlamaForCausalLM"),
         (["inspect", DEFAULT, "--model", "MODEL"], f"but '{DEFAULT}' is given too; leave one"),

@@ -51,6 +51,8 @@ class Report(Command):
             )
         if self.profile:
             self.refuse_unread("--profile", *_SCORES)
+            if not self.figure:
+                self.refuse_unread("--profile without --figure", "--weights", advice="name the figure's file")
         elif self.training:
             self.refuse_unread("--training", *_SCORES, "--weights", "--published")
         else:

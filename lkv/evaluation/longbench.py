@@ -82,7 +82,7 @@ def _definitions() -> dict[str, dict[str, Any]]:
 def _download() -> Path:
     try:
         return Path(hf_hub_download(_HUB, _ARCHIVE, repo_type="dataset", revision=_REVISION))
-    except OSError as error:
+    except Exception as error:  # the HTTP client's errors have no common type
         raise DataError(
             f"{_ARCHIVE} of {_HUB} could not be downloaded ({error}); try again with a connection, "
             "or give a folder with the task's .jsonl."

@@ -217,10 +217,18 @@ class SampleDistillation:
         longest = max(self.lengths)
         return torch.cat([pad(mask, (0, longest - mask.shape[-1]), value=_EVICTED) for mask in masks], 1)
 
-    def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None) -> Tensor:
-        """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n]."""
-        weights = self.weights if weight is None else self.weights * weight[self._target_owners]
-        return (kl_divergence(teacher.log_probs, student.log_probs) * weights).sum()
+    def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None, scale: float = 0.0) -> Tensor:
+        """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n].
+
+        With a `scale` s, a continuation's mean x over its tokens counts as s log(1 + x / s).
+        """
+        divergence = kl_divergence(teacher.log_probs, student.log_probs) * self.weights
+        if not scale:
+            return (divergence if weight is None else divergence * weight[self._target_owners]).sum()
+        table = divergence.new_zeros(self._ids.shape).index_put((self._target_owners, self._target_rows), divergence)
+        counts = copy_to_device(torch.tensor([n for n in self.counts for _ in range(n)], device="cpu"), self._device)
+        shares = (table.sum(1) * counts / scale).log1p() * scale / counts
+        return (shares if weight is None else shares * weight).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
         """Share of target tokens with the same most probable token, averaged like `kl`."""
@@ -326,7 +334,8 @@ def distillation_losses(
         weights.append(weight)
     student = run.run(run.join_masks(masks))
     hidden = run.hidden_distance(teacher, student, config.hidden_norm)
-    return run.kl(teacher, student, torch.cat(weights)) * group.is_counted, hidden * group.is_counted
+    kl = run.kl(teacher, student, torch.cat(weights), config.kl_scale)
+    return kl * group.is_counted, hidden * group.is_counted
 
 
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:

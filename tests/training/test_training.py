@@ -189,7 +189,13 @@ def test_losses_are_the_papers_formulas(model):
     counts = [5, 5]  # targets: 9 - 4 after a question; 6 - 1 directly after the context
     pointwise = kl_div(student.log_probs, teacher.log_probs, reduction="none", log_target=True)
     rows = torch.split(pointwise.sum(-1), counts)
-    torch.testing.assert_close(run.kl(teacher, student), torch.stack([r.mean() for r in rows]).mean())
+    means = torch.stack([r.mean() for r in rows])
+    torch.testing.assert_close(run.kl(teacher, student), means.mean())
+    weight = torch.tensor([0.5, 3.0], dtype=torch.float64)
+    torch.testing.assert_close(run.kl(teacher, student, weight), (means * weight).mean())
+    scaled = 0.3 * torch.log(1 + means / 0.3)
+    torch.testing.assert_close(run.kl(teacher, student, scale=0.3), scaled.mean())
+    torch.testing.assert_close(run.kl(teacher, student, weight, scale=0.3), (scaled * weight).mean())
     for norm in ("sum", "mean", "relative"):
         total = 0.0
         for target, own in zip(teacher.hidden, student.hidden, strict=True):
