@@ -3,7 +3,8 @@
 python -m benchmarks.decode    (writes decode.json)
 
 Rows of the method "lkv" are of the backend that "auto" takes, which they name; where that is "cpp", rows of
-"lkv, loop" stand beside them. Whole tokens of "lkv, tiers" are over that share of a 16-bit cache's bytes, in tiers.
+"lkv, loop" stand beside them. Whole tokens of "lkv, tiers" are over that share of a 16-bit cache's bytes, in tiers:
+as many bytes as the entries of "lkv" in bfloat16, and half as many as these in float32.
 """
 
 from collections.abc import Callable
@@ -111,16 +112,17 @@ def rows_at(
     # Without the compiled backend a layer's entries would be restored at every step.
     tiers = RaggedCache(model, policy=policy, memory=min(1.0, retention * 2 / model.dtype.itemsize))
     tiers.fill(prompt)
+    nbytes, tiers_nbytes = cache.nbytes(), tiers.nbytes()  # before the steps append to them
     runs |= {"lkv, tiers": partial(one_token, model, tiers)} if automatic != "loop" else {}
     token = interleaved(runs, repeats)
     rows = []
     for what, seconds, more in (("attention", attention, about | {"full_form": best}), ("token", token, about)):
         rows.append(row_of(what, "full", tokens, 1.0, seconds["full"], seconds["full"], **more, realised=1.0))
-        more = more | {"realised": cache.realised_retention()}
+        more = more | {"realised": cache.realised_retention(), "nbytes": nbytes}
         for name, backend in methods.items():
             rows.append(row_of(what, name, tokens, retention, seconds[name], seconds["full"], **more, backend=backend))
     if (name := "lkv, tiers") in token:
-        more = about | {"realised": tiers.realised_retention(), "memory": retention}
+        more = about | {"realised": tiers.realised_retention(), "memory": retention, "nbytes": tiers_nbytes}
         rows.append(row_of("token", name, tokens, retention, token[name], token["full"], **more, backend=automatic))
     return rows
 

@@ -5,18 +5,33 @@ python -m benchmarks.readme [--check]
 
 import sys
 
+import torch
+
 from benchmarks.claims import claims_page
 from benchmarks.common import RESULTS
 from benchmarks.evaluations import ABLE
 from benchmarks.memory import best_precisions, comparable_length
 from benchmarks.results_page import results_page
-from benchmarks.tables import AT_4096, KL, document, interval, name_of, overlapping_items, read, score, table, tokens
+from benchmarks.tables import (
+    AT_4096,
+    KL,
+    Row,
+    document,
+    interval,
+    name_of,
+    overlapping_items,
+    read,
+    score,
+    table,
+    tokens,
+)
 from lkv.evaluation.report.names import FULL
 
 ROOT = RESULTS.parents[1]
 README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 CLAIMS_PAGE = ROOT / "docs" / "claims.md"
 TITLE = "## Results\n\n"
+TIERS = "lkv, tiers"  # of decode.json
 _SECOND_MODEL = "memory-qwen2.5-coder-0.5b-instruct"
 
 
@@ -42,7 +57,7 @@ def headline() -> str:
     tenth = _agreement("lkv", 0.1, lengths)
     contexts = [str(_best("lkv", 0.05)[length]["contexts"]) for length in lengths]
     (time,), (token,) = read("prefill", **AT_4096), read("decode", dtype="float32", what="token", threads=1, **AT_4096)
-    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **{**AT_4096, "method": "lkv, tiers"})
+    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **{**AT_4096, "method": TIERS})
     return (
         "**LKV shrinks the KV cache of a long prompt to a tenth of its bytes, and the model still predicts the same "
         f"next token in {min(tenth)} to {max(tenth)}% of cases.**\nThe KV cache is what a transformer stores of the "
@@ -56,13 +71,30 @@ def headline() -> str:
         "* **For** many questions about one long text, and for serving more of them in the same memory.\n"
         f"* **Costs** {time['value'] - 1:.0%} more time to read the text, once. An answer token then takes "
         f"{token['value']:.2f} of the full cache's time over 15% of the entries, unquantised, and {tiers['value']:.2f} "
-        "over as many bytes in 8 to 3 bits ([measured](#results) at 4,096 tokens on a CPU).\n"
+        f"over {bytes_beside(tiers, token)} in 8 to 3 bits ([measured](#results) at 4,096 tokens on a CPU).\n"
         "* **Needs** a *policy*, a small network that is trained once for each model. Two are included; `lkv fit` "
         "makes others in minutes.\n"
         "* **Not for** short prompts, which leave little to save, or for work in which no detail may be lost.\n"
         "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; on a [GPU](docs/gpu.md), times alone. "
         "Not on the paper's 8B models ([scripts](runs/README.md))."
     )
+
+
+def bytes_beside(row: Row, other: Row) -> str:
+    """How many bytes a row of decode.json holds beside another one of its dtype: "as many" where they differ by less
+    than a twentieth."""
+    ratio = _own_bytes(row) / _own_bytes(other)
+    words = {1.0: "as many bytes", 0.5: "half as many bytes"}
+    return next((text for of, text in words.items() if abs(ratio / of - 1) < 0.05), f"{ratio:.2f} times as many bytes")
+
+
+def _own_bytes(row: Row) -> float:
+    """The bytes of the entries in a row of decode.json, or their share of the full cache's where the file has none."""
+    if "nbytes" in row:
+        return row["nbytes"]
+    if "memory" in row:  # a share of a 16-bit cache's bytes
+        return row["memory"] * 2 / getattr(torch, row["dtype"]).itemsize
+    return row["realised"]
 
 
 def _agreement(method: str, memory: float, lengths: list[int]) -> list[int]:

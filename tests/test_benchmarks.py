@@ -91,11 +91,16 @@ def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
 def test_decoding_is_measured_by_each_backend():
     model = tiny_llama(dtype=torch.float32, head_dim=16)
     policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
-    rows = [(row["what"], row["method"], row.get("backend")) for row in decode.rows_at(64, model, policy, 0.25, 2, {})]
+    measured = decode.rows_at(64, model, policy, 0.25, 2, {})
+    rows = [(row["what"], row["method"], row.get("backend")) for row in measured]
     each = [
         (what, *of) for what in ("attention", "token") for of in (("full", None), ("lkv", "cpp"), ("lkv, loop", "loop"))
     ]
     assert rows == [*each, ("token", "lkv, tiers", "cpp")]
+    # The model computes in float32, and the budget of tiers is of a 16-bit cache's bytes; "lkv" has free slots beside.
+    full = policy.spec.layers * policy.spec.kv_heads * 64 * 16 * 2 * 4
+    assert measured[-1]["nbytes"] == pytest.approx(0.25 * full / 2, rel=0.05)
+    assert {row["nbytes"] >= 0.25 * full for row in measured if row["method"] in ("lkv", "lkv, loop")} == {True}
 
 
 def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.readme import README, RESULTS_PAGE, headline, readme_section
+from benchmarks.readme import README, RESULTS_PAGE, TIERS, bytes_beside, headline, readme_section
 from benchmarks.results_page import compensation_changes, results_page
+from benchmarks.tables import AT_4096, read
 from lkv.methods.registry import METHODS, budgets, selectors
 
 ROOT = README.parent
@@ -21,6 +22,19 @@ def test_results_in_the_readme_come_from_the_files():
     readme = README.read_text(encoding="utf-8")
     assert headline() in readme and readme_section() in readme and len(readme.splitlines()) <= 120
     assert RESULTS_PAGE.read_text(encoding="utf-8") == results_page()
+
+
+def test_the_headline_says_as_many_bytes_where_they_are_as_many():
+    plain, tiers = ({"dtype": "float32", "realised": 0.15}, {"dtype": "float32", "realised": 0.48, "memory": 0.15})
+    assert bytes_beside(tiers, plain) == "half as many bytes"
+    half, in_tiers = plain | {"dtype": "bfloat16"}, tiers | {"dtype": "bfloat16"}
+    assert bytes_beside(in_tiers, half | {"realised": 0.144}) == "as many bytes"
+    assert bytes_beside(in_tiers, half | {"realised": 0.1}) == "1.50 times as many bytes"
+    # Bytes that were counted go before shares.
+    assert bytes_beside(tiers | {"nbytes": 96}, plain | {"nbytes": 100}) == "as many bytes"
+    wanted = {"what": "token", "dtype": "float32", "threads": 1}
+    (token,), (cheap,) = read("decode", **wanted, **AT_4096), read("decode", **wanted, **AT_4096 | {"method": TIERS})
+    assert f"{cheap['value']:.2f} over {bytes_beside(cheap, token)} in 8 to 3 bits" in headline()
 
 
 @pytest.mark.parametrize("page", ["methods.md", "guides/memory.md"])
