@@ -66,6 +66,14 @@ def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, hold
         verdict({"holds": ["low is less"], "figures": figures})
 
 
+def test_the_time_of_choosing_is_held_against_the_method_that_the_claim_names():
+    (claim,) = (claim for claim in EVERY if claim["claim"].startswith("Choosing takes no longer than Ada-SnapKV's"))
+    lkv, ada, snap = (figures_of(claim)[name] for name in ("lkv", "ada", "snap"))
+    # As the remark says: the intervals overlap, and that of SnapKV is apart from both.
+    assert lkv.low <= ada.high and ada.low <= lkv.high and snap.high < min(lkv.low, ada.low)
+    assert verdict(claim) == claims.UNCLEAR
+
+
 def test_deviations_name_the_settings_as_they_are():
     here = {what: ours for what, _, ours in deviations()}
     (theirs,) = [theirs for what, theirs, _ in deviations() if what.startswith("Shipped `smollm2-135m-instruct` and")]
