@@ -1,7 +1,12 @@
 """What comparing several methods costs, as a share of the full cache alone on the same samples (RULER).
 
 python -m benchmarks.comparison_cost --data EVAL_FOLDER    (writes comparison_cost.json)
+
+Every call measures anew: times of another machine, day or number of threads do not count.
 """
+
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,11 +37,14 @@ def main() -> None:
             for task in ruler.TASKS
             for example in ruler.make_examples(task, tokens, options.samples, tokenizer, sources, 0)
         ]
-        for number, (name, methods) in enumerate(_SETS.items()):
-            lines = options.out.with_name(f"comparison_cost-{tokens}-{number}.jsonl")
-            evaluate(model, tokenizer, examples, EvaluationConfig(methods, [0.15], policy=default_policy()), lines)
+        for name, methods in _SETS.items():
+            config = EvaluationConfig(methods, [0.15], policy=default_policy(), timed_samples=options.samples)
+            with tempfile.TemporaryDirectory() as folder:
+                lines = Path(folder) / "samples.jsonl"
+                evaluate(model, tokenizer, examples, config, lines)
+                samples = read_samples(lines)[1]
             parts = ("prefill", "methods", "full")
-            seconds = np.array([[sample["seconds"][part] for part in parts] for sample in read_samples(lines)[1]])
+            seconds = np.array([[sample["seconds"][part] for part in parts] for sample in samples])
             total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
             resamples = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
             low, high = np.quantile(resamples[0] / resamples[1], [0.025, 0.975])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    comparison_cost,
     data_build,
     decode,
     evaluations,
@@ -254,6 +255,38 @@ def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     del texts[1]
     with pytest.raises(DataError, match="none has a question or is longer than 5,000 tokens"):
         heldout.builders(Path())["LongBench text"](random.Random(0), 5000)
+
+
+def test_the_cost_of_comparing_is_timed_anew_on_every_sample(tmp_path, monkeypatch, capsys):
+    """A stub writes the samples: the full cache's seconds on `timed_samples` of each task, as evaluate does."""
+    calls = []
+
+    def evaluate(model, tokenizer, examples, config, out):
+        assert not out.exists() and out.parent != tmp_path
+        calls.append(len(examples))
+        per_task = len(examples) // len(comparison_cost.ruler.TASKS)
+        seconds = [
+            {"prefill": 1.0, "methods": 2.0, "full": 2.0 * len(calls) if n % per_task < config.timed_samples else None}
+            for n in range(len(examples))
+        ]
+        lines = [{"header": 1}, *({"key": str(n), "seconds": own} for n, own in enumerate(seconds))]
+        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(comparison_cost, "evaluate", evaluate)
+    monkeypatch.setattr(comparison_cost, "load_default", lambda dtype: (None, None))
+    monkeypatch.setattr(comparison_cost, "default_policy", lambda: None)
+    monkeypatch.setattr(comparison_cost.ruler.Sources, "from_folder", lambda path: None)
+    monkeypatch.setattr(comparison_cost.ruler, "make_examples", lambda task, tokens, count, *_: [task] * count)
+    out, threads = tmp_path / "cost.json", torch.get_num_threads()
+    for _ in range(2):
+        arguments = ["--data", "nowhere", "--tokens", "64", "--samples", "3", "--threads", str(threads)]
+        monkeypatch.setattr(sys, "argv", ["comparison_cost", *arguments, "--out", str(out)])
+        comparison_cost.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert calls == [3 * len(comparison_cost.ruler.TASKS)] * 4 and [row["n"] for row in rows] == calls[:2]
+    # The second call's own times: 3 seconds by 6 and by 8.
+    assert [row["value"] for row in rows] == [0.5, 0.375] and [row["full_seconds"] for row in rows] == [6.0, 8.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.json"]
 
 
 def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
