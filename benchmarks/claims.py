@@ -7,13 +7,14 @@ keys, and comparisons of them, from which the verdict follows. `python -m benchm
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.common import RESULTS
-from benchmarks.tables import document, interval, read, table
+from benchmarks.common import RESULTS, method_of
+from benchmarks.tables import KVZIP_KEEPS_FIRST, date_of, document, interval, read, table
 from lkv.config import TrainingConfig
+from lkv.methods.registry import find_method
 from lkv.policy.shipped import card_stages, shipped_policies
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.loom import NEXT_CODE
@@ -134,10 +135,22 @@ def _claim_lines(claims: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
         text = claim.get("evidence", "").format_map(figures)
         if "takes" in claim:
             text = f"It takes {claim['takes']}."
-        text = ". ".join(part for part in (text, claim.get("remark", "")) if part)
+        remark = " ".join(part for part in (claim.get("remark", ""), _earlier_kvzip(figures.values())) if part)
+        text = ". ".join(part for part in (text, remark) if part)
         files = dict.fromkeys(f"{figure.file}.json" for figure in figures.values())
         names = ", ".join(f"`{name}`" for name in [*files, *claim.get("tests", ())])
         yield [claim["claim"], claim["where"], verdict(claim), text, names]
+
+
+def _earlier_kvzip(figures: Iterable[Figure]) -> str:
+    """A sentence where some figures are of KVzip as it was before."""
+    methods = [(method_of(figure.row), figure.file) for figure in figures]
+    is_earlier = any(
+        spec.selector == "kvzip" and date_of(method, file) < KVZIP_KEEPS_FIRST
+        for method, file in methods
+        if (spec := find_method(method))
+    )
+    return "KVzip was measured before it kept the first four tokens, which improved it." * is_earlier
 
 
 def training() -> list[str]:

@@ -8,6 +8,7 @@ from benchmarks.fit_tables import fits
 from benchmarks.tables import (
     AT_4096,
     KL,
+    KVZIP_KEEPS_FIRST,
     Row,
     counted,
     cross,
@@ -25,8 +26,6 @@ from benchmarks.tables import (
     tokens,
 )
 from lkv.evaluation.report.names import FULL, part_label
-
-_KVZIP_KEEPS_FIRST = "2026-11-27"  # KVzip measured from then on keeps the first four tokens
 
 ROOT = RESULTS.parents[1]
 LONGER = ("longer", "longest")  # results by length of fewer methods or tasks
@@ -71,12 +70,12 @@ def results_page() -> str:
         "may take about 6,080. A length is the most that a context has: at 7,800 tokens few are short enough. The "
         'tables by memory show these few, those by R say "cannot run".'
     )
-    if before := files_before("kvzip", _KVZIP_KEEPS_FIRST):
+    if before := files_before("kvzip", KVZIP_KEEPS_FIRST):
         names = ", ".join(f"`{name}.json`" for name in before)
         kvzip += (
             " It keeps the first four tokens of a text, as its authors keep the system prompt. Earlier it did not, "
-            "which made it worse, most at small R and on Qwen2.5-Coder: KVzip's rows of "
-            f"{names} are of that time."
+            "which made it worse, most at small R and on Qwen2.5-Coder: the rows of KVzip, and of other budgets with "
+            f"its scores, in {names} are of that time."
         )
     least = (
         "LKV-H leaves each head 5 tokens at least; all files but `fit.json` were measured before that. With the "

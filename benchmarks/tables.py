@@ -6,11 +6,13 @@ from functools import cache
 from typing import Any
 
 from benchmarks.common import RESULTS, method_of, row_label
+from lkv.methods.registry import find_method
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
 AT_4096: Mapping[str, Any] = {"method": "lkv", "tokens": 4096}
+KVZIP_KEEPS_FIRST = "2026-11-27"  # KVzip measured from then on keeps the first four tokens
 KL = "KL(full \\|\\| compressed)"
 
 Row = dict[str, Any]
@@ -18,7 +20,7 @@ Row = dict[str, Any]
 
 def read(name: str, /, **wanted: Any) -> list[Row]:
     """The rows of a result file with these values; none where the file is not there."""
-    rows = document(name)["rows"] if (RESULTS / f"{name}.json").is_file() else []
+    rows = document(name).get("rows", []) if (RESULTS / f"{name}.json").is_file() else []
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
@@ -39,20 +41,27 @@ def source(name: str) -> str:
     )
 
 
-def files_before(method: str, date: str) -> list[str]:
-    """The result files in which rows of `method` were measured before a date (ISO)."""
-    return [path.stem for path in sorted(RESULTS.glob("*.json")) if _date_of(method, path.stem) < date]
+def files_before(selector: str, date: str) -> list[str]:
+    """The result files in which rows of a method with `selector` were measured before a date (ISO)."""
+    return [
+        path.stem
+        for path in sorted(RESULTS.glob("*.json"))
+        if any(date_of(method, path.stem) < date for method in _methods_with(selector, path.stem))
+    ]
 
 
-def _date_of(method: str, name: str) -> str:
-    """When the rows of `method` in a result file were measured; past all dates where there are none."""
+def _methods_with(selector: str, name: str) -> set[str]:
+    """The methods with `selector` that a result file has rows of, without their precisions."""
+    specs = {method_of(row): find_method(method_of(row)) for row in read(name) if isinstance(row, dict)}
+    return {method for method, spec in specs.items() if spec and spec.selector == selector}
+
+
+def date_of(method: str, name: str) -> str:
+    """When the rows of `method` in a result file were measured, by what the file says of it."""
     of_file = document(name)
-    rows = of_file.get("rows", ())
-    if not any(method_of(row) == method for row in rows if isinstance(row, dict)):
-        return "9999"
     kept = of_file.get("kept", {})
     for about in (of_file.get("again", {}).get(method), kept.get("later"), kept):
-        if about and method in about.get("methods", [method]):
+        if about and method in (own.partition(" (")[0] for own in about.get("methods", [method])):
             return str(about["date"])
     return str(of_file["date"])
 

@@ -216,6 +216,24 @@ def test_rows_of_an_earlier_run_are_named_and_have_no_difference(tmp_path, monke
     assert tables.minus_lkv(rows[0]) == ""
 
 
+def test_files_with_kvzip_as_it_was_are_named_by_its_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def write(name, *methods, **about):
+        rows = [{"method": method} for method in methods]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2", **about, "rows": rows}))
+
+    again = {"again": {"kvzip": {"date": "3"}}}
+    write("budgets", "lkv", "lkv-h+kvzip", "kvzip", **again)
+    write("compensated", "kvzip+refit")
+    write("kept", "kvzip (4 bits)", date="3", kept={"date": "1", "methods": ["kvzip (4 bits)"]})
+    write("measured-again", "full", "kvzip", "kvzip (4 bits)", "lkv-paper", "lkv, loop", **again)
+    write("other", "snapkv")
+    (tmp_path / "times.json").write_text(json.dumps({"date": "1", "rows": [{"what": "memory"}]}))
+    assert tables.files_before("kvzip", "3") == ["budgets", "compensated", "kept"]
+    assert [tables.date_of(method, "budgets") for method in ("kvzip", "lkv-h+kvzip")] == ["3", "2"]
+
+
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
     pairs = [(t, i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
     assert evaluations.counts(pd.DataFrame(pairs, columns=["length", "number"])) == [

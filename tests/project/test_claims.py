@@ -66,6 +66,20 @@ def test_a_verdict_follows_from_values_and_intervals(tmp_path, monkeypatch, hold
         verdict({"holds": ["low is less"], "figures": figures})
 
 
+def test_a_claim_says_that_its_kvzip_is_of_an_earlier_time(tmp_path, monkeypatch):
+    row = {"value": 1.0, "low": 0.9, "high": 1.1, "unit": "nats"}
+    rows = [row | {"method": method} for method in ("lkv", "lkv-h+kvzip")]
+    (tmp_path / "some.json").write_text(json.dumps({"date": "2026-11-26", "rows": rows}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    claim = {"claim": "LKV is better", "where": "here", "holds": ["lkv < zip"], "remark": "A remark."}
+    claim["figures"] = {name: ["some", {"method": of}] for name, of in (("lkv", "lkv"), ("zip", "lkv-h+kvzip"))}
+    ((*_, text, _),) = claims._claim_lines([claim])
+    assert text == "A remark. KVzip was measured before it kept the first four tokens, which improved it."
+    claim |= {"holds": ["lkv > 1"], "figures": {"lkv": claim["figures"]["lkv"]}}
+    ((*_, text, _),) = claims._claim_lines([claim])
+    assert text == "A remark."
+
+
 def test_the_time_of_choosing_is_held_against_the_method_that_the_claim_names():
     (claim,) = (claim for claim in EVERY if claim["claim"].startswith("Choosing takes no longer than Ada-SnapKV's"))
     lkv, ada, snap = (figures_of(claim)[name] for name in ("lkv", "ada", "snap"))
