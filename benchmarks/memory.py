@@ -115,13 +115,22 @@ def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:
 
 
 def best_precisions(rows: Sequence[dict]) -> list[dict]:
-    """Of each method, length and budget the row with the least KL, called by the method alone."""
-    best: dict[tuple[str, int, float], dict] = {}
+    """Of each method, length and budget the row with the least KL, called by the method alone.
+
+    Only precisions in which every method of that length and budget was measured count, so that no method has more to
+    choose from than another.
+    """
+    groups: dict[tuple[int, float], dict[str, dict[str, dict]]] = {}
     for row in rows:
-        key = row["method"].split(" (")[0], row["tokens"], row["memory"]
-        if key not in best or row["kl"] < best[key]["kl"]:
-            best[key] = row | {"method": key[0]}
-    return list(best.values())
+        method, _, precision = row["method"].partition(" (")
+        groups.setdefault((row["tokens"], row["memory"]), {}).setdefault(method, {})[precision] = row
+    best = []
+    for methods in groups.values():
+        if not (common := set.intersection(*(set(own) for own in methods.values()))):
+            continue
+        for method, own in methods.items():
+            best.append(min((own[name] for name in common), key=lambda row: row["kl"]) | {"method": method})
+    return best
 
 
 def comparable_length(rows: Sequence[dict]) -> int:
@@ -132,7 +141,8 @@ def comparable_length(rows: Sequence[dict]) -> int:
 
 
 def draw(rows: Sequence[dict], path: Path) -> None:
-    """KL over memory at the greatest length that compares all methods: each at its best, and LKV in 16 bits."""
+    """KL over memory at the greatest length that compares all methods: each at its best of the precisions that all of a
+    budget have, and LKV in 16 bits."""
     tokens = comparable_length(rows)
     here = [row for row in rows if row["tokens"] == tokens]
     lines = best_precisions(here)
@@ -144,7 +154,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
         low, high = ([abs(row[end] - row["kl"]) for row in line] for end in ("low", "high"))
         axes.errorbar(
             [row["held"] for row in line], [row["kl"] for row in line], yerr=(low, high),
-            label=f"{method_label(method)}, best precision", color=style.colour, marker=style.marker,
+            label=method_label(method), color=style.colour, marker=style.marker,
             linewidth=style.width, linestyle=style.line, capsize=2, zorder=style.order,
         )  # fmt: skip
     line = sorted((row for row in here if row["method"] == "lkv (16 bits)"), key=lambda row: row["memory"])
@@ -157,7 +167,8 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     axes.set_xticks(measured, [f"{value:.0%}" for value in measured])
     axes.minorticks_off()
     model, count = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in here)
-    caption = f"{model}, {tokens:,} tokens; n = {count} continuations a point; 95% intervals"
+    caption = f"{model}, {tokens:,} tokens; each in its best of the precisions that all have at a budget"
+    caption += f"; n = {count} continuations a point; 95% intervals"
     finish_figure(figure, [axes], "Fidelity by memory", caption)
     save_figure(figure, path)
 

@@ -109,7 +109,7 @@ def _shares(method: str, lengths: list[int]) -> str:
 
 
 def _best(method: str, memory: float) -> dict[int, dict]:
-    """The rows of a method in its best precision, by their lengths."""
+    """The rows of a method in its best of the precisions that all have, by their lengths."""
     rows = best_precisions(read("memory", memory=memory))
     return {row["tokens"]: row for row in rows if row["method"] == method}
 
@@ -141,8 +141,9 @@ def readme_section() -> str:
         f"trained on other texts of the same kinds, invented facts among them ({overlapping_items()}; "
         "`lkv/policy/checkpoints/*/config.json` names the data sets); the baselines are untrained.\n"
         f"* {KL} of next-token predictions, in nats per token: 0 is no difference. First column: equal bytes, 5% of a "
-        f"16-bit cache's, each method in its best precision ({tokens(length)}, {by_bytes['lkv']['contexts']} contexts, "
-        "`memory.json`). Second: equal entries (an entry is the key and value of one token in one head) in float32 "
+        "16-bit cache's, each method in its best of the precisions that all have "
+        f"({tokens(length)}, {by_bytes['lkv']['contexts']} contexts, `memory.json`). Second: equal entries (an entry "
+        "is the key and value of one token in one head) in float32 "
         f"({tokens(length)}, {by_entries['lkv']['contexts']} contexts, `length.json`). Expected Attention with its own "
         f"uniform budgets: {interval(plain)}, where LKV has {interval(own)} (1k to 2k tokens, {own['contexts']} "
         "contexts, `grid.json`).\n"

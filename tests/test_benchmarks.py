@@ -196,6 +196,23 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "small" / "memory.png").is_file()
 
 
+def test_the_best_precision_is_one_that_every_method_has():
+    def row(method, kl, budget=0.05, length=1000):
+        return {"method": method, "tokens": length, "memory": budget, "kl": kl}
+
+    rows = [row("lkv", 3.0), row("lkv (4 bits)", 4.0), row("lkv (8 bits)", 1.0), row("snapkv (4 bits)", 5.0)]
+    rows += [row("snapkv", 6.0), row("kvzip (16 bits)", 2.0), row("kvzip (4 bits)", 7.0), row("kvzip", 8.0)]
+    # A budget and a length of their own: there LKV is compared with fewer.
+    rows += [row("lkv (8 bits)", 0.5, 0.1), row("lkv", 0.6, 0.1)]
+    rows += [row("lkv", 0.7, length=2000), row("lkv (4 bits)", 0.1, length=2000), row("snapkv", 0.8, length=2000)]
+    found = {(own["method"], own["memory"], own["tokens"]): own["kl"] for own in memory.best_precisions(rows)}
+    assert found == {
+        ("lkv", 0.05, 1000): 3.0, ("snapkv", 0.05, 1000): 5.0, ("kvzip", 0.05, 1000): 7.0,
+        ("lkv", 0.1, 1000): 0.5, ("lkv", 0.05, 2000): 0.7, ("snapkv", 0.05, 2000): 0.8,
+    }  # fmt: skip
+    assert memory.best_precisions([row("lkv", 1.0), row("snapkv (4 bits)", 2.0)]) == []
+
+
 def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
