@@ -79,14 +79,13 @@ def results_page() -> str:
         )
     least = (
         "LKV-H leaves each head 5 tokens at least; all files but `fit.json` were measured before that. With the "
-        "shipped policies it changes little: SmolLM2's KL on 24 held-out texts of up to 1,200 tokens is 0.053 at R = "
-        "0.15 with it and without, and 0.317 at 0.05."
+        "shipped policies it changes little (`dev/LOG.md`)."
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
         "output stays close to the full cache's ([methods](methods.md#compensation)). Single facts do not profit "
-        f"(RULER above, needles below). How the mean KL of LKV changes, at each length (tiers: {source('memory')}; 16 "
-        f"bits at R: {source('refit')}); the tables are of the same contexts as above."
+        f"(RULER above, needles below). How the mean KL of LKV changes, at each length (tiers: {source('memory')}; "
+        f"unquantised at R: {source('refit')}); the tables are of the same contexts as above."
     )
     ruler = ruler_by_retention(read("ruler_retrieval", task="all"), "RULER's five retrieval tasks", "ruler_retrieval")
     parts = [
