@@ -127,14 +127,16 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     rows = [new.get(_key(row)) if _reads_policy(row) else _without_differences(row) for row in earlier["rows"]]
     rows += [row for key, row in new.items() if key not in old and row["method"] != FULL]
     described = {FULL, *earlier.get("again", ()), *([PAPER_SCORER] if PAPER_SCORER in earlier else [])}
-    others = sorted({row["method"] for row in old.values() if not _reads_policy(row)} - described)
+    plain = [row for row in old.values() if not _reads_policy(row) and method_of(row) not in described]
+    others = sorted({row["method"] for row in plain})
     document = {key: value for key, value in earlier.items() if key != "kept"}
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
     if others:
         provenance = earlier.get("kept", earlier)
-        earlier_names = provenance.get("methods", others)
+        earlier_names = {_plain(name) for name in provenance.get("methods", others)}
+        later = [name for name in others if _plain(name) not in earlier_names]
         document["kept"] = {"methods": others, **{key: provenance[key] for key in _PROVENANCE}}
-        if later := [name for name in others if name not in earlier_names]:  # measured beside the policy of that time
+        if later:  # measured beside the policy of that time
             document["kept"]["later"] = {"methods": later, **{key: earlier[key] for key in _PROVENANCE}}
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
@@ -152,7 +154,7 @@ def merge_paper_scorer(earlier: dict[str, Any], measured: dict[str, Any]) -> dic
     rows += [row for key, row in new.items() if key not in old]
     document = {**earlier, PAPER_SCORER: {key: measured[key] for key in (*_PROVENANCE, "policy")}}
     if "kept" in document:
-        document["kept"] = _without_paper_scorer(document["kept"])
+        document["kept"] = _without(document["kept"], [PAPER_SCORER])
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
 
@@ -169,16 +171,20 @@ def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Se
     measured_again = sorted({method_of(row) for row in new.values()} & {*methods})
     document = {**earlier, "again": earlier.get("again", {}) | dict.fromkeys(measured_again, provenance)}
     if "kept" in document:
-        others = [name for name in document["kept"]["methods"] if name not in methods]
-        document["kept"] = {**document["kept"], "methods": others}
+        document["kept"] = _without(document["kept"], methods)
     del document["rows"]
     return {**document, "rows": [row for row in rows if row]}
 
 
-def _without_paper_scorer(provenance: dict[str, Any]) -> dict[str, Any]:
-    others = {**provenance, "methods": [name for name in provenance["methods"] if name != PAPER_SCORER]}
-    later = _without_paper_scorer(others.pop("later")) if "later" in others else {"methods": []}
+def _without(provenance: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """What a file says of earlier rows, without those of `methods`, whatever their precision."""
+    others = {**provenance, "methods": [name for name in provenance["methods"] if _plain(name) not in methods]}
+    later = _without(others.pop("later"), methods) if "later" in others else {"methods": []}
     return others | ({"later": later} if later["methods"] else {})
+
+
+def _plain(name: str) -> str:
+    return name.partition(" (")[0]
 
 
 def _check_samples(new: dict[tuple[Any, ...], Any], old: dict[tuple[Any, ...], Any]) -> None:

@@ -504,6 +504,36 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
         remeasure.merge_methods(merged, measured | {"rows": [row("full", 0) | {"n": 4}]}, ["snapkv"])
 
 
+def test_methods_measured_again_are_not_kept_in_any_precision():
+    def row(method, value):
+        return {"method": method, "tokens": 1000, "memory": 0.05, "n": 3, "value": value}
+
+    about = {"date": "1", "machine": "a", "versions": {"torch": "1"}}
+    names = ("kvzip", "kvzip (4 bits)", "snapkv", "snapkv (4 bits)")
+    earlier = {"name": "x", **about, "policy": "old", "rows": [row("lkv", 1), *(row(name, 2) for name in names)]}
+    now = {"date": "2", "machine": "b", "versions": {"torch": "2"}}
+    merged = remeasure.merge(earlier, now | {"policy": "new", "rows": [row("lkv", 3)]})
+    assert merged["kept"]["methods"] == [*names]
+    measured = now | {"rows": [row(name, 4) for name in names[:2]]}
+    merged = remeasure.merge_methods(merged, measured, ["kvzip"])
+    assert merged["kept"] == {"methods": ["snapkv", "snapkv (4 bits)"], **about} and merged["again"] == {"kvzip": now}
+    # Another policy, a method in a further precision that was measured beside the second policy, and that again.
+    merged["rows"] += [row("snapkv (8 bits)", 5), row("keydiff (4 bits)", 5)]
+    merged = remeasure.merge(merged, now | {"date": "3", "policy": "third", "rows": [row("lkv", 6)]})
+    later = {"methods": ["keydiff (4 bits)"], **now}
+    kept = ["keydiff (4 bits)", "snapkv", "snapkv (4 bits)", "snapkv (8 bits)"]
+    assert merged["kept"] == {"methods": kept, **about, "later": later}
+    merged = remeasure.merge_methods(merged, now | {"rows": [row("keydiff (4 bits)", 7)]}, ["keydiff"])
+    assert merged["kept"] == {"methods": kept[1:], **about}
+
+
+def test_no_result_file_keeps_what_it_has_measured_again():
+    for path in sorted(RESULTS.glob("*.json")):
+        document = json.loads(path.read_text())
+        kept = document.get("kept", {}).get("methods", ())
+        assert not {name.partition(" (")[0] for name in kept} & {*document.get("again", ())}, path.name
+
+
 def test_the_ratio_of_two_fits_is_that_of_their_means():
     def sample(own, other, continuations):
         return {"rows": [("lkv@a", 0.1), ("kvzip", 0.1)], "measured": [[[own, 1.0], [other, 1.0]]] * continuations}
