@@ -1,6 +1,8 @@
 """How a memory budget is best spent on precisions: the table of a policy's card, measured on held-out training text.
 
-python -m benchmarks.tiers --data FOLDER [--write]    (FOLDER is that of training; --write puts it into the policy)
+python -m benchmarks.tiers --data FOLDER [--policy FOLDER --write]    (the first FOLDER is that of training)
+
+--write puts the table into the policy that --policy names, and is refused without it before anything is measured.
 """
 
 import math
@@ -14,6 +16,7 @@ from torch.nn.functional import log_softmax
 
 from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import LkvError
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.memory_budget import Precision, TierTable
@@ -87,6 +90,8 @@ def main() -> None:
         __doc__, "tiers", "of training files", **SUBJECT, tokens=[1000, 2000, 4000], contexts=[6, 3, 1], bits=[*BITS],
         seed=7, write=False, out=Path,
     )  # fmt: skip
+    if options.write and options.policy is None:
+        raise LkvError("--write puts the table into a policy's folder; name that folder with --policy.")
     contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
     options.out = options.out or subject.results("tiers")
     bounds = {tokens: (int(tokens * (1 - SPREAD)), int(tokens * (1 + SPREAD))) for tokens in contexts}

@@ -1,12 +1,15 @@
 """How a memory budget is best spent: KL against the stock model, and the table that follows."""
 
 import math
+import sys
 
 import pytest
 import torch
 
+from benchmarks import tiers
 from benchmarks.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.method import resolve_method
@@ -37,6 +40,17 @@ def test_the_divergence_is_that_of_the_stock_model():
     found = model(torch.tensor([CONTINUATION[:-1]]), past_key_values=cache, use_cache=True).logits[0, SKIP - 1 :]
     kl = (expected.exp() * (expected - log_probabilities(found))).sum(-1).mean()
     assert measured[2.4, table] == pytest.approx(float(kl), rel=1e-3, abs=1e-6) and kl > 0
+
+
+def test_a_table_without_a_policy_to_write_it_into_is_refused_at_once(monkeypatch, tmp_path):
+    def measured(_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(tiers, "subject_of", measured)
+    words = ["tiers", "--data", str(tmp_path), "--write", "--out", str(tmp_path / "tiers.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(LkvError, match="name that folder with --policy"):
+        tiers.main()
 
 
 def test_the_least_divergence_over_all_samples_wins_at_each_budget():
