@@ -1,6 +1,7 @@
 """What the benchmark scripts share."""
 
 import argparse
+import hashlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.files import check_writable_file
 from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
+from lkv.utils.results import collect_provenance, write_results
 from lkv.utils.statistics import bootstrap
 
 _FOLDERS = ("data", "train", "work", "out")
@@ -155,14 +156,18 @@ def run_cases(
     summarise: Callable[[dict[str, dict[str, Any]]], list[dict[str, Any]]],
     policy: Policy,
     growing: Sequence[str] = (),
+    details: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Call `measure` with each case that an interrupted run has not measured, and write the rows of `summarise`.
 
     The samples go to a journal beside `options.out`, which a finished run deletes. An interrupted run resumes with the
-    same options, except `growing` ones, of which there may be more.
+    same options, except `growing` ones, of which there may be more, the same files and the same versions of packages.
+    `details` go into the result beside the policy's digest, and must be the same too.
     """
-    details = {"policy": policy.digest()}
-    with open_journal(options.out.with_suffix(".jsonl"), settings_of(options, growing) | details) as journal:
+    details = {"policy": policy.digest(), **(details or {})}
+    settings = settings_of(options, growing) | details | files_of(options)
+    settings["versions"] = collect_provenance()["versions"]
+    with open_journal(options.out.with_suffix(".jsonl"), settings) as journal:
         for key, case in tqdm(cases.items(), desc=name):
             if key not in journal:
                 journal.add(key, measure(*case))
@@ -198,6 +203,19 @@ def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dic
     """What a result depends on: every option but the folders and `growing`, of which more go on where fewer ended."""
     apart = (*_FOLDERS, *growing)
     return {key: str(value) for key, value in vars(options).items() if key not in apart and value is not None}
+
+
+def files_of(options: argparse.Namespace) -> dict[str, str]:
+    """A digest of the files in each folder that a result is measured on."""
+    folders = {key: getattr(options, key, None) for key in ("data", "train")}
+    return {f"{key} files": digest_of_names(folder) for key, folder in folders.items() if folder}
+
+
+def digest_of_names(folder: Path) -> str:
+    """A digest of the names and sizes of all files in a folder."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [(path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths]
+    return hashlib.sha256(repr(files).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def command_of(module: str, options: argparse.Namespace, data: str = "EVAL_FOLDER") -> str:

@@ -22,6 +22,7 @@ from lkv.training.data.build import DataBuildConfig, build_dataset
 from lkv.training.data.built_dataset import MANIFEST
 from lkv.training.data.loom import LOOM_RATIOS
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.utils.results import collect_provenance
 
 STAND_INS = {
     "hotpotqa": "hotpotqa_train_200.jsonl.gz",
@@ -63,6 +64,19 @@ def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, A
         {"asked": samples, "measure": name, "value": value, "unit": unit} for name, (value, unit) in measures.items()
     ]
     return rows + [_lengths(first, samples, name) for name in LOOM_RATIOS]
+
+
+def earlier_rows(options: Namespace) -> list[dict[str, Any]]:
+    """The rows of other numbers of samples that the result file has, where all that it says of them stays true: rows of
+    another seed or machine, or of other versions of packages, go."""
+    if not options.out.is_file():
+        return []
+    document, now = json.loads(options.out.read_text()), collect_provenance() | {"seed": options.seed}
+    changed = [key for key in ("seed", "machine", "versions") if document.get(key) != now[key]]
+    if changed:
+        print(f"the rows of {options.out.name} are of another {' and other '.join(changed)}: they go")
+        return []
+    return [row for row in document["rows"] if row["asked"] not in options.samples]
 
 
 def built(out: Path, options: Namespace, samples: int) -> dict[str, float]:
@@ -112,9 +126,7 @@ def main() -> None:
         __doc__, "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
         busy=False, work=Path,
     )  # fmt: skip
-    rows = []
-    if options.out.is_file():  # of other numbers of samples
-        rows = [row for row in json.loads(options.out.read_text())["rows"] if row["asked"] not in options.samples]
+    rows = earlier_rows(options)
     with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for samples in options.samples:

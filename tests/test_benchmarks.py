@@ -1,5 +1,6 @@
 """Benchmarks of several models: files of their own, lengths with numbers of their own, and what the README draws."""
 
+import argparse
 import json
 import random
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    common,
     comparison_cost,
     data_build,
     decode,
@@ -44,6 +46,7 @@ from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.cpp_compiler import find_compiler
+from lkv.utils.results import collect_provenance
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
 from tests.training.conftest import folder  # noqa: F401
@@ -345,6 +348,56 @@ def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # 
     assert found["samples a second"] == pytest.approx(40 / found["processor seconds"], rel=1e-2)
     assert document["command"].startswith("python -m benchmarks.data_build --data TRAIN_FOLDER --samples 20 40")
     assert "busy" in next(row["unit"] for row in document["rows"] if row["measure"] == "seconds")
+
+
+def test_rows_of_another_machine_are_not_kept_under_the_name_of_this_one(tmp_path, capsys):
+    out = tmp_path / "data_build.json"
+    options = SimpleNamespace(out=out, seed=0, samples=[20])
+    assert data_build.earlier_rows(options) == []
+    rows = [{"asked": 20}, {"asked": 40}]
+    document = collect_provenance() | {"seed": 0, "date": "2000-01-01", "rows": rows}
+    for key, other in ((None, None), ("seed", 1), ("machine", "another"), ("versions", {"torch": "0"})):
+        out.write_text(json.dumps(document | ({key: other} if key else {})))
+        assert data_build.earlier_rows(options) == ([] if key else rows[1:])
+        assert (f"of another {key}: they go" in capsys.readouterr().out) == bool(key)
+
+
+@pytest.mark.parametrize("changed", ["data", "versions", "details"])
+def test_an_interrupted_benchmark_resumes_on_the_same_files_and_versions_alone(tmp_path, monkeypatch, changed):
+    data, measured = tmp_path / "data", []
+    data.mkdir()
+    (data / "texts.txt").write_text("one")
+    options = argparse.Namespace(out=tmp_path / "some.json", data=data, seed=0)
+
+    def run(details=None):
+        common.run_cases(
+            "benchmarks.some", options, "some", {"a": (1,), "b": (2,)}, measure, lambda samples: [*samples.values()],
+            SimpleNamespace(digest=lambda: "p"), details={"fits": "x"} | (details or {}),
+        )  # fmt: skip
+
+    def measure(case):
+        measured.append(case)
+        if measured == [1, 2]:
+            raise KeyboardInterrupt
+        return {"value": case}
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    other = {}
+    with monkeypatch.context() as patch:
+        if changed == "data":
+            (data / "texts.txt").write_text("another")
+        elif changed == "versions":
+            patch.setattr(common, "collect_provenance", lambda: {"versions": {"torch": "0"}})
+        else:
+            other = {"fits": "y"}
+        with pytest.raises(DataError, match="samples of other settings"):
+            run(other)
+    (data / "texts.txt").write_text("one")
+    run()
+    document = json.loads(options.out.read_text())
+    assert measured == [1, 2, 2] and document["rows"] == [{"value": 1}, {"value": 2}]
+    assert (document["policy"], document["fits"]) == ("p", "x")
 
 
 def test_overlap_is_told_by_file(tmp_path):
