@@ -7,20 +7,22 @@ a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without wha
 files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes of one
 thread are of processor time, so that other work on the machine does not count; those of more --threads are of the
 clock, on a machine that does nothing else. The command resumes: each fit from its last saved state, finished policies
-from --work.
+from --work, where a file beside each says what it was fitted with. A policy of other settings is refused.
 """
 
 import itertools
+import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import SUBJECT, parse_options, per_length, run_cases, subject_of
+from benchmarks.common import SUBJECT, digest_of_names, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import Sample, measure, summarise
-from benchmarks.fit_tables import CURVE, RATIO
+from benchmarks.fit_tables import CURVE, FITS, RATIO
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
@@ -30,7 +32,9 @@ from lkv.policy.policy_file import is_policy
 from lkv.training import fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
-from lkv.training.fit_plan import PROGRESS_TEXTS
+from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE
+from lkv.utils.files import write_text
+from lkv.utils.results import describe_machine
 from lkv.utils.statistics import bootstrap_ratio
 
 TASKS = (*LENGTH_TASKS, "needles")
@@ -70,8 +74,9 @@ def main() -> None:
         return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
 
     run_cases(
-        "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens")
-    )
+        "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens"),
+        {FITS: {fit: policy.digest() for fit, policy in policies.items()}},
+    )  # fmt: skip
 
 
 def about(policies: dict[str, Policy], method: str) -> dict[str, Any]:
@@ -86,14 +91,18 @@ def about(policies: dict[str, Policy], method: str) -> dict[str, Any]:
 
 
 def fitted(subject: Any, fit: str, options: Any) -> Policy:
-    """The policy of one kind of data and time, made now unless an earlier call has made it."""
+    """The policy of one kind of data and time, made now unless an earlier call has made it with the same settings.
+
+    Raises DataError where it was made with others, or with unknown ones.
+    """
     kind, minutes = fit.split(":")
     folder = options.work / f"{Path(subject.name).name.lower()}-{kind}-{minutes}"
+    if kind != "none" and options.train is None:
+        raise DataError(f"{fit} reads a folder of training texts; name it with --train.")
+    _check_settings(folder, fit_settings(kind, options))
     if is_policy(folder):
         return Policy.from_pretrained(folder)
     print(f"fitting {subject.name} for {minutes} minutes, data: {kind}")
-    if kind != "none" and options.train is None:
-        raise DataError(f"{fit} reads a folder of training texts; name it with --train.")
     against = () if kind == "mixture" else [path for path in sorted(options.data.rglob("*")) if path.is_file()]
     data: dict[str, Any] = {"against": against}
     if kind in SETS:
@@ -102,6 +111,30 @@ def fitted(subject: Any, fit: str, options: Any) -> Policy:
     elif kind != "none":
         data |= {"data": options.train}
     return fitting.fit(subject.model, subject.tokenizer, minutes=float(minutes), out=folder, name=subject.name, **data)
+
+
+def fit_settings(kind: str, options: Any) -> dict[str, Any]:
+    """What a fit of one kind of data depends on, apart from its model and minutes."""
+    settings: dict[str, Any] = {"threads": options.threads, "dtype": options.dtype, "machine": describe_machine()}
+    if kind != "none":
+        settings["texts"] = digest_of_names(options.train)
+    if kind != "mixture":
+        settings["evaluated texts"] = digest_of_names(options.data)
+    return json.loads(json.dumps(settings | {"recipe": asdict(RECIPE)}))
+
+
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Write down beside `folder` what its policy is fitted with, or raise DataError unless that is what is there."""
+    path = folder.with_name(f"{folder.name}.json")
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(settings, indent=1) + "\n", DataError, "the settings of a fit")
+        return
+    written = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    changed = [key for key in {**written, **settings} if written.get(key) != settings.get(key)]
+    if changed:
+        what = f"other {', '.join(changed)}" if written else "unknown settings"
+        raise DataError(f"{folder} was fitted with {what}; give another --work, or delete that folder.")
 
 
 def ratios(

@@ -6,6 +6,7 @@ from benchmarks.tables import (
     counted,
     document,
     interval,
+    items_not_removed,
     kl_and_agreement,
     other_models,
     read,
@@ -17,6 +18,7 @@ from lkv.evaluation.report.names import FULL, method_label
 
 # The task of rows that compare two methods on the same samples, and of those of the held-out KL by minutes.
 RATIO, CURVE = "ratio", "held-out texts of the fit"
+FITS = "fits"  # the digests of the fitted policies; files without them are of before short texts were compared
 FITTED_ON = {
     "lkv@none": "Python's own texts",
     "lkv@code": "code and Python's own texts",
@@ -101,6 +103,11 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
         f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)}: {KL} and top-1 "
         f"agreement on {where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
     )
+    if any(row["method"] == "lkv@clean" for row in rows) and FITS not in document(file):
+        lead += (
+            f" What was left out of the mixture did not include {items_not_removed()} items with a short text inside "
+            "an evaluated one, which were found later."
+        )
     columns = dict.fromkeys((row["task"], row["tokens"], row["retention"]) for row in rows if row["method"] != FULL)
     order = sorted(columns, key=lambda column: (tasks.index(column[0]), *_length_first(column[1:])))
     cells = {

@@ -587,6 +587,51 @@ def test_no_result_file_keeps_what_it_has_measured_again():
         assert not {name.partition(" (")[0] for name in kept} & {*document.get("again", ())}, path.name
 
 
+def test_a_fit_is_taken_again_only_with_the_settings_that_it_was_made_with(tmp_path, monkeypatch):
+    made, spec = [], patch_attention(tiny_llama()).spec
+
+    def stub(model, tokenizer, minutes, out, name, **data):
+        made.append((minutes, sorted(data)))
+        Policy(spec).save_pretrained(out)
+        return Policy.from_pretrained(out)
+
+    monkeypatch.setattr(fit.fitting, "fit", stub)
+    for name in ("data", "train", "more"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "texts.txt").write_text(name)
+    subject = Subject(None, None, None, "owner/Tiny")
+
+    def fitted(kind, **changed):
+        options = {"threads": 1, "dtype": "bfloat16", "train": tmp_path / "train", "data": tmp_path / "data"}
+        options |= {"work": tmp_path / "work"} | changed
+        return fit.fitted(subject, kind, SimpleNamespace(**options))
+
+    first = fitted("clean:5")
+    assert fitted("clean:5").digest() == first.digest() and made == [(5.0, ["against", "data"])]
+    for what, changed in (
+        ("threads", {"threads": 2}), ("dtype", {"dtype": "float32"}), ("texts", {"train": tmp_path / "more"}),
+        ("evaluated texts", {"data": tmp_path / "more"}),
+    ):  # fmt: skip
+        if "texts" in what:
+            (tmp_path / "more" / "texts.txt").write_text("longer than it was")
+        with pytest.raises(DataError, match=rf"tiny-clean-5 was fitted with other {what}; give another --work"):
+            fitted("clean:5", **changed)
+    monkeypatch.setattr(fit, "RECIPE", replace(fit.RECIPE, lr=1.0))
+    with pytest.raises(DataError, match="was fitted with other recipe; give"):
+        fitted("clean:5")
+    (tmp_path / "work" / "tiny-clean-5.json").unlink()
+    with pytest.raises(DataError, match="was fitted with unknown settings; give"):
+        fitted("clean:5")
+    with pytest.raises(DataError, match="name it with --train"):
+        fitted("clean:1", train=None)
+    # Without texts of its own a fit does not depend on --train; the mixture is compared with nothing.
+    fitted("none:1")
+    fitted("none:1", train=None)
+    fitted("mixture:1")
+    fitted("mixture:1", data=tmp_path / "more")
+    assert [minutes for minutes, _ in made] == [5.0, 1.0, 1.0]
+
+
 def test_the_ratio_of_two_fits_is_that_of_their_means():
     def sample(own, other, continuations):
         return {"rows": [("lkv@a", 0.1), ("kvzip", 0.1)], "measured": [[[own, 1.0], [other, 1.0]]] * continuations}
