@@ -24,6 +24,7 @@ from benchmarks.tables import (
     source,
     table,
     tokens,
+    without_policy,
 )
 from lkv.evaluation.report.names import FULL, part_label
 
@@ -315,7 +316,7 @@ def serving() -> list[str]:
         body = ([str(n), *(lines[n][column] for column in columns)] for n in sorted(lines))
         head = (f"{name_of(method)}, {units[key]}" for method, key in columns)
         parts.append(table(head, body, "at once"))
-    return parts
+    return [*parts, *filter(None, [without_policy("serving")])]
 
 
 def in_vllm() -> list[str]:
@@ -362,7 +363,8 @@ def costs() -> str:
             f"Reading {tokens(row['tokens'])} in parts of {row['chunk']:,} never holds more than {row['value']:.3f} "
             "of the full cache's bytes (`streaming.json`)."
         )
-    return " ".join(parts)
+    files = ("cache_bytes", "prefill", "decode", "comparison_cost", "streaming")
+    return " ".join(part for part in (*parts, without_policy(*files)) if part)
 
 
 def more_methods() -> list[str]:

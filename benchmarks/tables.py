@@ -30,15 +30,25 @@ def document(name: str) -> dict[str, Any]:
 
 
 def source(name: str) -> str:
-    """A result file's name, with a remark where its policy is not shipped or some rows are of an earlier run."""
+    """A result file's name, with a remark where its policy is not recorded or not shipped, or some rows are of an
+    earlier run."""
     of_file = document(name)
-    is_other = of_file.get("policy") is not None and of_file["policy"] not in _shipped_digests()
+    is_unknown = of_file.get("policy") is None
+    is_other = not is_unknown and of_file["policy"] not in _shipped_digests()
     has_earlier = "kept" in of_file
     return (
         f"`{name}.json`"
+        + ", with a policy that is not recorded" * is_unknown
         + ", with a policy that is not shipped" * is_other
         + ", some methods in an earlier run on the same samples" * has_earlier
     )
+
+
+def without_policy(*names: str) -> str:
+    """A sentence on those of the result files that do not record their policy; empty where there are none."""
+    there = [name for name in names if (RESULTS / f"{name}.json").is_file()]
+    unknown = [f"`{name}.json`" for name in there if document(name).get("policy") is None]
+    return f"The policy is not recorded in {', '.join(unknown)}." if unknown else ""
 
 
 def files_before(selector: str, date: str) -> list[str]:

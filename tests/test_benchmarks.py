@@ -222,10 +222,12 @@ def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
     for policy, told in (
         (known, "`some.json`"),
         (known[::-1], "`some.json`, with a policy that is not shipped"),
-        (None, "`some.json`"),  # of no policy, or of files that did not tell
+        (None, "`some.json`, with a policy that is not recorded"),
     ):
         (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
         assert tables.source("some") == told
+        sentence = "" if policy else "The policy is not recorded in `some.json`."
+        assert tables.without_policy("some", "absent") == sentence
 
 
 def test_rows_of_an_earlier_run_are_named_and_have_no_difference(tmp_path, monkeypatch):
