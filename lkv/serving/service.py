@@ -145,10 +145,11 @@ class Service:
                 )
             protected_tokens(self.tokenizer, text, protect, system)  # refuses spans that are not there
         name = context_id(text, settings)
-        job = self._jobs.get(name)
-        if job is not None and job.error is None:
-            job.title = title or job.title
-            return job
+        with self._lock:
+            job = self._jobs.get(name)
+            if job is not None and job.error is None:
+                job.title = title or job.title
+                return job
         stored = self.store.describe(name)
         if stored is not None:
             try:
@@ -241,7 +242,8 @@ class Service:
             if job.is_cancelled:
                 raise _CancelledError
 
-        settings, is_written = job.settings, False
+        stored: StoredContext | None = None
+        settings = job.settings
         try:
             with self._tokenizing:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
@@ -254,24 +256,41 @@ class Service:
             )  # fmt: skip
             self._check_quota()
             if not job.is_cancelled:
-                self.store.put(StoredContext.describe(job.id, job.title, context, settings), context)
-                is_written = True
+                described = StoredContext.describe(job.id, job.title, context, settings)
+                self.store.put(described, context)
+                stored = described
         except _CancelledError:
             return
         except LkvError as error:
             job.error = str(error)
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        if stored is not None:
+            self._end(job, stored)
         if job.is_deleted:
-            if is_written:  # the deletion came too early for it
+            if stored is not None:  # the deletion came too early for it
                 self.store.delete(job.id)
             return
         with self._lock:
-            if job.error is None and self._jobs.get(job.id) is job:  # else it was deleted, and perhaps sent again
-                del self._jobs[job.id]
             failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
             for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]
+
+    def _end(self, job: Job, stored: StoredContext) -> None:
+        """Drop the job of a stored context, which takes a name that came while it was being stored."""
+        title = stored.name
+        while True:
+            with self._lock:
+                if self._jobs.get(job.id) is not job:  # it was deleted, and perhaps sent again
+                    return
+                if job.title == title:
+                    del self._jobs[job.id]
+                    return
+                title = job.title
+            try:
+                stored = self.store.rename(stored, title)
+            except LkvError as error:  # the context can be used all the same
+                logging.getLogger(__name__).warning("the context %s could not be renamed: %s", job.id, error)
 
     def ask(
         self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,

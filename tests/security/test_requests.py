@@ -168,6 +168,42 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     assert service.job("a") is None
 
 
+def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
+    service = make()
+
+    def then_add(plain, title):
+        def call(*args):
+            result = plain(*args)
+            assert isinstance(service.add(TEXT, title), service_module.Job)
+            return result
+
+        return call
+
+    monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
+    monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "third"
+
+
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
+    service = make()
+    plain = service.store.put
+
+    def put(*args):
+        plain(*args)
+        service.add(TEXT, "second")
+
+    def fail(stored):
+        raise StoreError("no")
+
+    monkeypatch.setattr(service.store, "put", put)
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "first" and service.context(name).tokens
+
+
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
     service = make("store", limits=Limits(store_bytes=100))
     (tmp_path / "store").rmdir()

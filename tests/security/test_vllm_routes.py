@@ -107,6 +107,22 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, rout
     assert routes._jobs == {}
 
 
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, parts, monkeypatch):
+    new_context = contexts.encode(TEXT)
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(new_context.id, "first", context, contexts.compression), context)
+
+    def fail(stored):
+        raise StoreError("no")
+
+    monkeypatch.setattr(contexts.store, "_rewrite", fail)
+    monkeypatch.setattr(routes, "_read", lambda _: asyncio.sleep(0))
+    routes._engine, job = SlowEngine(), Job(new_context.id, "second", "", None, 0.0)
+    routes._jobs[job.id] = job
+    asyncio.run(routes._compress(contexts, new_context, job))
+    assert job.error is None and routes._jobs == {} and contexts.store.describe(job.id).name == "first"
+
+
 class SlowEngine:
     """Reads each text for ever, and says nothing of those that are cancelled until `is_done`."""
 

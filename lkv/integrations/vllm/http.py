@@ -216,9 +216,14 @@ class ContextRoutes:
                 stored = await asyncio.to_thread(contexts.store.describe, new_context.id)
                 if stored is None:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
+                title = stored.name if stored is not None else ""
                 # Sent again under another name meanwhile, perhaps once more while that one is written.
-                while stored is not None and stored.name != (job.title or stored.name):
-                    stored = await asyncio.to_thread(contexts.store.rename, stored, job.title)
+                while stored is not None and job.title not in ("", title):
+                    title = job.title
+                    try:
+                        stored = await asyncio.to_thread(contexts.store.rename, stored, title)
+                    except LkvError as error:  # the context can be used all the same
+                        _LOG.warning("the context %s could not be renamed: %s", job.id, error)
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
