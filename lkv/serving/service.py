@@ -17,7 +17,16 @@ from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.context.input_checks import check_text
 from lkv.context.protection import protected_tokens
-from lkv.errors import BusyError, ContextPendingError, LkvError, PromptError, StoreError, check_retention
+from lkv.errors import (
+    BusyError,
+    ContextFileError,
+    ContextPendingError,
+    LkvError,
+    PromptError,
+    StoreError,
+    UnknownContextError,
+    check_retention,
+)  # fmt: skip
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
@@ -154,12 +163,11 @@ class Service:
         if stored is not None:
             try:
                 self.store.get(name)
-                stored = self.store.rename(stored, title)
                 with self._lock:
                     if job is not None and self._jobs.get(name) is job:  # failed, before another server stored it
                         del self._jobs[name]
-                return stored
-            except LkvError:  # a damaged file is made anew
+                return self.store.rename(stored, title)
+            except (ContextFileError, UnknownContextError):  # a damaged file is made anew
                 pass
         self._check_quota()
         with self._lock:

@@ -204,6 +204,21 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatc
     assert service.store.describe(name).name == "first" and service.context(name).tokens
 
 
+def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "old").id
+    until(lambda: not service.jobs())
+    service._jobs[name] = service_module.Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
+
+    def fail(stored):
+        raise StoreError("no space")
+
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    with pytest.raises(StoreError, match="no space"):
+        service.add(TEXT, "new")
+    assert service.jobs() == [] and service.context(name).tokens
+
+
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
     service = make("store", limits=Limits(store_bytes=100))
     (tmp_path / "store").rmdir()

@@ -123,6 +123,16 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes
     assert job.error is None and routes._jobs == {} and contexts.store.describe(job.id).name == "first"
 
 
+def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, monkeypatch):
+    def fail(name):
+        raise StoreError("no")
+
+    monkeypatch.setattr(contexts.store, "describe", fail)
+    with pytest.raises(StoreError):
+        asyncio.run(routes._create(ContextRequest(text=TEXT)))
+    assert routes._jobs == {}
+
+
 class SlowEngine:
     """Reads each text for ever, and says nothing of those that are cancelled until `is_done`."""
 

@@ -23,7 +23,7 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from lkv.errors import BusyError, LkvError, PromptError
+from lkv.errors import BusyError, ContextFileError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
@@ -175,7 +175,7 @@ class ContextRoutes:
             )
         new_context.name = body.name
         stored = None
-        with suppress(LkvError):  # none yet, or a damaged one, which is made anew
+        with suppress(ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
             await asyncio.to_thread(contexts.tokens, new_context.id)
             stored = await self._stored(new_context.id)
         # Nothing is waited for from here on: two requests for one text make one job.
