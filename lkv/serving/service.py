@@ -168,7 +168,7 @@ class Service:
                         del self._jobs[name]
                 return self.store.rename(stored, title)
             except (ContextFileError, UnknownContextError):  # a damaged file is made anew
-                pass
+                title = title or stored.name
         self._check_quota()
         with self._lock:
             job = self._jobs.get(name)
@@ -177,6 +177,7 @@ class Service:
                 return job
             if self._is_stopping or self._waiting.qsize() >= self.limits.texts:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+            title = title or (job.title if job is not None else "")  # of one that failed
             job = self._jobs[name] = Job(name, title, text, settings, time.time())
             self._waiting.put(job)
         return job

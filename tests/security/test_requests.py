@@ -219,6 +219,26 @@ def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     assert service.jobs() == [] and service.context(name).tokens
 
 
+def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "a name").id
+    until(lambda: not service.jobs())
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    service.store.release(name)
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", fail)
+        job = service.add(TEXT)
+        until(lambda: job.error)
+    (tmp_path / f"{name}.json").unlink()
+    assert service.add(TEXT).title == "a name"
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "a name"
+
+
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
     service = make("store", limits=Limits(store_bytes=100))
     (tmp_path / "store").rmdir()

@@ -164,6 +164,18 @@ def client(routes, monkeypatch):
         yield client
 
 
+def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp_path):
+    name = contexts.encode(TEXT).id
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(name, "a name", context, contexts.compression), context)
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    routes._jobs[name].error = "no"
+    (tmp_path / f"{name}.json").unlink()
+    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    assert contexts._announced_texts[name].name == "a name"
+
+
 def test_a_deleted_text_is_not_read_on(routes, client):
     name = client.post("/v1/contexts", json={"text": TEXT}).json()["id"]
     until(lambda: routes._engine.started)

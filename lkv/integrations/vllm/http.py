@@ -173,11 +173,13 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        new_context.name = body.name
-        stored = None
-        with suppress(ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
-            await asyncio.to_thread(contexts.tokens, new_context.id)
+        stored, title = None, body.name
+        try:
             stored = await self._stored(new_context.id)
+            await asyncio.to_thread(contexts.tokens, new_context.id)
+        except (ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
+            if stored is not None:
+                stored, title = None, title or stored.name
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
@@ -193,7 +195,8 @@ class ContextRoutes:
         for name in failed[: max(0, len(self._jobs) - _MAX_JOBS + 1)]:
             del self._jobs[name]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
-        job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
+        new_context.name = title or (job.title if job is not None else "")  # of one that failed
+        job = self._jobs[new_context.id] = Job(new_context.id, new_context.name, "", settings, time.time())
         contexts.announce(new_context)
         task = asyncio.create_task(self._compress(contexts, new_context, job))
         self._tasks.add(task)
