@@ -140,6 +140,25 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
     assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
 
 
+def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
+    service, plain = server.service, server.service.store.list_contexts
+    name = server.compressed(TEXT)
+    job = service_module.Job(name, "", TEXT, service._settings, 0.0)
+
+    def listed():
+        return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
+
+    def list_before_the_end():
+        stored = [context for context in plain() if context.id != name]
+        service._jobs.pop(name)
+        return stored
+
+    service._jobs[name] = job
+    assert listed() == 1
+    monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
+    assert listed() == 1
+
+
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
     job = service.add(TEXT)

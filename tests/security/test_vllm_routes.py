@@ -176,6 +176,17 @@ def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp
     assert contexts._announced_texts[name].name == "a name"
 
 
+def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkeypatch):
+    routes._jobs[NAME] = Job(NAME, "", "", contexts.compression, 0.0)
+
+    def list_before_the_end():
+        routes._jobs.pop(NAME)
+        return []
+
+    monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
+    assert [one["id"] for one in client.get("/v1/contexts").json()["data"]] == [NAME]
+
+
 def test_a_deleted_text_is_not_read_on(routes, client):
     name = client.post("/v1/contexts", json={"text": TEXT}).json()["id"]
     until(lambda: routes._engine.started)

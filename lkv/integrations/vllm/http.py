@@ -103,9 +103,11 @@ class ContextRoutes:
 
         @app.get("/v1/contexts")
         async def list_contexts() -> dict[str, Any]:
-            stored = await asyncio.to_thread((await self.contexts()).store.list_contexts)
-            ready = [context for context in stored if context.id not in self._deleted and context.id not in self._jobs]
-            contexts: list[StoredContext | Job] = [*self._jobs.values(), *ready]
+            store = (await self.contexts()).store
+            jobs = dict(self._jobs)  # first: what becomes ready meanwhile is in the store
+            stored = await asyncio.to_thread(store.list_contexts)
+            ready = [context for context in stored if context.id not in self._deleted and context.id not in jobs]
+            contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
             return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
