@@ -61,7 +61,7 @@ class Limits:
     store_seconds: float | None = None  # after which a context that nobody asked is deleted
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A text that waits or is being compressed, or could not be."""
 
@@ -201,6 +201,8 @@ class Service:
             job = self._jobs.pop(name, None)
             if job is not None:
                 job.is_deleted = job.is_cancelled = True
+                with self._waiting.mutex, suppress(ValueError):  # it is being compressed, or failed
+                    self._waiting.queue.remove(job)
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:

@@ -301,6 +301,11 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
         status, answer = server.chat("?", first["id"])
         assert status == 409 and "is still being compressed; ask again" in answer["error"]["message"]
+        for _ in range(3):  # a deleted text waits no longer
+            assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
+            assert not server.service._waiting.qsize()
+            status, second = server.ask("/v1/contexts", {"text": "two " * 9})
+            assert status == 202
         assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
         release.set()
         assert server.finished(first)["status"] == "ready"
