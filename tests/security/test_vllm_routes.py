@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from lkv.cli.serve import Serve
 from lkv.context.compression import compress
 from lkv.errors import BusyError, LkvError, StoreError
 from lkv.integrations.vllm import command, context_middleware, http
@@ -237,6 +238,18 @@ def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, mon
     assert ask({"x" * 10**6: 1}).status_code == 404
     assert len(compared) < 3
     assert ask({"contexts": NAME}).status_code == 400
+
+
+@pytest.mark.parametrize("model", [".", "{folder}/"])
+def test_a_folder_is_served_under_its_own_name(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setattr(command, "require", lambda *_: None)
+    monkeypatch.setattr(command, "_memory_option", lambda _: [])
+    (folder := tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(folder)
+    options = {name: field.default for name, field in Serve.model_fields.items()}
+    arguments, _ = command.server_command(options | {"model": model.format(folder=folder)}, None)
+    assert arguments[arguments.index("--served-model-name") + 1] == "tiny"
 
 
 def test_arguments_with_an_open_quote_are_refused_in_one_sentence(monkeypatch):

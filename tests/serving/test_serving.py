@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from lkv.cli.main import main
+from lkv.cli.main import main, parse_arguments
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
 from lkv.errors import ServerError
-from lkv.serving.service import Limits, Service
+from lkv.serving.service import Limits, Service, make_service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, slow_answers, until
@@ -319,6 +319,14 @@ def test_a_stop_lets_answers_end(parts, tmp_path, monkeypatch):
         asking = pool.submit(server.answer, "Who?", name, max_tokens=40)
         until(lambda: server.service.answers.open)
     assert asking.result() == compress(*parts, TEXT, **KNORM).ask("Who?", 40) and server.service.answers.open == 0
+
+
+def test_the_folder_in_which_it_starts_is_a_model_with_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(save_model(tmp_path / "tiny"))
+    words = ["serve", "--model", ".", "--method", "knorm", "--store", str(tmp_path / "store")]
+    service = make_service(parse_arguments(words).model_dump())
+    service.stop(0)
+    assert service.name == "tiny"
 
 
 def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
