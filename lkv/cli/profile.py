@@ -14,6 +14,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     RunOptions,
+    check_policy_is_read,
     find_needs,
 )
 from lkv.errors import LkvError, PolicyMismatchError
@@ -53,6 +54,8 @@ class Profile(PolicyOptions, RunOptions):
         """Measure each length, resuming an earlier run, and write the result."""
         if self.config and self.model:
             raise LkvError("--config and --model both name a model; leave one of them out.")
+        if self.config:
+            self.refuse_unread("--config", "--revision")
         if self.dry_run:
             self.refuse_unread("--dry-run", *_MEASUREMENT)
             _predict(self)
@@ -64,6 +67,7 @@ class Profile(PolicyOptions, RunOptions):
             raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
         if self.streaming and self.chunk is None:
             raise LkvError("--streaming reads the context in chunks; give their size, for example --chunk 4096.")
+        check_policy_is_read(self, self.methods)
         import torch
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
