@@ -48,7 +48,10 @@ evaluate() {
     local data=() pattern=()
     if [[ $1 == longbench && -n ${LONGBENCH:-} ]]; then data=(--data "$LONGBENCH"); fi
     if [[ $1 == ruler && -n ${RULER:-} ]]; then data=(--data "$RULER"); fi
-    if [[ -n ${PATTERN:-} && " $* " == *" duo"* ]]; then pattern=(--pattern "$PATTERN" --pattern-by kvpress); fi
+    if [[ -n ${PATTERN:-} && " $* " == *" duo"* ]]; then
+        pattern=(--pattern "$PATTERN")
+        if [[ $PATTERN != *.tsv ]]; then pattern+=(--pattern-by kvpress); fi
+    fi
     # Bash before version 4.4 treats an empty array as unset.
     "${launch[@]}" eval "$1" ${data[@]+"${data[@]}"} ${pattern[@]+"${pattern[@]}"} --model "$model" --dtype bfloat16 \
         --policy "$policy" --protocol kvpress --out "$out/$2.jsonl" "${@:3}" ${eval_options[@]+"${eval_options[@]}"}

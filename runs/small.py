@@ -15,7 +15,8 @@ from pathlib import Path
 
 from examples.document import document
 from lkv.cli.main import main as lkv
-from lkv.methods.registry import METHODS
+from lkv.cli.options import find_needs
+from lkv.methods.registry import METHODS, PATTERN
 from lkv.models.loading import load_default
 from runs import budget_policies
 
@@ -72,9 +73,10 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     """The `lkv` commands that measure and report."""
     ruler, swept, longbench = (str(options.out / f"{name}.jsonl") for name in ("ruler", "swept", "longbench"))
     source = ["--data", str(options.ruler)]
-    shared = ["--pattern", str(text), "--retention", "0.15", "--dtype", options.dtype]
+    shared, pattern = ["--retention", "0.15", "--dtype", options.dtype], ["--pattern", str(text)]
+    on_ruler = shared + pattern if any(PATTERN in find_needs(name) for name in options.methods) else shared
     samples = ["--lengths", *LENGTHS, "--samples", str(options.samples)]
-    yield ["eval", "ruler", *source, *samples, "--methods", *options.methods, *shared, "--out", ruler]
+    yield ["eval", "ruler", *source, *samples, "--methods", *options.methods, *on_ruler, "--out", ruler]
     for table, more in (
         ("ruler", ["--min-full", "50"]),
         ("main", []),
@@ -89,7 +91,7 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     yield from _report(options.out, "swept", swept, "sweep", ["--min-full", "50"])
     if options.longbench:
         data = ["--data", str(options.longbench), "--samples", str(options.longbench_samples)]
-        yield ["eval", "longbench", *data, "--methods", *ON_LONGBENCH, *shared, "--out", longbench]
+        yield ["eval", "longbench", *data, "--methods", *ON_LONGBENCH, *shared, *pattern, "--out", longbench]
         # KVzip cannot repeat a text cut to the model's length, and a table counts only samples that all methods have.
         shown = ["--methods", *(name for name in ON_LONGBENCH if name != "kvzip")]
         for table, more in (("main", ["--published"]), ("tasks", ["--published"]), ("fidelity", [])):

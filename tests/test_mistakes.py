@@ -147,15 +147,34 @@ def test_names_that_are_no_policy_are_named(name):
         (["ask", "book.txt", "who?", "--no-strict"], "--no-strict without --policy"),
         (["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x"], "revision without --policy"),
         (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
+        (["eval", "longbench", "--haystack", "x", "--lengths", "9", "--seed", "1", "--out", "x"],
+         "longbench does not read --haystack, --lengths, --seed; leave"),
+        (["eval", "ruler", "--methods", "snapkv", "full", "--policy", DEFAULT, "--out", "x"],
+         "'snapkv' and 'full' take no --policy; leave it out"),
+        (["eval", "ruler", "--methods", "knorm", "--pattern", "TEXT", "--out", "x"], "duo does not read --pattern;"),
+        (["eval", "ruler", "--methods", "knorm", "--pattern-by", "kvpress", "--out", "x"], "not read --pattern-by;"),
+        (["eval", "ruler", "--methods", "duo", "--pattern", "TSV", "--pattern-by", "kvpress", "--out", "x"],
+         "--pattern with a .tsv file does not read --pattern-by; leave"),
+        (["inspect", "owner/policy", "--revision", "v1"], "a policy does not read --revision; use --policy-revision"),
+        (["inspect", "--revision", "v1"], "a policy does not read --revision; use --policy-revision, or give --model"),
+        (["profile", "--policy", DEFAULT, "--methods", "full", "snapkv", "--out", "x.json"],
+         "'full' and 'snapkv' take no --policy; leave it out"),
+        (["profile", "--config", "llama-3.1-8b", "--revision", "v1", "--out", "x.json"], "does not read --revision;"),
+        (["profile", "--config", "llama-3.1-8b", "--revision", "v1", "--dry-run"], "does not read --revision; leave"),
+        (["report", "x.jsonl", "--table", "ablation", "--against", "lkv"], "ablation does not read --against; leave"),
+        (["data", "build", "--words", "9", "--share", "0.2", "--out", "x"], "does not read --words, --share; leave"),
+        (["data", "build", "--recipe", "wide", "--lock", "x", "--out", "x"], "the recipe wide does not read --lock;"),
         (["policies", "--model", "no/such/model"], "no model could be loaded from 'no/such/model'"),
         (["serve", "--no-strict"], "--no-strict without --policy"),
         (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which this command does not take"),
         (["serve", "--method", "snapvk"], "there is no method 'snapvk'"),
     ],
-)
-def test_what_would_be_dropped_is_refused(model_folder, tmp_path, capsys, words, message):
+)  # fmt: skip
+def test_what_would_be_dropped_is_refused(model_folder, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
     (text := tmp_path / "text.txt").write_text("words " * 50)
-    files = {"MODEL": model_folder, "TEXT": text}
+    (heads := tmp_path / "heads.tsv").write_text("0.5\t0.5")
+    files = {"MODEL": model_folder, "TEXT": text, "TSV": heads}
     assert message in refused(capsys, [files.get(word, word) for word in words])
 
 

@@ -37,6 +37,10 @@ class Build(ModelOptions):
             raise DataError(
                 f"--min-tokens {self.min_tokens} is not below --max-tokens {self.max_tokens}; change one of them."
             )
+        if not self.against:
+            self.refuse_unread("a build without --against", "--words", "--share")
+        if self.recipe == "wide":
+            self.refuse_unread("the recipe wide", "--lock")
         from lkv.models.loading import load_tokenizer
         from lkv.training.data.build import DataBuildConfig, build_dataset
         from lkv.training.data.built_dataset import describe_dataset

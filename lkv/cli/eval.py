@@ -17,6 +17,7 @@ from lkv.cli.options import (
     RunOptions,
     check_pattern,
     check_policy_exists,
+    check_policy_is_read,
     find_needs,
     load_pattern,
 )  # fmt: skip
@@ -73,6 +74,7 @@ class Eval(PolicyOptions, RunOptions):
 
     def run(self) -> None:
         """Measure, and print the table."""
+        from lkv.methods.registry import PATTERN
         from lkv.utils.extras import require
         from lkv.utils.files import check_writable_file
 
@@ -86,12 +88,19 @@ class Eval(PolicyOptions, RunOptions):
             raise LkvError("--ladder sets the retentions; leave --retention and --preset out.")
         if self.preset and (self.retention or self.protocol):
             raise LkvError("--preset sets retentions and protocol; leave --retention and --protocol out.")
+        if self.suite == "longbench":
+            self.refuse_unread("longbench", "--haystack", "--lengths", "--seed")
         paths = _parse_policies(self.policy)
         for path in paths.values():
             check_policy_exists(path)
         tasks = _check_tasks(self.suite, self.tasks)
         methods = _name_policies(self.methods, [name for name in paths if name])
+        check_policy_is_read(self, self.methods)
         check_pattern(methods, self.pattern)
+        if not any(PATTERN in find_needs(method) for method in methods):
+            self.refuse_unread("an evaluation without duo", "--pattern", "--pattern-by")
+        elif self.pattern is not None and self.pattern.suffix == ".tsv":
+            self.refuse_unread("--pattern with a .tsv file", "--pattern-by")
         make_examples = _read_longbench(self, tasks) if self.suite == "longbench" else _read_ruler(self, tasks)
         _evaluate(self, methods, paths, make_examples)
 

@@ -118,6 +118,8 @@ def _load_policy(options: Inspect) -> "Policy":
             f"there is no file or folder {name!r}, nor a policy of that name (`lkv policies` lists them); give a text, "
             "or a policy by its folder or Hub id."
         )
+    if options.model is None:
+        options.refuse_unread("a policy", "--revision", advice="use --policy-revision, or give --model too")
     from lkv.models.loading import load_model
     from lkv.policy.lookup import default_policy, load_policy, policy_for
 

@@ -14,6 +14,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     RunOptions,
+    check_policy_is_read,
     find_needs,
 )
 from lkv.errors import LkvError, PolicyMismatchError
@@ -53,6 +54,8 @@ class Profile(PolicyOptions, RunOptions):
         """Measure each length, resuming an earlier run, and write the result."""
         if self.config and self.model:
             raise LkvError("--config and --model both name a model; leave one of them out.")
+        if self.config:
+            self.refuse_unread("--config", "--revision")
         if self.dry_run:
             self.refuse_unread("--dry-run", *_MEASUREMENT)
             _predict(self)
@@ -64,6 +67,7 @@ class Profile(PolicyOptions, RunOptions):
             raise LkvError(f"--out is {self.out}, but the result is a JSON file; use a name that ends with .json.")
         if self.streaming and self.chunk is None:
             raise LkvError("--streaming reads the context in chunks; give their size, for example --chunk 4096.")
+        check_policy_is_read(self, self.methods)
         import torch
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -126,6 +130,7 @@ def _make_profiler(options: Profile) -> Any:
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import policy_for
+    from lkv.utils.files import name_without_place
 
     try:
         device, dtype = torch.device(str(options.device)), getattr(torch, str(options.dtype))
@@ -137,7 +142,7 @@ def _make_profiler(options: Profile) -> Any:
         model = random_model(read_config(options.config), dtype, device, options.seed)
         name = path.resolve().parent.name if path.suffix == ".json" else options.config
     else:
-        name = Path(options.model_name).name
+        name = Path(name_without_place(options.model_name)).name
         model = options.load_model()[0]
     extend_positions(model, _MAX_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = patch_attention(model).spec

@@ -57,6 +57,8 @@ class Report(Command):
             self.refuse_unread("--training", *_SCORES, "--weights", "--published")
         else:
             self.refuse_unread("a table of scores", "--weights")
+            if self.table == "ablation":
+                self.refuse_unread("the table ablation", "--against")
         require("plots", "lkv report", ["pandas", "scipy"])
         from lkv.evaluation.report.figures import save_figure
         from lkv.evaluation.report.tables import WRITERS

@@ -91,8 +91,10 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
+        jobs = {job.id: job for job in service.jobs()}  # first: what becomes ready meanwhile is in the store
         stored = await asyncio.to_thread(service.store.list_contexts)
-        contexts: list[StoredContext | Job] = [*service.jobs(), *stored]
+        ready = [context for context in stored if context.id not in jobs]
+        contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
         return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")

@@ -17,7 +17,16 @@ from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.context.input_checks import check_text
 from lkv.context.protection import protected_tokens
-from lkv.errors import BusyError, ContextPendingError, LkvError, PromptError, StoreError, check_retention
+from lkv.errors import (
+    BusyError,
+    ContextFileError,
+    ContextPendingError,
+    LkvError,
+    PromptError,
+    StoreError,
+    UnknownContextError,
+    check_retention,
+)  # fmt: skip
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
@@ -27,7 +36,7 @@ from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import find_device, torch_dtype
-from lkv.utils.files import cache_folder
+from lkv.utils.files import cache_folder, name_without_place
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
@@ -52,7 +61,7 @@ class Limits:
     store_seconds: float | None = None  # after which a context that nobody asked is deleted
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A text that waits or is being compressed, or could not be."""
 
@@ -145,21 +154,21 @@ class Service:
                 )
             protected_tokens(self.tokenizer, text, protect, system)  # refuses spans that are not there
         name = context_id(text, settings)
-        job = self._jobs.get(name)
-        if job is not None and job.error is None:
-            job.title = title or job.title
-            return job
+        with self._lock:
+            job = self._jobs.get(name)
+            if job is not None and job.error is None:
+                job.title = title or job.title
+                return job
         stored = self.store.describe(name)
         if stored is not None:
             try:
                 self.store.get(name)
-                stored = self.store.rename(stored, title)
                 with self._lock:
                     if job is not None and self._jobs.get(name) is job:  # failed, before another server stored it
                         del self._jobs[name]
-                return stored
-            except LkvError:  # a damaged file is made anew
-                pass
+                return self.store.rename(stored, title)
+            except (ContextFileError, UnknownContextError):  # a damaged file is made anew
+                title = title or stored.name
         self._check_quota()
         with self._lock:
             job = self._jobs.get(name)
@@ -168,6 +177,7 @@ class Service:
                 return job
             if self._is_stopping or self._waiting.qsize() >= self.limits.texts:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+            title = title or (job.title if job is not None else "")  # of one that failed
             job = self._jobs[name] = Job(name, title, text, settings, time.time())
             self._waiting.put(job)
         return job
@@ -191,6 +201,8 @@ class Service:
             job = self._jobs.pop(name, None)
             if job is not None:
                 job.is_deleted = job.is_cancelled = True
+                with self._waiting.mutex, suppress(ValueError):  # it is being compressed, or failed
+                    self._waiting.queue.remove(job)
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:
@@ -241,7 +253,8 @@ class Service:
             if job.is_cancelled:
                 raise _CancelledError
 
-        settings, is_written = job.settings, False
+        stored: StoredContext | None = None
+        settings = job.settings
         try:
             with self._tokenizing:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
@@ -254,24 +267,41 @@ class Service:
             )  # fmt: skip
             self._check_quota()
             if not job.is_cancelled:
-                self.store.put(StoredContext.describe(job.id, job.title, context, settings), context)
-                is_written = True
+                described = StoredContext.describe(job.id, job.title, context, settings)
+                self.store.put(described, context)
+                stored = described
         except _CancelledError:
             return
         except LkvError as error:
             job.error = str(error)
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        if stored is not None:
+            self._end(job, stored)
         if job.is_deleted:
-            if is_written:  # the deletion came too early for it
+            if stored is not None:  # the deletion came too early for it
                 self.store.delete(job.id)
             return
         with self._lock:
-            if job.error is None and self._jobs.get(job.id) is job:  # else it was deleted, and perhaps sent again
-                del self._jobs[job.id]
             failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
             for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]
+
+    def _end(self, job: Job, stored: StoredContext) -> None:
+        """Drop the job of a stored context, which takes a name that came while it was being stored."""
+        title = stored.name
+        while True:
+            with self._lock:
+                if self._jobs.get(job.id) is not job:  # it was deleted, and perhaps sent again
+                    return
+                if job.title == title:
+                    del self._jobs[job.id]
+                    return
+                title = job.title
+            try:
+                stored = self.store.rename(stored, title)
+            except LkvError as error:  # the context can be used all the same
+                logging.getLogger(__name__).warning("the context %s could not be renamed: %s", job.id, error)
 
     def ask(
         self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
@@ -355,6 +385,7 @@ def make_service(options: dict[str, Any]) -> Service:
         store_seconds=None if options["keep_days"] is None else options["keep_days"] * 86400,
     )  # fmt: skip
     return Service(
-        model, tokenizer, options["name"] or Path(name).name, options["store"] or str(cache_folder() / "contexts"),
-        policy, options["method"], options["retention"], int(options["memory"] * 2**20), limits,
+        model, tokenizer, options["name"] or Path(name_without_place(name)).name,
+        options["store"] or str(cache_folder() / "contexts"), policy, options["method"], options["retention"],
+        int(options["memory"] * 2**20), limits,
     )  # fmt: skip

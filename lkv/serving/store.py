@@ -149,6 +149,7 @@ class ContextStore:
         self._loaded: OrderedDict[str, Context] = OrderedDict()
         self._last_asked: dict[str, float] = {}  # when contexts were last asked here, in seconds since 1970
         self._lock = threading.Lock()
+        self._describing = threading.Lock()  # one description is rewritten at a time: no use undoes a new name
         self._loading = threading.Lock()  # one context is loaded at a time: only then does it count as in memory
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
 
@@ -200,15 +201,18 @@ class ContextStore:
             if self._is_local:
                 with self._store_errors("written", "check its folder"):
                     os.utime(self._path(name + _DESCRIPTION))
-            elif (stored := self.describe(name)) is not None:
-                self._rewrite(stored)
+            else:
+                with self._describing:
+                    if (stored := self.describe(name)) is not None:
+                        self._rewrite(stored)
 
     def rename(self, stored: StoredContext, title: str) -> StoredContext:
         """Give a stored context another title; no title, or its own, changes nothing. Raises StoreError."""
         if title in ("", stored.name):
             return stored
         renamed = stored.model_copy(update={"name": title})
-        self._rewrite(renamed)
+        with self._describing:
+            self._rewrite(renamed)
         return renamed
 
     def _rewrite(self, stored: StoredContext) -> None:

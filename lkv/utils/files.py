@@ -25,7 +25,7 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
 
 def name_without_place(model: str) -> str:
     """A model's name for what others read: of a local folder or file, its own name and not where it is."""
-    return Path(model).name if os.path.exists(model) else model
+    return Path(os.path.abspath(model)).name if os.path.exists(model) else model
 
 
 def cache_folder() -> Path:

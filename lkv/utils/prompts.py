@@ -124,14 +124,16 @@ def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[st
     turns = [dict(message) for message in messages]
     if not turns or turns[-1]["role"] != "user":
         raise PromptError("the last message must be one of the user; put the question there.")
+    if after_context:
+        system = [turn["content"] for turn in turns if turn["role"] == "system"]
+        turns = [turn for turn in turns if turn["role"] != "system"]
+        first = next(turn for turn in turns if turn["role"] == "user")
+        first["content"] = "\n\n".join([*system, first["content"]])
     if not getattr(tokenizer, "chat_template", None):
         return _render_plainly(turns, after_context)
     if not after_context:
         return _apply_template(tokenizer, turns)
-    system = [turn["content"] for turn in turns if turn["role"] == "system"]
-    turns = [turn for turn in turns if turn["role"] != "system"]
-    first = "\n\n".join([*system, turns[0]["content"]])
-    text = _apply_template(tokenizer, [{"role": turns[0]["role"], "content": f"{_CONTEXT}\n\n{first}"}, *turns[1:]])
+    text = _apply_template(tokenizer, [turns[0] | {"content": f"{_CONTEXT}\n\n{turns[0]['content']}"}, *turns[1:]])
     if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
         raise PromptError("the first message after the system's must be one of the user: it follows the context.")
     return text.split(_CONTEXT)[1]

@@ -9,7 +9,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.errors import CacheError, PromptError
-from lkv.utils.prompts import chat_template_parts, encode_context, encode_next_question, encode_question
+from lkv.utils.prompts import (
+    chat_template_parts,
+    encode_context,
+    encode_next_question,
+    encode_question,
+    render_messages,
+)  # fmt: skip
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
 
@@ -173,6 +179,12 @@ def test_a_system_prompt_stands_before_the_text(saved):
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(PromptError, match="system prompt is empty"):
         compress(model, tokenizer, "some text", method="knorm", system=" ")
+
+
+def test_without_a_template_a_system_message_begins_the_turn_after_the_context():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    assert render_messages(Words(), messages, after_context=True) == "\n\nQuestion: Be brief.\n\nWho?\nAnswer:"
+    assert render_messages(Words(), messages, after_context=False) == "Be brief.\n\nQuestion: Who?\nAnswer:"
 
 
 def test_a_context_and_a_chat_tell_what_they_are(model, policy):

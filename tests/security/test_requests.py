@@ -140,6 +140,25 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
     assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
 
 
+def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
+    service, plain = server.service, server.service.store.list_contexts
+    name = server.compressed(TEXT)
+    job = service_module.Job(name, "", TEXT, service._settings, 0.0)
+
+    def listed():
+        return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
+
+    def list_before_the_end():
+        stored = [context for context in plain() if context.id != name]
+        service._jobs.pop(name)
+        return stored
+
+    service._jobs[name] = job
+    assert listed() == 1
+    monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
+    assert listed() == 1
+
+
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
     job = service.add(TEXT)
@@ -166,6 +185,77 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     assert service.job("a") is second
     service._compress(second)
     assert service.job("a") is None
+
+
+def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
+    service = make()
+
+    def then_add(plain, title):
+        def call(*args):
+            result = plain(*args)
+            assert isinstance(service.add(TEXT, title), service_module.Job)
+            return result
+
+        return call
+
+    monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
+    monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "third"
+
+
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
+    service = make()
+    plain = service.store.put
+
+    def put(*args):
+        plain(*args)
+        service.add(TEXT, "second")
+
+    def fail(stored):
+        raise StoreError("no")
+
+    monkeypatch.setattr(service.store, "put", put)
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "first" and service.context(name).tokens
+
+
+def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "old").id
+    until(lambda: not service.jobs())
+    service._jobs[name] = service_module.Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
+
+    def fail(stored):
+        raise StoreError("no space")
+
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    with pytest.raises(StoreError, match="no space"):
+        service.add(TEXT, "new")
+    assert service.jobs() == [] and service.context(name).tokens
+
+
+def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "a name").id
+    until(lambda: not service.jobs())
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    service.store.release(name)
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", fail)
+        job = service.add(TEXT)
+        until(lambda: job.error)
+    (tmp_path / f"{name}.json").unlink()
+    assert service.add(TEXT).title == "a name"
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "a name"
 
 
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
+from lkv.cli.serve import Serve
 from lkv.context.compression import compress
 from lkv.errors import BusyError, LkvError, StoreError
 from lkv.integrations.vllm import command, context_middleware, http
@@ -107,6 +108,32 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, rout
     assert routes._jobs == {}
 
 
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, parts, monkeypatch):
+    new_context = contexts.encode(TEXT)
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(new_context.id, "first", context, contexts.compression), context)
+
+    def fail(stored):
+        raise StoreError("no")
+
+    monkeypatch.setattr(contexts.store, "_rewrite", fail)
+    monkeypatch.setattr(routes, "_read", lambda _: asyncio.sleep(0))
+    routes._engine, job = SlowEngine(), Job(new_context.id, "second", "", None, 0.0)
+    routes._jobs[job.id] = job
+    asyncio.run(routes._compress(contexts, new_context, job))
+    assert job.error is None and routes._jobs == {} and contexts.store.describe(job.id).name == "first"
+
+
+def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, monkeypatch):
+    def fail(name):
+        raise StoreError("no")
+
+    monkeypatch.setattr(contexts.store, "describe", fail)
+    with pytest.raises(StoreError):
+        asyncio.run(routes._create(ContextRequest(text=TEXT)))
+    assert routes._jobs == {}
+
+
 class SlowEngine:
     """Reads each text for ever, and says nothing of those that are cancelled until `is_done`."""
 
@@ -136,6 +163,29 @@ def client(routes, monkeypatch):
     routes.attach_router(app)
     with TestClient(app) as client:
         yield client
+
+
+def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp_path):
+    name = contexts.encode(TEXT).id
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(name, "a name", context, contexts.compression), context)
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    routes._jobs[name].error = "no"
+    (tmp_path / f"{name}.json").unlink()
+    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    assert contexts._announced_texts[name].name == "a name"
+
+
+def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkeypatch):
+    routes._jobs[NAME] = Job(NAME, "", "", contexts.compression, 0.0)
+
+    def list_before_the_end():
+        routes._jobs.pop(NAME)
+        return []
+
+    monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
+    assert [one["id"] for one in client.get("/v1/contexts").json()["data"]] == [NAME]
 
 
 def test_a_deleted_text_is_not_read_on(routes, client):
@@ -188,6 +238,18 @@ def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, mon
     assert ask({"x" * 10**6: 1}).status_code == 404
     assert len(compared) < 3
     assert ask({"contexts": NAME}).status_code == 400
+
+
+@pytest.mark.parametrize("model", [".", "{folder}/"])
+def test_a_folder_is_served_under_its_own_name(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: True)
+    monkeypatch.setattr(command, "require", lambda *_: None)
+    monkeypatch.setattr(command, "_memory_option", lambda _: [])
+    (folder := tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(folder)
+    options = {name: field.default for name, field in Serve.model_fields.items()}
+    arguments, _ = command.server_command(options | {"model": model.format(folder=folder)}, None)
+    assert arguments[arguments.index("--served-model-name") + 1] == "tiny"
 
 
 def test_arguments_with_an_open_quote_are_refused_in_one_sentence(monkeypatch):

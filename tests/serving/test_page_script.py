@@ -56,6 +56,22 @@ def test_an_error_of_one_answer_ends_the_other_one():
     assert found == [[True], "Unauthorized", False]
 
 
+def test_names_are_cut_between_characters():
+    found = run("""
+      const plain = fetch, names = [];
+      globalThis.fetch = (path, options) => {
+        if (options?.method === "POST") names.push(JSON.parse(options.body).name);
+        return plain(path, options);
+      };
+      const text = "😀".repeat(300);
+      for (at("text").value of ["a" + text, "😀".repeat(3)]) await at("compress").onclick();
+      at("file").files = [{ name: "a" + text, arrayBuffer: async () => new TextEncoder().encode("A text.") }];
+      await at("compress").onclick();
+      return names;
+    """)
+    assert found == ["a" + "😀" * 39, "😀" * 3, "a" + "😀" * 199]
+
+
 def test_a_text_that_is_not_on_the_page_is_missed_before_a_question_is_sent():
     found = run("""
       at("contexts").value = "small";

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from lkv.cli.main import main
+from lkv.cli.main import main, parse_arguments
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
 from lkv.errors import ServerError
-from lkv.serving.service import Limits, Service
+from lkv.serving.service import Limits, Service, make_service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, slow_answers, until
@@ -301,6 +301,11 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
         status, answer = server.chat("?", first["id"])
         assert status == 409 and "is still being compressed; ask again" in answer["error"]["message"]
+        for _ in range(3):  # a deleted text waits no longer
+            assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
+            assert not server.service._waiting.qsize()
+            status, second = server.ask("/v1/contexts", {"text": "two " * 9})
+            assert status == 202
         assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
         release.set()
         assert server.finished(first)["status"] == "ready"
@@ -314,6 +319,14 @@ def test_a_stop_lets_answers_end(parts, tmp_path, monkeypatch):
         asking = pool.submit(server.answer, "Who?", name, max_tokens=40)
         until(lambda: server.service.answers.open)
     assert asking.result() == compress(*parts, TEXT, **KNORM).ask("Who?", 40) and server.service.answers.open == 0
+
+
+def test_the_folder_in_which_it_starts_is_a_model_with_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(save_model(tmp_path / "tiny"))
+    words = ["serve", "--model", ".", "--method", "knorm", "--store", str(tmp_path / "store")]
+    service = make_service(parse_arguments(words).model_dump())
+    service.stop(0)
+    assert service.name == "tiny"
 
 
 def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -123,6 +124,24 @@ def test_a_stored_context_takes_another_title(model, tmp_path):
     with pytest.raises(UnknownContextError):
         store.rename(renamed, "a third")
     assert store.describe(name) is None
+
+
+def test_a_question_at_the_same_moment_undoes_no_rename(model, tmp_path, monkeypatch):
+    store = made(f"memory://{tmp_path.name}", model)
+    name, _ = add(store, model, TEXT)
+    plain, stored = store.describe, store.describe(name)
+    renaming = threading.Thread(target=store.rename, args=(stored, "another"))
+
+    def describe(name):
+        found = plain(name)
+        renaming.start()
+        renaming.join(0.5)  # it waits for the question's own change
+        return found
+
+    monkeypatch.setattr(store, "describe", describe)
+    assert store.get(name).tokens == 60
+    renaming.join()
+    assert plain(name).name == "another"
 
 
 def test_threads_that_want_one_context_load_it_once(model, tmp_path, monkeypatch):

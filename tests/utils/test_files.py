@@ -9,11 +9,25 @@ import zlib
 import pytest
 
 from lkv.errors import DataError
-from lkv.utils.files import as_path, atomic_write, check_writable_file, check_writable_folder, write_text
+from lkv.utils.files import (
+    as_path,
+    atomic_write,
+    check_writable_file,
+    check_writable_folder,
+    name_without_place,
+    write_text,
+)  # fmt: skip
 
 
 def write(path, text):
     write_text(path, text, DataError, "the text")
+
+
+def test_folders_have_a_name_however_they_are_given(tmp_path, monkeypatch):
+    (folder := tmp_path / "model").mkdir()
+    monkeypatch.chdir(folder)
+    names = [".", "../model/", f"{folder}/", "owner/model"]
+    assert [name_without_place(name) for name in names] == ["model"] * 3 + ["owner/model"]
 
 
 def test_two_writers_of_one_file_never_share_a_temporary_file(tmp_path):

@@ -23,7 +23,7 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from lkv.errors import BusyError, LkvError, PromptError
+from lkv.errors import BusyError, ContextFileError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
@@ -103,9 +103,11 @@ class ContextRoutes:
 
         @app.get("/v1/contexts")
         async def list_contexts() -> dict[str, Any]:
-            stored = await asyncio.to_thread((await self.contexts()).store.list_contexts)
-            ready = [context for context in stored if context.id not in self._deleted and context.id not in self._jobs]
-            contexts: list[StoredContext | Job] = [*self._jobs.values(), *ready]
+            store = (await self.contexts()).store
+            jobs = dict(self._jobs)  # first: what becomes ready meanwhile is in the store
+            stored = await asyncio.to_thread(store.list_contexts)
+            ready = [context for context in stored if context.id not in self._deleted and context.id not in jobs]
+            contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
             return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
@@ -173,11 +175,13 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        new_context.name = body.name
-        stored = None
-        with suppress(LkvError):  # none yet, or a damaged one, which is made anew
-            await asyncio.to_thread(contexts.tokens, new_context.id)
+        stored, title = None, body.name
+        try:
             stored = await self._stored(new_context.id)
+            await asyncio.to_thread(contexts.tokens, new_context.id)
+        except (ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
+            if stored is not None:
+                stored, title = None, title or stored.name
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
@@ -193,7 +197,8 @@ class ContextRoutes:
         for name in failed[: max(0, len(self._jobs) - _MAX_JOBS + 1)]:
             del self._jobs[name]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
-        job = self._jobs[new_context.id] = Job(new_context.id, body.name, "", settings, time.time())
+        new_context.name = title or (job.title if job is not None else "")  # of one that failed
+        job = self._jobs[new_context.id] = Job(new_context.id, new_context.name, "", settings, time.time())
         contexts.announce(new_context)
         task = asyncio.create_task(self._compress(contexts, new_context, job))
         self._tasks.add(task)
@@ -216,9 +221,14 @@ class ContextRoutes:
                 stored = await asyncio.to_thread(contexts.store.describe, new_context.id)
                 if stored is None:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
+                title = stored.name if stored is not None else ""
                 # Sent again under another name meanwhile, perhaps once more while that one is written.
-                while stored is not None and stored.name != (job.title or stored.name):
-                    stored = await asyncio.to_thread(contexts.store.rename, stored, job.title)
+                while stored is not None and job.title not in ("", title):
+                    title = job.title
+                    try:
+                        stored = await asyncio.to_thread(contexts.store.rename, stored, title)
+                    except LkvError as error:  # the context can be used all the same
+                        _LOG.warning("the context %s could not be renamed: %s", job.id, error)
             self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."

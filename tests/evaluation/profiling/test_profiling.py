@@ -21,14 +21,15 @@ from transformers import (
 
 from benchmarks.common import RESULTS
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main
+from lkv.cli.main import main, parse_arguments
+from lkv.cli.profile import _make_profiler
 from lkv.errors import UnsupportedModelError
 from lkv.evaluation.profiling.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
 from lkv.evaluation.profiling.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.cache_argument import find_cache
 from lkv.models.shapes import Shape, longest_prompt, predict_memory
-from tests.conftest import tiny_llama
+from tests.conftest import save_model, tiny_llama
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -201,6 +202,12 @@ def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, 
         (tokens, method) for tokens in (128, 192, 256) for method in ("full", "lkv", "snapkv")
     ]
     assert {row["model"] for row in document["rows"]} == {"tiny"} and all(row["kv_bytes"] for row in document["rows"])
+
+
+def test_the_folder_in_which_it_starts_is_a_model_with_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(save_model(tmp_path / "tiny"))
+    words = ["profile", "--model", ".", "--device", "cpu", "--dtype", "float32", "--out", "x.json"]
+    assert _make_profiler(parse_arguments(words))._name == "tiny"
 
 
 def test_the_largest_contexts_are_compared(tmp_path, capsys):
