@@ -34,6 +34,8 @@ def refused(llm, error, match, ids, extra, **options):
 def test_bad_input_is_refused_and_the_engine_lives(lab):
     llm, ids = lab.shared, [5, 6, 7]
     name = compress(llm, lab.text(11))
+    with pytest.raises(VLLMValidationError, match="cache_salt is 'lkv_other'; write 'lkv_context:ID' to ask"):
+        llm.generate({"prompt_token_ids": ids, "cache_salt": "lkv_other"}, asked(None, 4), use_tqdm=False)
     refused(llm, VLLMNotFoundError, "no context 'none'", ids, {"lkv_context": "none"})
     refused(llm, VLLMValidationError, "give the id of a context", ids, {"lkv_context": 3})
     refused(llm, VLLMValidationError, "one of them", ids, {"lkv_context": name, "lkv_compress": "x"})
