@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from lkv.context.compression import compress
-from lkv.errors import BusyError, LkvError, StoreError
+from lkv.errors import BusyError, LkvError, PolicyFileError, PolicyMismatchError, StoreError
 from lkv.integrations.vllm import command, context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
@@ -136,6 +136,16 @@ def client(routes, monkeypatch):
     routes.attach_router(app)
     with TestClient(app) as client:
         yield client
+
+
+@pytest.mark.parametrize("error", [PolicyMismatchError, PolicyFileError])
+def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, error):
+    async def fail():
+        raise error("there is no policy for this model yet; make one with `lkv fit`.")
+
+    monkeypatch.setattr(routes, "contexts", fail)
+    answer = client.post("/v1/contexts", json={"text": TEXT})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict_error")
 
 
 def test_a_deleted_text_is_not_read_on(routes, client):
