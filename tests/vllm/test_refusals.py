@@ -178,11 +178,14 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "enable_dbo", True, "micro-batches"),
+        ("model_config", "hf_overrides", {"rope_parameters": {"rope_theta": 5.0}}, "configuration is overridden"),
+        ("model_config", "hf_overrides", lambda config: config, "configuration is overridden"),
+        ("model_config", "hf_config_path", "elsewhere", "configuration is overridden"),
         ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
         ("cache_config", "sliding_window", 4096, "sliding-window layers"),
     ],
 )
-def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match):
+def test_what_contexts_do_not_follow_is_refused(lab, part, name, value, match):
     config = lab.config()
     assert unsupported_reason(config) is None
     setattr(getattr(config, part), name, value)

@@ -294,6 +294,7 @@ def unsupported_reason(vllm_config: Any) -> str | None:
     """Why contexts cannot be used with these settings of vLLM, in one sentence; None where they can."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     change = frequency_change(model.hf_text_config)
+    has_overrides = bool(getattr(model, "hf_overrides", None) or getattr(model, "hf_config_path", None))
     reasons = {
         "speculative decoding is on; start vLLM without it.": vllm_config.speculative_config is not None,
         "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.":
@@ -301,6 +302,8 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.":
             max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
                 getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
+        "the model's configuration is overridden (--hf-overrides, --hf-config-path), which contexts do not follow; "
+        "write it into config.json.": has_overrides,
         "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
         "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use another.":
             cache.sliding_window is not None,
