@@ -198,6 +198,8 @@ def test_longrope_beyond_its_change_is_refused(lab):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
     config.model_config.hf_text_config.rope_parameters = rope
     assert unsupported_reason(config) is None
+    # Context, question and answer together end there: the context was rotated for a shorter text.
+    assert VllmContexts(config, torch.device("cpu"), 0).max_positions == 1024
     rope["original_max_position_embeddings"] = 1023
     assert "start vLLM with --max-model-len 1023 or less" in unsupported_reason(config)
 

@@ -94,6 +94,9 @@ class VllmContexts:
         if any(sinks is not None for sinks in patched.sinks):
             raise IntegrationError("models with attention sinks cannot be served with contexts by vLLM yet.")
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
+        if (change := frequency_change(config.hf_text_config)) is not None:
+            # Beyond it LongRoPE rotates questions unlike the context, which was read before.
+            self.max_positions = min(self.max_positions, change)
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.tokenizer, revision=config.tokenizer_revision or "main", trust_remote_code=False
         )
