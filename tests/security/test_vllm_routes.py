@@ -138,6 +138,34 @@ def client(routes, monkeypatch):
         yield client
 
 
+def start(routes, monkeypatch, engines=1, **options):
+    """Have the routes take an engine and the options of vLLM's server, as vLLM does."""
+    monkeypatch.setattr(http, "_Metrics", lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
+    model, parallel = SimpleNamespace(max_model_len=2048), SimpleNamespace(data_parallel_size=engines)
+    engine = SlowEngine()
+    engine.shutdown = engine.input_processor = None
+    engine.vllm_config = SimpleNamespace(additional_config={}, model_config=model, parallel_config=parallel)
+    arguments = {"model": "m", "served_model_name": None, "chat_template": None, "default_chat_template_kwargs": None}
+    asyncio.run(routes.init_state(engine, None, SimpleNamespace(**arguments | options)))
+
+
+@pytest.mark.parametrize(("engines", "expected"), [(1, {}), (2, {"data_parallel_rank": 0})])
+def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch, engines, expected):
+    """The outcome is that of the first one, whichever has fewer requests."""
+    found = []
+
+    async def generate(prompt, params, request, **options):
+        found.append(options)
+        yield
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    start(routes, monkeypatch, engines)
+    routes._engine.generate = generate
+    asyncio.run(routes._read(contexts.encode(TEXT)))
+    assert found == [expected]
+
+
 @pytest.mark.parametrize("error", [PolicyMismatchError, PolicyFileError])
 def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, error):
     async def fail():

@@ -178,6 +178,7 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "enable_dbo", True, "micro-batches"),
+        ("parallel_config", "_api_process_count", 2, "start vLLM with --api-server-count 1"),
         ("model_config", "hf_overrides", {"rope_parameters": {"rope_theta": 5.0}}, "configuration is overridden"),
         ("model_config", "hf_overrides", lambda config: config, "configuration is overridden"),
         ("model_config", "hf_config_path", "elsewhere", "configuration is overridden"),

@@ -305,6 +305,8 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.":
             max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
                 getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
+        "several API servers know nothing of each other's texts; start vLLM with --api-server-count 1.":
+            getattr(parallel, "_api_process_count", 1) > 1,
         "the model's configuration is overridden (--hf-overrides, --hf-config-path), which contexts do not follow; "
         "write it into config.json.": has_overrides,
         "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),

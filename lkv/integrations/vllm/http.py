@@ -68,6 +68,7 @@ class ContextRoutes:
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
         self.is_stopping = False
         self._metrics: _Metrics | None = None
+        self._has_replicas = False  # engines of data parallelism
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware that rewrites requests about contexts."""
@@ -137,6 +138,7 @@ class ContextRoutes:
         self._settings = PluginSettings.of(engine_client.vllm_config)
         self._models = list(args.served_model_name or [args.model])
         self._length = engine_client.vllm_config.model_config.max_model_len
+        self._has_replicas = engine_client.vllm_config.parallel_config.data_parallel_size > 1
         self._metrics = _Metrics()
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
@@ -236,7 +238,9 @@ class ContextRoutes:
 
         params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
         prompt = {"prompt_token_ids": new_context.ids}
-        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
+        # Of several engines the first is the one that answers `collective_rpc`.
+        options = {"data_parallel_rank": 0} if self._has_replicas else {}
+        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}", **options):
             pass
 
     async def _delete_unused(self, name: str) -> None:
