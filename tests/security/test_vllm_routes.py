@@ -166,6 +166,22 @@ def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch,
     assert found == [expected]
 
 
+@pytest.mark.parametrize(
+    "options", [{"chat_template": "a.jinja"}, {"default_chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_templates_of_the_server_are_not_left_out_unnoticed(monkeypatch, options):
+    app, routes = FastAPI(), ContextRoutes()
+    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=None)
+    routes.attach_router(app)
+    start(routes, monkeypatch, **options)
+    client = TestClient(app)
+    asked = {"model": f"m:{NAME}", "messages": [{"role": "user", "content": "Who?"}]}
+    for path, body in (("contexts", {"text": TEXT}), ("chat/completions", asked)):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert "put the template into the tokenizer's files." in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("error", [PolicyMismatchError, PolicyFileError])
 def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, error):
     async def fail():

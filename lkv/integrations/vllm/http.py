@@ -23,7 +23,7 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from lkv.errors import BusyError, LkvError, PromptError
+from lkv.errors import BusyError, IntegrationError, LkvError, PromptError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
@@ -68,6 +68,7 @@ class ContextRoutes:
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
         self.is_stopping = False
         self._metrics: _Metrics | None = None
+        self._has_template = False  # one of vLLM's own options
         self._has_replicas = False  # engines of data parallelism
 
     def attach_router(self, app: FastAPI) -> None:
@@ -138,6 +139,7 @@ class ContextRoutes:
         self._settings = PluginSettings.of(engine_client.vllm_config)
         self._models = list(args.served_model_name or [args.model])
         self._length = engine_client.vllm_config.model_config.max_model_len
+        self._has_template = bool(args.chat_template or args.default_chat_template_kwargs)
         self._has_replicas = engine_client.vllm_config.parallel_config.data_parallel_size > 1
         self._metrics = _Metrics()
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
@@ -154,6 +156,11 @@ class ContextRoutes:
 
     async def contexts(self) -> VllmContexts:
         """The front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
+        if self._has_template:
+            raise IntegrationError(
+                "contexts cannot be used here: --chat-template and --default-chat-template-kwargs are not used with "
+                "contexts; put the template into the tokenizer's files."
+            )
         return await asyncio.to_thread(front_contexts, self._engine.input_processor)
 
     async def _stored(self, name: str) -> StoredContext:
