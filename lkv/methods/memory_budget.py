@@ -207,9 +207,10 @@ class TierTarget(RetentionTarget):
         bits = self._bits(tokens)
         if bits is None:
             return dict.fromkeys(self.table.precisions, 1.0)
-        # The rest of the text is stored in what the protected tokens leave.
+        # The rest of the text is stored in what the protected tokens leave, in the precisions of the whole text.
+        row = self._row(bits, tokens)
         bits -= self.protected * self.shape.entry_bits(self._best_precision(tokens)) if self.protected else 0
-        fractions = self._fractions(max(0.0, bits) / max(1, tokens))
+        fractions = self._fractions(max(0.0, bits) / max(1, tokens), row)
         share, shares = 0.0, {}
         for precision in self.table.precisions:
             share = min(1.0, share + fractions.get(precision, 0.0))
@@ -227,12 +228,18 @@ class TierTarget(RetentionTarget):
     def _best_precision(self, tokens: int) -> Precision:
         """The best precision of a text's entries."""
         bits = self._bits(tokens)
-        fractions = {} if bits is None else self._fractions(bits / max(1, tokens + self.protected))
+        if bits is None:
+            return self.table.precisions[0]
+        fractions = self._fractions(bits / max(1, tokens + self.protected), self._row(bits, tokens))
         return next((each for each in self.table.precisions if fractions.get(each, 0) > 0), self.table.precisions[0])
 
-    def _fractions(self, bits: float) -> dict[Precision, float]:
-        """The fraction of a text in each precision, for `bits` a token and head."""
-        row = self.table.row(bits / (self.shape.width + self.shape.value_width))
+    def _row(self, bits: float, tokens: int) -> tuple[tuple[Precision, float], ...]:
+        """The row of the table for the whole text, of `tokens` tokens and the protected ones, and `bits` of a head."""
+        values = self.shape.width + self.shape.value_width
+        return self.table.row(bits / max(1, tokens + self.protected) / values)
+
+    def _fractions(self, bits: float, row: tuple[tuple[Precision, float], ...]) -> dict[Precision, float]:
+        """The fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
         fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
         if sum(fractions.values()) > 1:
             fractions = _whole_text(bits, [precision for precision, _ in row], self.shape)

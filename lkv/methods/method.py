@@ -22,7 +22,7 @@ from lkv.methods.memory_budget import (
     TierTable,
     TierTarget,
 )
-from lkv.methods.registry import MethodSpec, parse_method
+from lkv.methods.registry import REFIT, MethodSpec, parse_method
 from lkv.methods.selectors import Selector
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
@@ -249,7 +249,7 @@ def build_tiers(
 ) -> tuple[TierBudget, ...]:
     """The tiers of a method within a memory budget, best first, for the model of `inputs`.
 
-    `stores_scores`: as in `resolve_method`.
+    `stores_scores`: as in `resolve_method`. Raises BudgetError for a budget that may keep more than its target.
     """
     patched, model = patch_attention(inputs.require("model")), inputs.model
     heads, width = len(range(patched.spec.kv_heads)[inputs.heads]), patched.spec.head_dim
@@ -258,7 +258,12 @@ def build_tiers(
         TierTarget(memory=memory, shape=shape, table=table, precision=each, protected=inputs.target.protected)
         for each in table.precisions
     ]
-    return tuple(TierBudget(each.precision, spec.build_budget(replace(inputs, target=each)), each) for each in targets)
+    budgets = [spec.build_budget(replace(inputs, target=target)) for target in targets]
+    if exact_name := budgets[0].exact_name:
+        exact = parse_method(f"{exact_name}+{spec.selector}{REFIT if spec.compensation else ''}").canonical
+        raise BudgetError(f"{spec.name!r} may keep more than memory allows; use {exact!r}, or give a retention.")
+    pairs = zip(targets, budgets, strict=True)
+    return tuple(TierBudget(target.precision, budget, target) for target, budget in pairs)
 
 
 class _RowwiseMethods(Selector, Budget):

@@ -122,11 +122,12 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
     `strict` and `revision` are those of `Policy.from_pretrained`. Raises PolicyFileError.
     """
     folder = as_path(name, PolicyFileError, "the policy")
-    if entry := named_policy(str(name)):
-        return Policy.from_pretrained(entry.folder, strict, revision)
-    if is_policy(folder / "policy") and not is_policy(folder):
+    is_folder = is_policy(folder)
+    if is_policy(folder / "policy") and not is_folder:
         return Policy.from_pretrained(folder / "policy", strict, revision)
-    if (folder / "config.json").is_file() and not is_policy(folder):
+    if not is_folder and (entry := named_policy(str(name))):
+        return Policy.from_pretrained(entry.folder, strict, revision)
+    if (folder / "config.json").is_file() and not is_folder:
         raise PolicyFileError(
             f"{folder} looks like a model, not like a policy; give the folder that `lkv fit` or `lkv train` wrote."
         )

@@ -23,6 +23,8 @@ from lkv.errors import (
     ContextPendingError,
     IntegrationError,
     LkvError,
+    PolicyFileError,
+    PolicyMismatchError,
     PromptError,
     RetentionError,
     StoreError,
@@ -44,6 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
     UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
     ContextFileError: (409, "conflict_error"), ContextPendingError: (409, "conflict_error"),
+    PolicyFileError: (409, "conflict_error"), PolicyMismatchError: (409, "conflict_error"),
     StoreError: (507, "server_error"),
     PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
     IntegrationError: (400, "invalid_request_error"),

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -147,8 +148,10 @@ class ContextStore:
             raise StoreError(f"contexts cannot be stored at {url} ({error}); give a folder or a fsspec URL.") from error
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._loaded: OrderedDict[str, Context] = OrderedDict()
+        # Those and the ones that running answers alone hold: they are in memory, too.
+        self._contexts: WeakValueDictionary[str, Context] = WeakValueDictionary()
         self._last_asked: dict[str, float] = {}  # when contexts were last asked here, in seconds since 1970
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._describing = threading.Lock()  # one description is rewritten at a time: no use undoes a new name
         self._loading = threading.Lock()  # one context is loaded at a time: only then does it count as in memory
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
@@ -174,20 +177,21 @@ class ContextStore:
             self._record_use(name)
         with self._lock:
             if not is_stored:  # perhaps deleted by another process
-                self._loaded.pop(name, None)
+                self._forget(name)
                 self._last_asked.pop(name, None)
                 raise unknown_context(name)
             self.queries += 1
-            self.hits += name in self._loaded
-            if name in self._loaded:
-                self._loaded.move_to_end(name)
-                return self._loaded[name]
+            context = self._contexts.get(name)
+            self.hits += context is not None
+            if context is not None:
+                self._keep(name, context)
+                return context
         with self._loading:
             with self._lock:  # another request may have loaded it meanwhile
-                context = self._loaded.get(name)
+                context = self._contexts.get(name)
             if context is None:
                 context = self._load(name)
-                self._keep(name, context)
+            self._keep(name, context)
             return context
 
     def _record_use(self, name: str) -> None:
@@ -266,7 +270,7 @@ class ContextStore:
     def delete(self, name: str) -> bool:
         """Delete a context; running answers continue. False if there is none."""
         with self._lock:
-            is_stored = self._loaded.pop(name, None) is not None
+            is_stored = self._forget(name)
             self._last_asked.pop(name, None)
         if not _ID.fullmatch(name):
             return False
@@ -286,7 +290,13 @@ class ContextStore:
     def release(self, name: str) -> None:
         """Drop a context from memory; running answers keep it until they end."""
         with self._lock:
-            self._loaded.pop(name, None)
+            self._forget(name)
+
+    def _forget(self, name: str) -> bool:
+        """Drop a context from memory, with the lock; later requests do not share that of running answers."""
+        is_loaded = self._loaded.pop(name, None) is not None
+        self._contexts.pop(name, None)
+        return is_loaded
 
     def expire(self, seconds: float | None) -> None:
         """Delete contexts that nobody has asked for `seconds`, and files of writes that were cut off a day ago.
@@ -321,17 +331,17 @@ class ContextStore:
     def resident(self) -> dict[str, int]:
         """Bytes of every context in memory."""
         with self._lock:
-            return {name: context.nbytes() for name, context in self._loaded.items()}
+            return {name: context.nbytes() for name, context in self._contexts.items()}
 
     def saved_nbytes(self) -> int:
         """Bytes that the full caches of all contexts in memory would take beyond theirs."""
         with self._lock:
-            return sum(max(0, context.full_nbytes() - context.nbytes()) for context in self._loaded.values())
+            return sum(max(0, context.full_nbytes() - context.nbytes()) for context in self._contexts.values())
 
     def _keep(self, name: str, context: Context) -> None:
         """Keep a context in memory, and drop those that were not used for longest."""
         with self._lock:
-            self._loaded[name] = context
+            self._contexts[name] = self._loaded[name] = context
             self._loaded.move_to_end(name)
             total = sum(loaded.nbytes() for loaded in self._loaded.values())
             while total > self._limit and len(self._loaded) > 1:

@@ -12,7 +12,7 @@ from lkv.cache.tiered_store import TieredStore
 from lkv.config import MemoryTarget
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
-from lkv.errors import LkvError, PromptError, RetentionError
+from lkv.errors import BudgetError, LkvError, PromptError, RetentionError
 from lkv.integrations.transformers.prefill import LayerKV
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.methods.budgets import PerHead
@@ -268,6 +268,22 @@ def test_memory_goes_with_no_other_amount(model, options, message):
     with pytest.raises(LkvError) as error:
         compress(model, Words(), TEXT, memory=0.2, **({"method": "knorm"} | options))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "exact"),
+    [
+        ("duo-kvpress", "duo"),
+        ("pyramidkv-kvpress", "pyramidkv"),
+        ("pyramid-kvpress+knorm+refit", "pyramid+knorm+refit"),
+    ],
+)
+def test_budgets_that_may_keep_more_are_refused(model, method, exact):
+    pattern = [[0.1, 0.9], [0.2, 0.8], [0.7, 0.3]] if method.startswith("duo") else None
+    with pytest.raises(BudgetError) as error:
+        resolve_method(method, model, memory=0.05, pattern=pattern)
+    assert str(error.value) == f"{method!r} may keep more than memory allows; use {exact!r}, or give a retention."
+    assert resolve_method(exact, model, memory=0.05, pattern=pattern).tiers
 
 
 def test_memory_needs_a_model():

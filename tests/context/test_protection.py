@@ -16,6 +16,7 @@ from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.memory_budget import Precision
 from lkv.methods.method import resolve_method
 from lkv.utils.prompts import encode_context, encode_question
 from tests.cache.helpers import ids
@@ -121,6 +122,19 @@ def test_a_memory_budget_holds_them_in_its_best_precision(tokens, memory, method
             error = (own[None] - expected[:, None]).norm(dim=-1).amin(1) / expected.norm(dim=-1)
             bits = layer.store.tiers[0].precision.value_bits if memory < 0.5 and hasattr(layer.store, "tiers") else 8
             assert (error < {8: 0.02, 4: 0.15}[bits]).all()
+
+
+def test_the_rest_has_the_precisions_of_the_whole_text_and_the_context_can_be_saved(tmp_path):
+    """The whole text has 2.35 bits a value, what the protected tokens leave 1.5: other precisions on their own."""
+    model = tiny_llama(dtype=torch.bfloat16, max_position_embeddings=2048)
+    text = ids(1, 300)[0].tolist()
+    context = compress_ids(model, Words(), text, method="knorm", memory=0.15, protected=range(30))
+    assert context.nbytes() <= 0.15 * context.full_nbytes()
+    stores = [layer.store for layer in context.cache.ragged_layers]
+    assert {store.precisions for store in stores} == {(Precision(8, 8), Precision(4, 4))}
+    context.save(tmp_path / "text.kv")
+    loaded = Context.load(tmp_path / "text.kv", model, Words())
+    assert loaded.ask("what is one ?", 6) == context.ask("what is one ?", 6)
 
 
 def test_spans_are_found_by_words_and_by_characters_wherever_they_are(parts):

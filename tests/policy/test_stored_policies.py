@@ -7,7 +7,7 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.errors import PolicyMismatchError
-from lkv.policy.lookup import default_policy, policy_for
+from lkv.policy.lookup import default_policy, load_policy, policy_for
 from lkv.policy.shipped import describe_card, fitted_policies, shipped_policies
 
 
@@ -55,6 +55,15 @@ def test_cards_that_name_no_models_are_left_out(stored, card, model, capsys):
     assert main(["policies"]) == 0 and "mine\n" not in capsys.readouterr().out
     with pytest.raises(PolicyMismatchError, match="there is no policy for this model"):
         policy_for(model, paper=True)
+
+
+@pytest.mark.parametrize("place", [".", "policy"])
+def test_a_folder_comes_before_a_stored_policy_of_its_name(policy, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    name = shipped_policies()[0].name
+    assert load_policy(name).digest() == load_policy(shipped_policies()[0].folder).digest() != policy.digest()
+    policy.save_pretrained(tmp_path / name / place)
+    assert load_policy(name).digest() == policy.digest()
 
 
 def test_files_that_are_no_descriptions_are_left_out(stored, model, capsys):

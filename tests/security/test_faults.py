@@ -87,7 +87,7 @@ def everything(server, text):
         name = made["id"]
         with suppress(KeyError):
             until(lambda: ask(f"/v1/contexts/{name}")[1].get("status") != "compressing")
-        server.service.store._loaded.clear()  # so that it is read
+        server.service.store.release(name)  # so that it is read
         body = {"messages": TURN, "context": name, "max_tokens": 3}
         ask("/v1/chat/completions", body)
         ask("/v1/chat/completions", body)

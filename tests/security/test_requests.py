@@ -111,7 +111,7 @@ def test_clients_learn_nothing_of_files(parts, tmp_path, monkeypatch):
         name = server.compressed(TEXT)
         path = tmp_path / "store" / f"{name}.kv"
         path.write_bytes(path.read_bytes()[:-50])
-        server.service.store._loaded.clear()
+        server.service.store.release(name)
         status, content = server.chat("Who?", name)
         assert status == 409 and str(tmp_path) not in content["error"]["message"]
 
@@ -293,7 +293,7 @@ def test_a_context_that_does_not_fit_into_memory_is_no_damaged_one(parts, tmp_pa
 
     with serving(*parts, tmp_path) as server:
         name = server.compressed(TEXT)
-        server.service.store._loaded.clear()
+        server.service.store.release(name)
         with monkeypatch.context() as patch:
             patch.setattr(RaggedLayer, "restore", fail)
             status, content = server.chat("Who?", name)

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from lkv.cli.serve import Serve
 from lkv.context.compression import compress
-from lkv.errors import BusyError, LkvError, StoreError
+from lkv.errors import BusyError, LkvError, PolicyFileError, PolicyMismatchError, StoreError
 from lkv.integrations.vllm import command, context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
@@ -186,6 +186,60 @@ def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkey
 
     monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
     assert [one["id"] for one in client.get("/v1/contexts").json()["data"]] == [NAME]
+
+
+def start(routes, monkeypatch, engines=1, **options):
+    """Have the routes take an engine and the options of vLLM's server, as vLLM does."""
+    monkeypatch.setattr(http, "_Metrics", lambda: None)
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
+    model, parallel = SimpleNamespace(max_model_len=2048), SimpleNamespace(data_parallel_size=engines)
+    engine = SlowEngine()
+    engine.shutdown = engine.input_processor = None
+    engine.vllm_config = SimpleNamespace(additional_config={}, model_config=model, parallel_config=parallel)
+    arguments = {"model": "m", "served_model_name": None, "chat_template": None, "default_chat_template_kwargs": None}
+    asyncio.run(routes.init_state(engine, None, SimpleNamespace(**arguments | options)))
+
+
+@pytest.mark.parametrize(("engines", "expected"), [(1, {}), (2, {"data_parallel_rank": 0})])
+def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch, engines, expected):
+    """The outcome is that of the first one, whichever has fewer requests."""
+    found = []
+
+    async def generate(prompt, params, request, **options):
+        found.append(options)
+        yield
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    start(routes, monkeypatch, engines)
+    routes._engine.generate = generate
+    asyncio.run(routes._read(contexts.encode(TEXT)))
+    assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    "options", [{"chat_template": "a.jinja"}, {"default_chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_templates_of_the_server_are_not_left_out_unnoticed(monkeypatch, options):
+    app, routes = FastAPI(), ContextRoutes()
+    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=None)
+    routes.attach_router(app)
+    start(routes, monkeypatch, **options)
+    client = TestClient(app)
+    asked = {"model": f"m:{NAME}", "messages": [{"role": "user", "content": "Who?"}]}
+    for path, body in (("contexts", {"text": TEXT}), ("chat/completions", asked)):
+        answer = client.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert "put the template into the tokenizer's files." in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [PolicyMismatchError, PolicyFileError])
+def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, error):
+    async def fail():
+        raise error("there is no policy for this model yet; make one with `lkv fit`.")
+
+    monkeypatch.setattr(routes, "contexts", fail)
+    answer = client.post("/v1/contexts", json={"text": TEXT})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict_error")
 
 
 def test_a_deleted_text_is_not_read_on(routes, client):

@@ -90,6 +90,21 @@ def test_the_least_recently_used_leave_memory_alone(model, tmp_path):
     assert small.get(first).ask("why ?", 6) and set(small.resident()) == {first}
 
 
+def test_a_context_that_answers_still_use_is_not_loaded_again(model, tmp_path):
+    store = made(tmp_path, model, memory=1)  # for one context
+    first, second = (add(store, model, f"{TEXT} {number}")[0] for number in range(2))
+    used = store.get(first)
+    assert store.get(second).tokens and store.get(first) is used
+    assert (store.queries, store.hits) == (3, 1)
+    store.get(second)
+    assert set(store.resident()) == {first, second} and store.resident()[first] == used.nbytes()
+    store.release(first)
+    assert store.get(first) is not used  # made anew meanwhile, perhaps
+    del used
+    store.get(second)
+    assert set(store.resident()) == {second}
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_context_that_another_process_uses_does_not_expire(model, tmp_path, remote, monkeypatch):
     """Nor one that was used before a restart."""

@@ -134,4 +134,10 @@ def asked(context: str | None, tokens: int = 16, **options: Any) -> SamplingPara
 
 def forget(llm):
     """Empty the worker's memory of contexts, so that files are read."""
-    llm.collective_rpc(lambda worker: worker.model_runner._lkv_contexts.store._loaded.clear())
+
+    def release(worker):
+        store = worker.model_runner._lkv_contexts.store
+        for name in store.resident():
+            store.release(name)
+
+    llm.collective_rpc(release)

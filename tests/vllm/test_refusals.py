@@ -34,6 +34,8 @@ def refused(llm, error, match, ids, extra, **options):
 def test_bad_input_is_refused_and_the_engine_lives(lab):
     llm, ids = lab.shared, [5, 6, 7]
     name = compress(llm, lab.text(11))
+    with pytest.raises(VLLMValidationError, match="cache_salt is 'lkv_other'; write 'lkv_context:ID' to ask"):
+        llm.generate({"prompt_token_ids": ids, "cache_salt": "lkv_other"}, asked(None, 4), use_tqdm=False)
     refused(llm, VLLMNotFoundError, "no context 'none'", ids, {"lkv_context": "none"})
     refused(llm, VLLMValidationError, "give the id of a context", ids, {"lkv_context": 3})
     refused(llm, VLLMValidationError, "one of them", ids, {"lkv_context": name, "lkv_compress": "x"})
@@ -176,11 +178,15 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "decode_context_parallel_size", 2, "pipeline and context parallelism"),
         ("parallel_config", "enable_dbo", True, "micro-batches"),
+        ("parallel_config", "_api_process_count", 2, "start vLLM with --api-server-count 1"),
+        ("model_config", "hf_overrides", {"rope_parameters": {"rope_theta": 5.0}}, "configuration is overridden"),
+        ("model_config", "hf_overrides", lambda config: config, "configuration is overridden"),
+        ("model_config", "hf_config_path", "elsewhere", "configuration is overridden"),
         ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
         ("cache_config", "sliding_window", 4096, "sliding-window layers"),
     ],
 )
-def test_what_splits_or_quantises_pages_is_refused(lab, part, name, value, match):
+def test_what_contexts_do_not_follow_is_refused(lab, part, name, value, match):
     config = lab.config()
     assert unsupported_reason(config) is None
     setattr(getattr(config, part), name, value)
@@ -193,6 +199,8 @@ def test_longrope_beyond_its_change_is_refused(lab):
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
     config.model_config.hf_text_config.rope_parameters = rope
     assert unsupported_reason(config) is None
+    # Context, question and answer together end there: the context was rotated for a shorter text.
+    assert VllmContexts(config, torch.device("cpu"), 0).max_positions == 1024
     rope["original_max_position_embeddings"] = 1023
     assert "start vLLM with --max-model-len 1023 or less" in unsupported_reason(config)
 

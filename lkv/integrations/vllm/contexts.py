@@ -94,6 +94,9 @@ class VllmContexts:
         if any(sinks is not None for sinks in patched.sinks):
             raise IntegrationError("models with attention sinks cannot be served with contexts by vLLM yet.")
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
+        if (change := frequency_change(config.hf_text_config)) is not None:
+            # Beyond it LongRoPE rotates questions unlike the context, which was read before.
+            self.max_positions = min(self.max_positions, change)
         self.tokenizer = AutoTokenizer.from_pretrained(
             config.tokenizer, revision=config.tokenizer_revision or "main", trust_remote_code=False
         )
@@ -294,6 +297,7 @@ def unsupported_reason(vllm_config: Any) -> str | None:
     """Why contexts cannot be used with these settings of vLLM, in one sentence; None where they can."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     change = frequency_change(model.hf_text_config)
+    has_overrides = bool(getattr(model, "hf_overrides", None) or getattr(model, "hf_config_path", None))
     reasons = {
         "speculative decoding is on; start vLLM without it.": vllm_config.speculative_config is not None,
         "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.":
@@ -301,6 +305,10 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.":
             max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
                 getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
+        "several API servers know nothing of each other's texts; start vLLM with --api-server-count 1.":
+            getattr(parallel, "_api_process_count", 1) > 1,
+        "the model's configuration is overridden (--hf-overrides, --hf-config-path), which contexts do not follow; "
+        "write it into config.json.": has_overrides,
         "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
         "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use another.":
             cache.sliding_window is not None,

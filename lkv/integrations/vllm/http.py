@@ -23,7 +23,7 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from lkv.errors import BusyError, ContextFileError, LkvError, PromptError, UnknownContextError
+from lkv.errors import BusyError, ContextFileError, IntegrationError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
@@ -68,6 +68,8 @@ class ContextRoutes:
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
         self.is_stopping = False
         self._metrics: _Metrics | None = None
+        self._has_template = False  # one of vLLM's own options
+        self._has_replicas = False  # engines of data parallelism
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware that rewrites requests about contexts."""
@@ -139,6 +141,8 @@ class ContextRoutes:
         self._settings = PluginSettings.of(engine_client.vllm_config)
         self._models = list(args.served_model_name or [args.model])
         self._length = engine_client.vllm_config.model_config.max_model_len
+        self._has_template = bool(args.chat_template or args.default_chat_template_kwargs)
+        self._has_replicas = engine_client.vllm_config.parallel_config.data_parallel_size > 1
         self._metrics = _Metrics()
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
@@ -154,6 +158,11 @@ class ContextRoutes:
 
     async def contexts(self) -> VllmContexts:
         """The front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
+        if self._has_template:
+            raise IntegrationError(
+                "contexts cannot be used here: --chat-template and --default-chat-template-kwargs are not used with "
+                "contexts; put the template into the tokenizer's files."
+            )
         return await asyncio.to_thread(front_contexts, self._engine.input_processor)
 
     async def _stored(self, name: str) -> StoredContext:
@@ -246,7 +255,9 @@ class ContextRoutes:
 
         params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
         prompt = {"prompt_token_ids": new_context.ids}
-        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}"):
+        # Of several engines the first is the one that answers `collective_rpc`.
+        options = {"data_parallel_rank": 0} if self._has_replicas else {}
+        async for _ in self._engine.generate(prompt, params, f"lkv-{uuid.uuid4().hex}", **options):
             pass
 
     async def _delete_unused(self, name: str) -> None:

@@ -92,6 +92,10 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
         new_context = NewContext.parse(extra[COMPRESS])
         contexts.check_announced(new_context, list(ids))
         return
+    if CONTEXT not in extra:
+        raise PromptError(
+            f"cache_salt is {salt[:80]!r}; write '{CONTEXT}:ID' to ask about a context, or begin it otherwise."
+        )
     name = extra[CONTEXT]
     if not isinstance(name, str):
         raise PromptError(f"{CONTEXT} is {name!r}; give the id of a context.")

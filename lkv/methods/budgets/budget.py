@@ -83,10 +83,12 @@ class Budget(Buildable, ABC):
 
     Attributes:
         compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
+        exact_name: of a budget that may keep more than its target, the name of the one like it that does not.
     """
 
     required_inputs: tuple[str, ...] = ("target",)
     compares_heads = False
+    exact_name: str | None = None
 
     @abstractmethod
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:

@@ -113,6 +113,8 @@ class DuoOfHeads(Duo):
     Texts within the window are kept whole.
     """
 
+    exact_name = "duo"
+
     def retrieval_heads(self, tokens: int) -> int:
         """The share R of all heads, to the nearest."""
         heads = len(self._rank) * len(self._rank[0])

@@ -78,6 +78,8 @@ class PyramidOfKvpress(Pyramid):
     the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
     """
 
+    exact_name = "pyramid"
+
     def __init__(self, retention: float | RetentionTarget, layers: int, window: int = 64, beta: int = 20):
         """As `Pyramid`; `window`: of SnapKV."""
         super().__init__(retention, layers, beta)
