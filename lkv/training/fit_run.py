@@ -173,10 +173,10 @@ class FitRun:
         spec = self.policy.spec
         log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {own_text}Python's own manual and library"
+            f"{dtype_name(self._model.dtype)}) from {own_text}texts that come with Python and LKV"
         )
         if own_chars and not self._texts.held_out.has_own_texts:
-            log("there is too little own text to hold any out: KL is measured on Python's own texts")
+            log("there is too little own text to hold any out: KL is measured on those that come with Python and LKV")
         if self._stage < 1:
             log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         if self._stage < 2:

@@ -57,7 +57,7 @@ def fit(
         model: the model, on the device to use and in the dtype to read with.
         tokenizer: its tokenizer.
         texts: documents to fit the policy to. At least half of the samples come from `texts` and `data` (fewer if these
-            have fewer than 100,000 characters), the others from Python's own manual and library and from invented
+            have fewer than 100,000 characters), the others from texts that come with Python and LKV and from invented
             facts; without either, all do.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl; HTML and PDF with the extra `documents`).

@@ -56,6 +56,13 @@ def draw_questions(rng: random.Random, passages: Sequence[Passage], count: int) 
     return [Continuation(question, answer) for question, answer in rng.sample(pairs, min(count, len(pairs)))]
 
 
+def find_answer(text: str, question: str, answer: str) -> int:
+    """Where `text` has the answer, or else the longest word of question and answer that it has; -1 for neither."""
+    words = {word.strip(".,?!\"'") for word in f"{question} {answer}".split()} - {""}
+    sought = (answer, *sorted(words, key=lambda word: (-len(word), word)))
+    return next((place for place in map(text.find, sought) if place >= 0), -1)
+
+
 def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:
     """A random start such that text[start:start + size] holds the position `anchor` (-1: the text's beginning)."""
     if anchor < 0 or len(text) <= size:
