@@ -131,11 +131,11 @@ def fit_to(
                     raise
                 if config.max_tokens // 2 < _SHORTEST:
                     raise TrainingError(
-                        f"there is not enough memory to fit a policy with contexts of {config.max_tokens} tokens, the "
-                        "shortest that make sense; close other programs, or load the model in a smaller dtype."
+                        "there is not enough memory to fit a policy, even with the shortest contexts that make sense; "
+                        "close other programs, or load the model in a smaller dtype."
                     ) from error
                 longest = config.max_tokens // 2
-                log(f"out of memory with contexts of {config.max_tokens:,} tokens: going on with at most {longest:,}")
+                log("out of memory: going on with contexts half as long")
             release(input_device(model))
 
 

@@ -11,7 +11,7 @@ from lkv.errors import DataError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
-from lkv.training.data.packing import ask_to_repeat, find_answer, split_to_continue
+from lkv.training.data.packing import Lengths, ask_to_repeat, find_answer, split_to_continue
 from lkv.training.data.public_datasets import index_folder, read_name_map
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.data_files import read_records, split_lines
@@ -378,3 +378,11 @@ def test_a_window_is_cut_around_the_answer_or_its_longest_word():
     assert find_answer(text, "What came?", "a letter") == text.index("a letter")
     assert find_answer(text, "What did the postmistress do?", "She brought news.") == text.index("postmistress")
     assert find_answer(text, "Why?", "Unknown!") == -1
+
+
+def test_lengths_are_drawn_by_their_power():
+    rng = random.Random(0)
+    for power, median, mean in ((0.0, 1000, 1353), (1.0, 471, 739)):  # log-uniform, and density n ** -2
+        drawn = sorted(Lengths(250, 4000, power).draw(rng) for _ in range(20_000))
+        assert drawn[0] >= 250 and drawn[-1] <= 4000
+        assert drawn[10_000] == pytest.approx(median, rel=0.03) and sum(drawn) / 20_000 == pytest.approx(mean, rel=0.03)

@@ -7,7 +7,6 @@ that a resumed run sees the same.
 import copy
 import hashlib
 import json
-import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
+    Lengths,
     ask_to_repeat,
     draw_questions,
     fill_continuations,
@@ -92,7 +92,7 @@ class Mixture:
         if folder is not None:
             sets_in_use = [name for _, _, sets in _SOURCES.values() for name in sets]
             self.index = index_folder(folder, sets_in_use, names, skip_unknown)
-        self._bounds = (math.log(min_tokens), math.log(max_tokens))
+        self._lengths = Lengths(min_tokens, max_tokens)
         self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
@@ -119,10 +119,10 @@ class Mixture:
         mixture._select(f"{seed}-validation", is_held_out=True)
         return mixture
 
-    def with_lengths(self, min_tokens: int, max_tokens: int) -> "Mixture":
-        """Return the same mixture with contexts of about `min_tokens` to `max_tokens` tokens."""
+    def with_lengths(self, min_tokens: int, max_tokens: int, power: float = 0.0) -> "Mixture":
+        """Return the same mixture with contexts of `min_tokens` to `max_tokens` tokens, as `Lengths` draws them."""
         mixture = copy.copy(self)
-        mixture._bounds = (math.log(min_tokens), math.log(max_tokens))
+        mixture._lengths = Lengths(min_tokens, max_tokens, power)
         return mixture
 
     def _select(self, seed: str, is_held_out: bool) -> None:
@@ -150,7 +150,7 @@ class Mixture:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
         source = rng.choices(self.names, weights=list(self.weights.values()))[0]
-        tokens = math.exp(rng.uniform(*self._bounds))
+        tokens = self._lengths.draw(rng)
         context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
         return Sample(source, context, tuple(answers))
