@@ -16,7 +16,7 @@ class Fit(Command):
         metavar="[MODEL]",
     )
     data: Path | None = option(
-        "folder of your documents: .txt, .md, code, .jsonl, .html, .pdf; Python's own texts are added"
+        "folder of your documents: .txt, .md, code, .jsonl, .html, .pdf; texts that come with Python and LKV are added"
     )
     against: tuple[Path, ...] = option(
         "files that you will evaluate on: documents that overlap with them are left out", (), metavar="FILE"

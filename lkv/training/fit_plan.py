@@ -7,12 +7,14 @@ from typing import NamedTuple
 from lkv.config import PRESETS, TrainingConfig, fit_to_positions
 from lkv.errors import TrainingError
 from lkv.training.cost import mean_length
+from lkv.training.data.packing import Lengths
 from lkv.utils.durations import format_duration
 
 # Steps are shares of the time: the schedule follows the clock.
 RECIPE = replace(
     PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
     heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
+    kl_scale=0.3,
 )  # fmt: skip
 # Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
@@ -31,6 +33,18 @@ def longest_context(tokens: float) -> int:
     """The greatest length of a context where the model could read `tokens` tokens in the whole time."""
     is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
     return _LONG_CONTEXT if is_long else RECIPE.max_tokens
+
+
+def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
+    """The lengths of the contexts that are learned from; those that are only read have the ones of `config`.
+
+    A short distillation draws from half of the least to twice the greatest, longer ones rarer: short texts want many
+    contexts and long ones some that are as long.
+    """
+    if config.max_tokens > RECIPE.max_tokens:
+        return Lengths(config.min_tokens, config.max_tokens)
+    longest = min(2 * config.max_tokens, max(config.max_tokens, positions - config.max_continuation))
+    return Lengths(max(1, config.min_tokens // 2), longest, power=1.0)
 
 
 def config_for(positions: int, longest: int) -> TrainingConfig:

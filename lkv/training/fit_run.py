@@ -24,7 +24,13 @@ from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
-from lkv.training.fit_plan import PROGRESS_TEXTS, STATISTICS_TEXTS, config_for_distillation, make_plan
+from lkv.training.fit_plan import (
+    PROGRESS_TEXTS,
+    STATISTICS_TEXTS,
+    config_for_distillation,
+    distillation_lengths,
+    make_plan,
+)
 from lkv.training.fit_texts import FitTexts
 from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
@@ -75,10 +81,12 @@ class FitRun:
         self._folder, self._state, self._keeps_earlier = folder, folder / RUN / "state", keeps_earlier
         self._elapsed, self._texts = elapsed, texts
         spec = patch_attention(model).spec
+        self._lengths = distillation_lengths(config, spec.max_positions)
+        self._learned = texts.training.with_lengths(*self._lengths)
         torch.manual_seed(config.seed)
         card: dict[str, Any] = {"model": name_without_place(model_name), "data": texts.training.origins}
         training = asdict(config) | {"dtype": dtype_name(model.dtype)}
-        card |= {"data_digest": texts.digest, "training": training, "trained_tokens": config.max_tokens}
+        card |= {"data_digest": texts.digest, "training": training, "trained_tokens": self._lengths.most}
         if texts.decontamination:
             card["decontamination"] = texts.decontamination
         if commit := getattr(model.config, "_commit_hash", None):
@@ -162,7 +170,6 @@ class FitRun:
 
     def _make_plan(self) -> None:
         """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
-        config = self._config
         self._plan = plan = make_plan(self._reading, self._seconds, self._elapsed(), self._stage)
         for line in self._texts.training.lines:
             log(line)
@@ -173,17 +180,17 @@ class FitRun:
         spec = self.policy.spec
         log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
-            f"{dtype_name(self._model.dtype)}) from {own_text}Python's own manual and library"
+            f"{dtype_name(self._model.dtype)}) from {own_text}texts that come with Python and LKV"
         )
         if own_chars and not self._texts.held_out.has_own_texts:
-            log("there is too little own text to hold any out: KL is measured on Python's own texts")
+            log("there is too little own text to hold any out: KL is measured on those that come with Python and LKV")
         if self._stage < 1:
             log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
         if self._stage < 2:
             read = _texts(plan.regression_texts)
             log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
         log(
-            f"3. distillation on contexts of {config.min_tokens:,} to {config.max_tokens:,} tokens: "
+            f"3. distillation on contexts of {self._lengths.least:,} to {self._lengths.most:,} tokens: "
             f"{format_duration(plan.distillation)}"
         )
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
@@ -267,7 +274,7 @@ class FitRun:
         """One update on a batch of contexts."""
         config = self._config
         numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
-        numbered = [(number, self._sample(self._texts.training, number)) for number in numbers]
+        numbered = [(number, self._sample(self._learned, number, self._lengths.most)) for number in numbers]
         set_learning_rate(self._optimizer, now.lr)
         self._optimizer.zero_grad(set_to_none=True)
         for group in group_samples(numbered, config.contexts_per_forward):

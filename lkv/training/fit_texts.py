@@ -32,7 +32,7 @@ class FitTexts(NamedTuple):
 def open_texts(
     texts: Sequence[str] = (), data: str | Path | None = None, against: Sequence[str | Path] = ()
 ) -> FitTexts:
-    """Read texts, a folder or both, beside Python's own, without what overlaps with the files `against`.
+    """Read texts, a folder or both, beside those of Python and LKV, without what overlaps with `against`.
 
     Raises DataError for texts that are no strings, and for too little text of one's own.
     """
@@ -56,7 +56,7 @@ def open_texts(
         skipped = "; ".join(line for line in mixture.lines if line.startswith("skipped"))
         raise DataError(
             f"{clean}{where} {mixture.own_chars:,} characters of text; give at least {_MIN_CHARS:,} in .txt, .md, "
-            ".jsonl, .html, .pdf or source files, or no data to use Python's own texts"
+            ".jsonl, .html, .pdf or source files, or no data to use what comes with Python and LKV"
             f"{f' ({skipped})' if skipped else ''}."
         )
     files = overlap.files.values() if overlap else ()

@@ -57,7 +57,7 @@ def fit(
         model: the model, on the device to use and in the dtype to read with.
         tokenizer: its tokenizer.
         texts: documents to fit the policy to. At least half of the samples come from `texts` and `data` (fewer if these
-            have fewer than 100,000 characters), the others from Python's own manual and library and from invented
+            have fewer than 100,000 characters), the others from texts that come with Python and LKV and from invented
             facts; without either, all do.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl; HTML and PDF with the extra `documents`).
@@ -131,11 +131,11 @@ def fit_to(
                     raise
                 if config.max_tokens // 2 < _SHORTEST:
                     raise TrainingError(
-                        f"there is not enough memory to fit a policy with contexts of {config.max_tokens} tokens, the "
-                        "shortest that make sense; close other programs, or load the model in a smaller dtype."
+                        "there is not enough memory to fit a policy, even with the shortest contexts that make sense; "
+                        "close other programs, or load the model in a smaller dtype."
                     ) from error
                 longest = config.max_tokens // 2
-                log(f"out of memory with contexts of {config.max_tokens:,} tokens: going on with at most {longest:,}")
+                log("out of memory: going on with contexts half as long")
             release(input_device(model))
 
 

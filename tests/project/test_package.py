@@ -43,7 +43,12 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
         files = set(wheel.namelist())
         (info,) = (name for name in files if name.endswith("METADATA"))
         about = Parser().parsestr(wheel.read(info).decode())
-    assert {"lkv/py.typed", "lkv/evaluation/report/published.json", "lkv/evaluation/longbench.json"} <= files
+    assert {
+        "lkv/py.typed",
+        "lkv/evaluation/report/published.json",
+        "lkv/evaluation/longbench.json",
+        "lkv/training/data/texts.json",
+    } <= files
     assert {
         f"lkv/policy/checkpoints/smollm2-135m-instruct/{name}" for name in ("config.json", "policy.safetensors")
     } <= files

@@ -10,8 +10,8 @@ import pytest
 from lkv.errors import DataError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.packing import ask_to_repeat, split_to_continue
+from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
+from lkv.training.data.packing import Lengths, ask_to_repeat, find_answer, split_to_continue
 from lkv.training.data.public_datasets import index_folder, read_name_map
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils.data_files import read_records, split_lines
@@ -353,3 +353,36 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
     assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
         Mixture(folder, 100, 400, names={"squad": "nothing.gz"})
+
+
+def test_texts_of_our_own_answer_their_questions():
+    tales, talks, articles = (list(BUILTIN_TEXTS[name][2]()) for name in ("tales", "talks", "articles"))
+    assert len(tales) >= 30 and len(talks) >= 8 and len(articles) >= 60
+    for story in tales:
+        assert len(story.text) > 2000 and len(story.questions) >= 5
+        assert all(find_answer(story.text, *pair) >= 0 for pair in story.questions)  # around which a window is cut
+    for meeting in talks:
+        assert len(meeting.queries) >= 5
+        assert all(0 <= first <= last < len(meeting.turns) for _, _, first, last in meeting.queries)
+    for question in articles:
+        assert question.needed and question.needed <= {*range(len(question.passages))}
+        read = [question.passages[number] for number in question.needed]
+        needed = " ".join(f"{passage.title} {passage.text}" for passage in read)
+        assert question.answer.removeprefix("the ").lower() in needed.lower()
+    for items in (tales, talks, articles):
+        assert 0 < len(split_held_out(items, True)) < len(items) / 4
+
+
+def test_a_window_is_cut_around_the_answer_or_its_longest_word():
+    text = "The miller slept. At dawn the postmistress brought a letter."
+    assert find_answer(text, "What came?", "a letter") == text.index("a letter")
+    assert find_answer(text, "What did the postmistress do?", "She brought news.") == text.index("postmistress")
+    assert find_answer(text, "Why?", "Unknown!") == -1
+
+
+def test_lengths_are_drawn_by_their_power():
+    rng = random.Random(0)
+    for power, median, mean in ((0.0, 1000, 1353), (1.0, 471, 739)):  # log-uniform, and density n ** -2
+        drawn = sorted(Lengths(250, 4000, power).draw(rng) for _ in range(20_000))
+        assert drawn[0] >= 250 and drawn[-1] <= 4000
+        assert drawn[10_000] == pytest.approx(median, rel=0.03) and sum(drawn) / 20_000 == pytest.approx(mean, rel=0.03)

@@ -214,7 +214,7 @@ def _open_wide(
         about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
         sources[name] = about | sources.get(name, {})
     for name, count in training.builtin_counts.items():
-        title, licence = BUILTIN_TEXTS[name]
+        title, licence, _ = BUILTIN_TEXTS[name]
         about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
         sources[name] = about | sources.get(name, {})
     return training, training.held_out(config.seed)

@@ -7,7 +7,6 @@ that a resumed run sees the same.
 import copy
 import hashlib
 import json
-import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,9 @@ from lkv.training.data.documents import (
     ShortQuestion,
     item_texts,
     read_dataset,
+    read_own_articles,
+    read_own_meetings,
+    read_own_stories,
     read_python_manual,
     read_standard_library,
     split_held_out,
@@ -30,9 +32,11 @@ from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
+    Lengths,
     ask_to_repeat,
     draw_questions,
     fill_continuations,
+    find_answer,
     gather,
     pack,
     random_window,
@@ -45,14 +49,17 @@ from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
 
-BUILTIN_TEXTS = {  # what every Python installation has: title and licence
-    "python": ("Python standard library", "PSF"),
-    "manual": ("Python's language reference in pydoc_data", "PSF"),
+BUILTIN_TEXTS = {  # what every installation has, of Python and of LKV: title, licence and reader
+    "python": ("Python standard library", "PSF", read_standard_library),
+    "manual": ("Python's language reference in pydoc_data", "PSF", read_python_manual),
+    "tales": ("stories, letters and essays of LKV's own", "Apache-2.0", read_own_stories),
+    "talks": ("meetings of LKV's own", "Apache-2.0", read_own_meetings),
+    "articles": ("articles of LKV's own", "Apache-2.0", read_own_articles),
 }
 BUILTIN_SOURCES = tuple(BUILTIN_TEXTS)
 _ADDED_SOURCES = {*BUILTIN_SOURCES, "facts"}  # what is not of the caller's own texts
 OWN_SOURCES = {
-    **{name: f"{title} ({licence})" for name, (title, licence) in BUILTIN_TEXTS.items()},
+    **{name: f"{title} ({licence})" for name, (title, licence, _) in BUILTIN_TEXTS.items()},
     "prose": "texts of the caller",
     "facts": "invented facts in texts of the other sources",
 }
@@ -63,7 +70,7 @@ class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
     Contexts have about `min_tokens` to `max_tokens` tokens. `filter_items` returns the items of a set, of `texts` or of
-    Python's own texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
+    `builtin` texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
     addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add. Half of the samples
     or more are of the folder and the texts, fewer where these are short. Raises DataError if there is nothing to train
     on, and, unless `skip_unknown`, for data in the folder that is not recognised.
@@ -85,7 +92,7 @@ class Mixture:
         if folder is not None:
             sets_in_use = [name for _, _, sets in _SOURCES.values() for name in sets]
             self.index = index_folder(folder, sets_in_use, names, skip_unknown)
-        self._bounds = (math.log(min_tokens), math.log(max_tokens))
+        self._lengths = Lengths(min_tokens, max_tokens)
         self._texts = tuple(texts)
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
@@ -97,9 +104,8 @@ class Mixture:
                 self.item_counts |= {name: len(rows)} if rows else {}
                 items[source] += filter_items(name, rows)
         items["prose"] += filter_items("texts", [piece for text in texts for piece in split_text("", text)])
-        builtin_items = {"python": read_standard_library, "manual": read_python_manual}
         for name in builtin:
-            own = builtin_items[name]()
+            own: list[Any] = [*BUILTIN_TEXTS[name][2]()]
             self.builtin_counts[name] = len(own)
             items[name] = filter_items(name, own)
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
@@ -113,10 +119,10 @@ class Mixture:
         mixture._select(f"{seed}-validation", is_held_out=True)
         return mixture
 
-    def with_lengths(self, min_tokens: int, max_tokens: int) -> "Mixture":
-        """Return the same mixture with contexts of about `min_tokens` to `max_tokens` tokens."""
+    def with_lengths(self, min_tokens: int, max_tokens: int, power: float = 0.0) -> "Mixture":
+        """Return the same mixture with contexts of `min_tokens` to `max_tokens` tokens, as `Lengths` draws them."""
         mixture = copy.copy(self)
-        mixture._bounds = (math.log(min_tokens), math.log(max_tokens))
+        mixture._lengths = Lengths(min_tokens, max_tokens, power)
         return mixture
 
     def _select(self, seed: str, is_held_out: bool) -> None:
@@ -126,7 +132,7 @@ class Mixture:
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
         # Facts are a large share: by them short prose alone would be in most samples.
         is_enough = prose and self.own_chars >= _CHARS_FOR_HALF
-        items["facts"] = prose if is_enough else [*prose, *items.get("manual", [])]
+        items["facts"] = prose if is_enough else [*prose, *items.get("manual", []), *items.get("tales", [])]
         if not any(texts for source, texts in items.items() if source != "python"):
             if self.item_counts:
                 raise DataError(
@@ -144,7 +150,7 @@ class Mixture:
         """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
         source = rng.choices(self.names, weights=list(self.weights.values()))[0]
-        tokens = math.exp(rng.uniform(*self._bounds))
+        tokens = self._lengths.draw(rng)
         context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
         return Sample(source, context, tuple(answers))
@@ -231,7 +237,7 @@ def _document_sample(rng: random.Random, items: Sequence[Passage], tokens: float
     pairs = [pair for pair in passage.questions if pair[1] in passage.text] or list(passage.questions)
     if pairs and rng.random() < 0.75:
         anchor = rng.choice(pairs)
-        start = window_start_around(rng, passage.text, size, passage.text.find(anchor[1]))
+        start = window_start_around(rng, passage.text, size, find_answer(passage.text, *anchor))
         text = passage.text[start : start + size]
         near = [pair for pair in pairs if pair[1] in text and pair != anchor]
         answers = [Continuation(*pair) for pair in (anchor, *rng.sample(near, min(3, len(near))))]
@@ -290,5 +296,8 @@ _SOURCES: dict[str, tuple[float, Callable[..., ContextAndAnswers], tuple[str, ..
     "code": (8, _code_sample, ("the_stack", "code")),
     "python": (10, _code_sample, ()),
     "manual": (8, _document_sample, ()),
+    "tales": (14, _document_sample, ()),
+    "talks": (9, _meeting_sample, ()),
+    "articles": (10, _multihop_sample, ()),
     "facts": (20, _facts_sample, ()),
 }

@@ -1,8 +1,9 @@
 """Real texts cut and packed to a length, and what is asked of them."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lkv.training.data.documents import Passage
 from lkv.training.data.samples import Continuation
@@ -17,6 +18,24 @@ _MAX_REPEATED_CHARS, _MAX_OPENING_CHARS = 2000, 400  # where words are long
 _LONG_WORD_CHARS, _REPEATED_CHARS, _OPENING_CHARS = 30, 300, 24
 _LINE_CHARS, _WORD_CHARS = 200, 40  # before a cut, in which it moves to the end of a line or a word
 _MAX_ITEMS = 256  # in one context
+
+
+class Lengths(NamedTuple):
+    """How many tokens contexts have: from `least` to `most`, equally often by their logarithm.
+
+    With a `power`, longer ones are rarer by that power of their length.
+    """
+
+    least: int
+    most: int
+    power: float = 0.0
+
+    def draw(self, rng: random.Random) -> float:
+        """One length."""
+        if not self.power:
+            return math.exp(rng.uniform(math.log(self.least), math.log(self.most)))
+        ends = self.least**-self.power, self.most**-self.power
+        return rng.uniform(*ends) ** (-1 / self.power)
 
 
 def pack(rng: random.Random, items: Sequence[T], max_chars: float, size: Callable[[T], int]) -> list[T]:
@@ -54,6 +73,13 @@ def draw_questions(rng: random.Random, passages: Sequence[Passage], count: int) 
     """Draw up to `count` questions about the passages."""
     pairs = [pair for passage in passages for pair in passage.questions]
     return [Continuation(question, answer) for question, answer in rng.sample(pairs, min(count, len(pairs)))]
+
+
+def find_answer(text: str, question: str, answer: str) -> int:
+    """Where `text` has the answer, or else the longest word of question and answer that it has; -1 for neither."""
+    words = {word.strip(".,?!\"'") for word in f"{question} {answer}".split()} - {""}
+    sought = (answer, *sorted(words, key=lambda word: (-len(word), word)))
+    return next((place for place in map(text.find, sought) if place >= 0), -1)
 
 
 def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:

@@ -102,7 +102,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
         "1. statistics of 6 texts",
         "regression, ",
         "contexts: held-out KL",
-        "of own text and Python's own",
+        "of own text and texts that come with Python and LKV",
     ):
         assert text in said.err
     for text in ("R = 0.05", "new policy", "KVzip (reads twice)", "SnapKV", "Expected Attention, its budgets"):

@@ -40,7 +40,7 @@ def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
 
 
 def test_at_least_half_of_the_samples_are_of_own_texts(tmp_path):
-    assert set(open_texts((), None).training.names) == {"python", "manual", "facts"}
+    assert set(open_texts((), None).training.names) == {*BUILTIN_SOURCES, "facts"}
     assert set(open_texts([TEXT * 200], None).training.names) == {"prose", *BUILTIN_SOURCES, "facts"}
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
     for number in range(8):
@@ -58,7 +58,7 @@ def test_a_short_text_is_not_half_of_the_samples():
     for text in (TEXT, TEXT * 10):
         mixture = open_texts([text], None).training
         share = mixture.weights["prose"] / sum(mixture.weights.values())
-        natural = 5 / (5 + 10 + 8 + 20)
+        natural = 5 / (5 + 10 + 8 + 14 + 9 + 10 + 20)
         assert share == pytest.approx(max(natural, mixture.own_chars / 200_000)) and share < 0.5
         drawn = sum("mill by the river" in mixture.sample(number, 1).context for number in range(300)) / 300
         assert abs(drawn - share) < 0.1  # facts are not told in this text alone
@@ -71,7 +71,14 @@ def test_of_a_text_in_two_pieces_the_shorter_one_is_held_out():
         sum(len(item.text) for item in side._items.get("prose", ())) for side in (texts.held_out, texts.training)
     )
     assert (held_out, learned) == (len(TEXT) * 3 + 3 - 12_000, 12_000)
-    assert open_texts((), None).training.weights == {"python": 10, "manual": 8, "facts": 20}
+    assert open_texts((), None).training.weights == {
+        "python": 10,
+        "manual": 8,
+        "tales": 14,
+        "talks": 9,
+        "articles": 10,
+        "facts": 20,
+    }
 
 
 def test_texts_without_a_held_out_part_say_so(loaded, capsys, monkeypatch):
@@ -94,7 +101,7 @@ def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_pa
     assert checked["removed"] and list(checked["files"]) == ["evaluated.jsonl"]
     assert checked["sets"]["texts"] == {"compared": 8, "shared": 2, "overlapping": 2}
     assert checked["sets"]["python"]["overlapping"] >= 1  # random.py
-    assert "of 3 sets compared with 1 evaluation files" in capsys.readouterr().err
+    assert "of 6 sets compared with 1 evaluation files" in capsys.readouterr().err
     with pytest.raises(DataError, match="there is no"):
         fit(model, tokenizer, books, minutes=0.05, name="tiny", against=[tmp_path / "nowhere"])
 

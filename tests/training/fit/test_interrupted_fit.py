@@ -15,7 +15,14 @@ from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training import fit_run, fitting
-from lkv.training.fit_plan import RECIPE, config_for_distillation, longest_context, make_plan
+from lkv.training.fit_plan import (
+    RECIPE,
+    config_for,
+    config_for_distillation,
+    distillation_lengths,
+    longest_context,
+    make_plan,
+)
 from lkv.training.fitting import fit
 from tests.training.fit.helpers import TEXT, interrupt
 
@@ -100,7 +107,7 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
     original = fit_run.distillation_losses
 
     def limited(model, policy, group, config, now):
-        if max(len(sample.context) for _, sample in group.numbered) > 300:
+        if max(len(sample.context) for _, sample in group.numbered) > 500:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(model, policy, group, config, now)
 
@@ -108,12 +115,12 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
     policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     said = capsys.readouterr().err
-    assert "out of memory with contexts of 480 tokens: going on with at most 240" in said
+    assert said.count("out of memory: going on with contexts half as long") == 1
     assert said.count("statistics: held-out") == said.count("regression, ") == 1
-    assert policy.trained_tokens == 240 and policy.card["fit"]["contexts"] > 0
+    assert policy.trained_tokens == 480 and policy.card["fit"]["contexts"] > 0
     assert policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
     monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
-    with pytest.raises(TrainingError, match="not enough memory to fit a policy with contexts of 240 tokens"):
+    with pytest.raises(TrainingError, match="not enough memory to fit a policy, even with the shortest contexts"):
         fit(model, tokenizer, minutes=0.06, name="tiny")
 
 
@@ -177,11 +184,14 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
     policy = fit(model, tokenizer, minutes=0.05, name="tiny")
-    assert policy.trained_tokens == 300 and "continuing the run" in capsys.readouterr().err
+    assert policy.trained_tokens == 2 * 300 and "continuing the run" in capsys.readouterr().err
 
 
 def test_contexts_are_longer_where_there_is_time():
     assert longest_context(2e6) == 4000 and longest_context(1e6) == RECIPE.max_tokens == 2000
+    lengths = [distillation_lengths(config_for(8192, longest), 8192) for longest in (2000, 4000, 1000)]
+    assert lengths == [(250, 4000, 1.0), (500, 4000, 0.0), (250, 2000, 1.0)]
+    assert distillation_lengths(config_for(1000, 2000), 1000).most <= 1000 - RECIPE.max_continuation
 
 
 def test_rates_are_smaller_where_there_are_more_contexts():
