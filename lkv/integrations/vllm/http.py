@@ -184,7 +184,8 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        stored, title = None, body.name
+        stored: StoredContext | None = None
+        title = body.name
         try:
             stored = await self._stored(new_context.id)
             await asyncio.to_thread(contexts.tokens, new_context.id)
