@@ -184,14 +184,13 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        stored: StoredContext | None = None
-        title = body.name
+        stored, title = None, body.name
         try:
             stored = await self._stored(new_context.id)
             await asyncio.to_thread(contexts.tokens, new_context.id)
         except (ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
             if stored is not None:
-                stored, title = None, title or stored.name
+                title, stored = title or stored.name, None
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
