@@ -20,9 +20,9 @@ from lkv.evaluation.report.names import FULL, method_label
 RATIO, CURVE = "ratio", "held-out texts of the fit"
 FITS = "fits"  # the digests of the fitted policies; files without them are of before short texts were compared
 FITTED_ON = {
-    "lkv@none": "Python's own texts",
-    "lkv@code": "code and Python's own texts",
-    "lkv@meetings": "meetings and Python's own texts",
+    "lkv@none": "without own texts",
+    "lkv@code": "with code",
+    "lkv@meetings": "with meetings",
     "lkv@mixture": "the training mixture",
     "lkv@clean": "the training mixture without what overlaps with evaluated texts",
 }
@@ -103,6 +103,12 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
         f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)}: {KL} and top-1 "
         f"agreement on {where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
     )
+    if FITS not in document(file):
+        lead += (
+            " `lkv fit` has changed since: it also reads stories, meetings and articles that were written for LKV, counts "
+            "a continuation's KL by its logarithm, and learns from more short contexts and some of up to 4,000 tokens "
+            "(`dev/LOG.md`)."
+        )
     if any(row["method"] == "lkv@clean" for row in rows) and FITS not in document(file):
         lead += (
             f" What was left out of the mixture did not include {items_not_removed()} items with a short text inside "

@@ -101,7 +101,7 @@ def results_page() -> str:
         *fidelity(),
         *variants(),
         *fits(),
-        "With the policy of ten minutes on Python's own texts:",
+        "With the policy of ten minutes without own texts:",
         *needles("fit_needles"),
     ]
     parts += ["## Compensation", refit, compensation(), *lengths("refit"), *needles("refit_needles")]
