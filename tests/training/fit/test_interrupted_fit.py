@@ -90,14 +90,14 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
     with monkeypatch.context() as patch:
         patch.setattr(fit_run, "distillation_losses", interrupted)
         with pytest.raises(
-            TrainingStoppedError, match=r"of 0.06 minutes, which are saved in .* run the same command to"
+            TrainingStoppedError, match=r"of 0.1 minutes, which are saved in .* run the same command to"
         ):
-            fit(model, tokenizer, minutes=0.06, name="tiny")
+            fit(model, tokenizer, minutes=0.1, name="tiny")
     capsys.readouterr()
-    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
     said = capsys.readouterr().err
     assert "continuing the run" in said and "1. statistics" not in said and "2. regression" not in said
-    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
+    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.06)
 
 
 @pytest.mark.slow
@@ -113,15 +113,15 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
 
     monkeypatch.setattr(fit_run, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
-    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
     said = capsys.readouterr().err
     assert said.count("out of memory: going on with contexts half as long") == 1
     assert said.count("statistics: held-out") == said.count("regression, ") == 1
     assert policy.trained_tokens == 480 and policy.card["fit"]["contexts"] > 0
-    assert policy.card["fit"]["minutes"] == pytest.approx(0.06, abs=0.05)
+    assert policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.06)
     monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy, even with the shortest contexts"):
-        fit(model, tokenizer, minutes=0.06, name="tiny")
+        fit(model, tokenizer, minutes=0.1, name="tiny")
 
 
 @pytest.mark.slow
