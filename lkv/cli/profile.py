@@ -130,7 +130,7 @@ def _make_profiler(options: Profile) -> Any:
     from lkv.integrations.transformers.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import policy_for
-    from lkv.utils.files import name_without_place
+    from lkv.utils.files import short_name
 
     try:
         device, dtype = torch.device(str(options.device)), getattr(torch, str(options.dtype))
@@ -142,7 +142,7 @@ def _make_profiler(options: Profile) -> Any:
         model = random_model(read_config(options.config), dtype, device, options.seed)
         name = path.resolve().parent.name if path.suffix == ".json" else options.config
     else:
-        name = Path(name_without_place(options.model_name)).name
+        name = short_name(options.model_name)
         model = options.load_model()[0]
     extend_positions(model, _MAX_TOKENS if options.until_out_of_memory else max(options.tokens) + options.new_tokens)
     spec = patch_attention(model).spec

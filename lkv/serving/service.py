@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -36,7 +35,7 @@ from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import find_device, torch_dtype
-from lkv.utils.files import cache_folder, name_without_place
+from lkv.utils.files import cache_folder, short_name
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
@@ -385,7 +384,7 @@ def make_service(options: dict[str, Any]) -> Service:
         store_seconds=None if options["keep_days"] is None else options["keep_days"] * 86400,
     )  # fmt: skip
     return Service(
-        model, tokenizer, options["name"] or Path(name_without_place(name)).name,
+        model, tokenizer, options["name"] or short_name(name),
         options["store"] or str(cache_folder() / "contexts"), policy, options["method"], options["retention"],
         int(options["memory"] * 2**20), limits,
     )  # fmt: skip

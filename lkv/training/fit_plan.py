@@ -13,8 +13,7 @@ from lkv.utils.durations import format_duration
 # Steps are shares of the time: the schedule follows the clock.
 RECIPE = replace(
     PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
-    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80,
-    kl_scale=0.3,
+    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80, kl_scale=0.3,
 )  # fmt: skip
 # Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
@@ -43,7 +42,7 @@ def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
     """
     if config.max_tokens > RECIPE.max_tokens:
         return Lengths(config.min_tokens, config.max_tokens)
-    longest = min(2 * config.max_tokens, max(config.max_tokens, positions - config.max_continuation))
+    longest = min(2 * config.max_tokens, positions - config.max_continuation)
     return Lengths(max(1, config.min_tokens // 2), longest, power=1.0)
 
 

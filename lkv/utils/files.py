@@ -28,6 +28,11 @@ def name_without_place(model: str) -> str:
     return Path(os.path.abspath(model)).name if os.path.exists(model) else model
 
 
+def short_name(model: str) -> str:
+    """The last part of a model's name, by which it is served."""
+    return Path(name_without_place(model)).name
+
+
 def cache_folder() -> Path:
     """The folder of converted models, fitted policies and contexts: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):

@@ -238,12 +238,8 @@ def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     assert service.jobs() == [] and service.context(name).tokens
 
 
-def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
-    service = make()
-    name = service.add(TEXT, "a name").id
-    until(lambda: not service.jobs())
-    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
-    service.store.release(name)
+def failed_job(service, monkeypatch):
+    """The job of TEXT, which could not be compressed."""
 
     def fail(*_, **__):
         raise RuntimeError("no")
@@ -252,6 +248,16 @@ def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
         patch.setattr(service_module, "compress_ids", fail)
         job = service.add(TEXT)
         until(lambda: job.error)
+    return job
+
+
+def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "a name").id
+    until(lambda: not service.jobs())
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    service.store.release(name)
+    failed_job(service, monkeypatch)
     (tmp_path / f"{name}.json").unlink()
     assert service.add(TEXT).title == "a name"
     until(lambda: not service.jobs())
@@ -336,14 +342,7 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 
 def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
     first, second = make(), make()
-
-    def fail(*_, **__):
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service_module, "compress_ids", fail)
-        job = first.add(TEXT)
-        until(lambda: job.error)
+    job = failed_job(first, monkeypatch)
     second.add(TEXT)
     until(lambda: second.store.describe(job.id))
     assert isinstance(first.add(TEXT), StoredContext)

@@ -12,7 +12,7 @@ from lkv.errors import LkvError, MissingPackageError
 from lkv.models.conversion import is_gguf
 from lkv.models.loading import DEFAULT, cache_folder, load_config
 from lkv.utils.extras import install_command, require
-from lkv.utils.files import name_without_place
+from lkv.utils.files import short_name
 
 # Of vLLM's server, that `lkv serve` checks or sets: the last one given would replace it.
 _OWN_OPTIONS = {"--model", "--served-model-name", "--host", "--port", "--additional-config"}
@@ -52,7 +52,7 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
     model = options["model"] or DEFAULT
     if is_gguf(model):
         raise LkvError(f"vLLM does not read {model}; give a folder or a hub id with safetensors weights.")
-    name = options["name"] or os.path.basename(name_without_place(model))
+    name = options["name"] or short_name(model)
     if model == DEFAULT:
         load_config(DEFAULT)  # converts it at the first use
         model = str(cache_folder() / DEFAULT)

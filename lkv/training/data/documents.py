@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,26 +316,27 @@ def read_standard_library() -> list[Passage]:
 
 def read_own_stories() -> Iterator[Passage]:
     """The stories, letters and essays that were written for LKV, with questions."""
-    for row in _own_texts("stories"):
+    for row in _own_texts()["stories"]:
         yield Passage(row["title"], row["text"], tuple((question, answer) for question, answer in row["questions"]))
 
 
 def read_own_meetings() -> Iterator[Meeting]:
     """The meetings that were written for LKV, with queries."""
-    for row in _own_texts("meetings"):
+    for row in _own_texts()["meetings"]:
         yield Meeting(tuple(row["turns"]), tuple((*query,) for query in row["queries"]))
 
 
 def read_own_articles() -> Iterator[MultiHopQuestion]:
     """Questions over two of the articles about invented things that were written for LKV."""
-    for row in _own_texts("articles"):
+    for row in _own_texts()["articles"]:
         passages = tuple(Passage(title, text) for title, text in row["passages"])
         for question, answer, needed in row["questions"]:
             yield MultiHopQuestion(question, answer, passages, frozenset(needed))
 
 
-def _own_texts(kind: str) -> list[dict[str, Any]]:
-    return json.loads(resources.files("lkv.training.data").joinpath("texts.json").read_text(encoding="utf-8"))[kind]
+@cache
+def _own_texts() -> dict[str, list[dict[str, Any]]]:
+    return json.loads(resources.files("lkv.training.data").joinpath("texts.json").read_text(encoding="utf-8"))
 
 
 ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Any]]] = {
