@@ -35,11 +35,19 @@ from tests.fake_gpu.kernels import fake_gpus
 
 pytestmark = pytest.mark.usefixtures("fake_gpu")
 KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
-TIERED = {
-    "8 bits": {"method": KNORM, "bits": 8},
-    "3 bits": {"method": KNORM, "bits": 3},
-    "three tiers": {"method": in_tiers(KNORM, (16, 16), (8, 4), (4, 3))},
-}
+SHALLOW_KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.0, 1.0]]), Knorm())
+
+
+def tiered(method):
+    """Options of caches whose entries are quantised in one tier, and in some of several."""
+    return {
+        "8 bits": {"method": method, "bits": 8},
+        "3 bits": {"method": method, "bits": 3},
+        "three tiers": {"method": in_tiers(method, (16, 16), (8, 4), (4, 3))},
+    }
+
+
+TIERED, SHALLOW_TIERED = tiered(KNORM), tiered(SHALLOW_KNORM)
 
 
 def policy_of(model) -> Policy:
@@ -54,20 +62,20 @@ def ids(tokens=60, batch=1, seed=0):
 
 
 @torch.no_grad()
-def logits(model, device, **options):
+def logits(model, device):
     """Logits of 3 tokens and then 1 more after a compressed prompt."""
-    cache = RaggedCache(model, method=KNORM, slack=2, **options)
+    cache = RaggedCache(model, method=SHALLOW_KNORM, slack=2)
     text = ids(64).to(device)
     model.base_model(text[:, :60], past_key_values=cache)
     parts = [model(part, past_key_values=cache).logits for part in text[:, 60:].split([3, 1], 1)]
     return torch.cat(parts, 1).cpu()
 
 
-def test_the_kernels_run_where_the_tensors_are(base):
+def test_the_kernels_run_where_the_tensors_are(shallow):
     """The second device, while the first is the current one."""
-    expected = logits(base, "cpu")
+    expected = logits(shallow, "cpu")
     with fake_gpus() as launches:
-        found = logits(copy.deepcopy(base).to("fake:1"), "fake:1")
+        found = logits(copy.deepcopy(shallow).to("fake:1"), "fake:1")
     kernels = {"rank_kernel", "move_kernel", "append_kernel", "slice_kernel"}
     assert {launch.name for launch in launches} == kernels
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
@@ -247,19 +255,18 @@ def test_launches_and_allocations_of_a_decode_step_a_layer(on_fake, options, lau
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("slack", [9, 1])
-@pytest.mark.parametrize("options", TIERED.values(), ids=TIERED)
-def test_decoding_over_tiers_equals_decoding_over_restored_entries(on_fake, options, slack):
+@pytest.mark.parametrize(("tiers", "slack"), [("8 bits", 9), ("3 bits", 1), ("three tiers", 1)])
+def test_decoding_over_tiers_equals_decoding_over_restored_entries(shallow_on_fake, tiers, slack):
     """Steps of one token and of more, and a step back; with a slack of 1 the tokens are moved to larger pools."""
     text = ids(66).to("fake")
-    cache = RaggedCache(on_fake, slack=slack, **options)
-    on_fake.base_model(text[:, :60], past_key_values=cache)
-    found = []
+    model, found = shallow_on_fake, []
+    cache = RaggedCache(model, slack=slack, **SHALLOW_TIERED[tiers])
+    model.base_model(text[:, :60], past_key_values=cache)
     for own, devices_are_gpus in ((cache.fork(), nullcontext), (cache, fake_gpus)):
         with devices_are_gpus():
-            parts = [on_fake(part, past_key_values=own).logits for part in text[:, 60:64].split([1, 3], 1)]
+            parts = [model(part, past_key_values=own).logits for part in text[:, 60:64].split([1, 3], 1)]
             own.crop(-2)
-            parts.append(on_fake(text[:, 64:65], past_key_values=own).logits)
+            parts.append(model(text[:, 64:65], past_key_values=own).logits)
         found.append(torch.cat(parts, 1).cpu())
     torch.testing.assert_close(*found, atol=2e-4, rtol=2e-4)
 
@@ -295,14 +302,14 @@ WAYS = {
     ],
     ids=["decode eviction", "with padding", "streaming"],
 )
-def test_eviction_by_kernels_keeps_what_a_cpu_keeps(base, on_fake, monkeypatch, options, padding):
+def test_eviction_by_kernels_keeps_what_a_cpu_keeps(shallow, shallow_on_fake, monkeypatch, options, padding):
     """In two parts where the prompt streams in; then tokens one by one. One of two rows may begin with padding."""
-    policy, text, found = policy_of(base), ids(29, 2 if padding else 1), []
+    policy, text, found = policy_of(shallow), ids(29, 2 if padding else 1), []
     mask = torch.ones_like(text)
     mask[:1, :padding] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     sizes = [15, 11] if "streaming" in options else [26]
-    for model, device, gpus in ((base, "cpu", nullcontext), (on_fake, "fake", fake_gpus)):
+    for model, device, gpus in ((shallow, "cpu", nullcontext), (shallow_on_fake, "fake", fake_gpus)):
         if device == "fake":
             monkeypatch.setattr(LearnedScores, "score_at_eviction", None)  # of single heads, by operators
         with gpus():
@@ -353,7 +360,7 @@ def test_launches_of_eviction_a_layer(on_fake):
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"streaming": True, "prompt_tokens": 26}], ids=["prompt", "streaming"])
-def test_scores_that_are_no_numbers_are_found_by_the_kernel_that_ranks_them(on_fake, options):
+def test_scores_that_are_no_numbers_are_found_by_the_kernel_that_ranks_them(shallow_on_fake, options):
     """In any layer, head and place; the cache serves again once it is reset."""
 
     class Poisoned(Knorm):
@@ -367,12 +374,12 @@ def test_scores_that_are_no_numbers_are_found_by_the_kernel_that_ranks_them(on_f
 
     selector, text = Poisoned(), ids(26).to("fake")
     with fake_gpus():
-        cache = RaggedCache(on_fake, method=Method("poisoned", KNORM.budget, selector), **options)
+        cache = RaggedCache(shallow_on_fake, method=Method("poisoned", SHALLOW_KNORM.budget, selector), **options)
         with pytest.raises(CacheError, match="scores of the selector Poisoned contain NaN"):
-            on_fake(text, past_key_values=cache)
+            shallow_on_fake(text, past_key_values=cache)
         cache.reset()
         selector.spoiled = False
-        on_fake(text, past_key_values=cache)
+        shallow_on_fake(text, past_key_values=cache)
     assert cache.get_seq_length() == 26
 
 
@@ -404,7 +411,7 @@ def test_left_padding_is_looked_at_once_for_all_layers(on_fake):
 @torch.no_grad()
 def padded_turns(model, device):
     """Logits of the last tokens of two padded turns and a step after a compressed batch."""
-    cache = RaggedCache(model, method=KNORM, slack=2)
+    cache = RaggedCache(model, method=SHALLOW_KNORM, slack=2)
     text, mask = ids(46, 2).to(device), torch.ones(2, 46, dtype=torch.long)
     mask[0, 40:42] = mask[1, 43] = 0
     mask, last = mask.to(device), []
@@ -417,8 +424,8 @@ def padded_turns(model, device):
     return torch.stack([logits[:, -1] for logits in last]).cpu()
 
 
-def test_rows_have_tails_of_their_own_where_the_tensors_are(base):
-    expected = padded_turns(base, "cpu")
+def test_rows_have_tails_of_their_own_where_the_tensors_are(shallow):
+    expected = padded_turns(shallow, "cpu")
     with fake_gpus():
-        on_device = padded_turns(copy.deepcopy(base).to("fake:1"), "fake:1")
+        on_device = padded_turns(copy.deepcopy(shallow).to("fake:1"), "fake:1")
     torch.testing.assert_close(on_device, expected, atol=2e-4, rtol=2e-4)

@@ -9,6 +9,7 @@ the code traps, and how many of its copies are asynchronous; and why it could no
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -111,6 +112,7 @@ class Compiler:
         jit.JITFunction.run = self._run
 
 
+@functools.cache
 def facts(kernel: Any, arch: int) -> dict[str, Any]:
     """What the compiled code takes of a GPU, and its instructions that matter."""
     ptx = kernel.asm["ptx"]
@@ -283,7 +285,9 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--kernels", default="attention", choices=("attention", "decode", "training", "eviction"))
+    parser.add_argument(
+        "--kernels", nargs="+", default=["attention"], choices=("attention", "decode", "training", "eviction")
+    )
     options = parser.parse_args()
     if options.table:
         return print(table(read(options.table)))
@@ -292,7 +296,8 @@ def main() -> None:
     for given in itertools.product(options.arch, options.dim, options.dtype):
         if given in done:
             continue
-        lines = [json.dumps(row | {"problems": problems(row)}) for row in compiled(*given, options.kernels)]
+        rows = [row for kernels in options.kernels for row in compiled(*given, kernels)]
+        lines = [json.dumps(row | {"problems": problems(row)}) for row in rows]
         print(*lines, sep="\n", flush=True)
         if options.out:
             with options.out.open("a") as file:

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import QuantizedKV, append_and_attend, ragged_attention
 from tests.kernels.pools import TIERS, assert_near, coded_pools, split_randomly
 
 _MAPS = []
@@ -33,6 +33,20 @@ def guarded(x: Tensor, at_end: bool) -> Tensor:
     return torch.frombuffer(area, dtype=torch.uint8, count=size, offset=offset).view(x.dtype).view(x.shape).copy_(x)
 
 
+def check_codes_of_every_width() -> None:
+    """The compiled kernel, over codes alone: each number of bits, head sizes, and few or many entries and rows."""
+    for dim, bits, entries in itertools.product((8, 32, 64, 80, 96, 128, 192, 256), (8, 4, 3), (1, 7, 65)):
+        codes = guarded(torch.randint(256, (entries, dim * bits // 8), dtype=torch.uint8), at_end=True)
+        norms = guarded(torch.ones(entries, dtype=torch.bfloat16), at_end=True)
+        tables = torch.tensor([[[entries]], [[0]]], dtype=torch.int32)
+        part = QuantizedKV(codes, norms, codes, norms, tables, bits, bits)
+        pool, lens = torch.zeros(0, dim), torch.full((1, 1), entries, dtype=torch.int32)
+        for rows in (1, 3, 6):
+            q = torch.randn(1, rows, 1, dim)
+            out = ragged_attention(q, pool, pool, lens * 0, lens, 0.1, "cpp", causal=False, quantized=[part])
+            assert out.isfinite().all()
+
+
 def main(backend: str) -> None:
     torch.manual_seed(0)
     shapes = itertools.cycle([(8, 8), (96, 40), (64, 128)])
@@ -49,6 +63,8 @@ def main(backend: str) -> None:
         assert_near(out, pools.reference(new[0], 0.2, causal=False), dtype)
         out = append_and_attend(*new, *own, 0.2, backend, quantized=quantized)
         assert_near(out, pools.reference(new[0], 0.2, new[1:]), dtype)
+    if backend == "cpp":
+        check_codes_of_every_width()
     print("ok")
 
 

@@ -56,7 +56,7 @@ def test_races_and_stray_accesses_are_found():
 @pytest.fixture
 def many_programs(monkeypatch):
     """Slices much shorter than heads, and several parts a head that are joined in turns."""
-    monkeypatch.setattr(ragged, "_PROGRAMS_WITHOUT_GPU", 24)
+    monkeypatch.setattr(ragged, "_PROGRAMS_WITHOUT_GPU", 16)
     monkeypatch.setattr(ragged, "_MIN_SLICE", 2)
     monkeypatch.setattr(ragged, "_JOINED_AT_ONCE", 64)
     ragged._launch.cache_clear()
@@ -64,10 +64,11 @@ def many_programs(monkeypatch):
     ragged._launch.cache_clear()
 
 
-LENGTHS = [[[90, 7], [0, 31]], [[0, 0], [0, 0]], [[1, 130], [64, 2]]]
+# Spans of many slices, of one that another span shares, and of none.
+LENGTHS = [[[90, 1], [0, 31]], [[0, 0], [0, 0]]]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=["uneven", "empty", "long"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=["uneven", "empty"])
 def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
     """Each span is joined once, by whoever comes last; the same launch serves the next step."""
     torch.manual_seed(0)
@@ -96,7 +97,7 @@ def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_tiers_in_any_order_of_programs(rows, many_programs):
     torch.manual_seed(rows)
-    lengths = split_randomly([[50, 0, 20], [3, 31, 3]], 2)
+    lengths = split_randomly([[50, 0], [3, 31]], 2)
     pools = coded_pools(lengths, ((8, 4), (4, 3)), rows + 1, 16, 8, torch.float32)
     with watched(rows) as traffic:
         assert_equals_reference(pools, 2, rows, 0.25)

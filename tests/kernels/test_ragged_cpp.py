@@ -113,7 +113,7 @@ def test_a_tiered_store_attends_to_its_codes(tiers, dtype):
 
 
 def test_nothing_beyond_the_tensors_is_read():
-    """In a process that ends where it is."""
+    """Entries and codes, in a process that ends where it is."""
     done = subprocess.run([sys.executable, "-m", "tests.kernels.guarded", "cpp"], capture_output=True, text=True)
     assert done.stdout == "ok\n", (done.returncode, done.stderr[-2000:])
 

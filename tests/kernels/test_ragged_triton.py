@@ -78,7 +78,7 @@ def poisoned(monkeypatch):
         yield
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     st.integers(1, 3).flatmap(
         lambda heads: st.lists(st.lists(st.integers(0, 300), min_size=heads, max_size=heads), min_size=1, max_size=3)
@@ -98,10 +98,13 @@ def test_attention_equals_the_reference(older, group, rows, slack, dim, value_di
 @pytest.mark.parametrize(
     ("lengths", "heads", "rows", "dim", "dtype"),
     [
-        *(([[1, 257]], 4, 1, dim, dtype) for dim in (64, 80, 96, 128, 256) for dtype in DTYPES),
-        # Questions of many tokens, a large batch, and heads that end with a slice.
+        # The two 16-bit dtypes have the same blocks.
+        *(([[1, 257]], 4, 1, dim, torch.float32) for dim in (64, 80, 96, 128, 256)),
+        *(([[1, 257]], 4, 1, dim, torch.bfloat16) for dim in (64, 96, 256)),
+        *(([[1, 257]], 4, 1, dim, torch.float16) for dim in (80, 128)),
+        # Questions of many tokens, a batch of more spans than programs, and heads that end with a slice.
         *(([[rows, rows + 150]], 4, rows, 16, torch.float32) for rows in (9, 35)),
-        ([[1 + 7 * row % 40, 1 + 11 * row % 40] for row in range(32)], 4, 1, 8, torch.float32),
+        ([[1 + 7 * row % 40, 1 + 11 * row % 40] for row in range(9)], 4, 1, 8, torch.float32),
         *(([lengths], 2, 1, 8, torch.float32) for lengths in ([128, 128], [256, 128])),
     ],
 )
@@ -114,15 +117,16 @@ def test_shapes(lengths, heads, rows, dim, dtype):
 @pytest.fixture
 def short_slices(monkeypatch):
     """Slices much shorter than heads, and more parts a head than are joined at once."""
-    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 40)
+    monkeypatch.setattr(triton, "_PROGRAMS_WITHOUT_GPU", 24)
     monkeypatch.setattr(triton, "_MIN_SLICE", 2)
+    monkeypatch.setattr(triton, "_JOINED_AT_ONCE", 512)
     triton._launch.cache_clear()
     yield
     triton._launch.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("older", [[150, 20], [0, 159]])
+@pytest.mark.parametrize("older", [[70, 20], [0, 79]])
 def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, short_slices):
     """Slices in which a row sees nothing, too."""
     torch.manual_seed(rows)
@@ -245,8 +249,8 @@ def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
     for backend in ("loop", "triton"):
         with monkeypatch.context() as patch:
             patch.setattr(api, "_chosen", lambda *args, name=backend: name)
-            model = tiny_llama(dtype=torch.float32).to(DEVICE)
-            method = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+            model = tiny_llama(dtype=torch.float32, num_hidden_layers=2).to(DEVICE)
+            method = Method("knorm", PerHead([[0.5, 0.2], [0.0, 1.0]]), Knorm())
             cache = RaggedCache(model, method=method, slack=2)
             model(ids, past_key_values=cache, use_cache=True)
             steps = [
@@ -329,18 +333,30 @@ def test_attention_over_tiers_equals_that_over_restored_entries(lengths, tiers, 
     assert_steps(tiered_store(lengths, sum(steps), *dims, dtype, tiers, DEVICE), group, steps, "triton")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 64, 96, 128])
-@pytest.mark.parametrize("tiers", TIERS, ids=str)
+@pytest.mark.parametrize(
+    ("tiers", "dim", "dtype"),
+    # Every head size in all tiers; both of them with every dtype.
+    [
+        (tiers, dim, DTYPES[(row + column) % 3])
+        for row, tiers in enumerate(TIERS)
+        for column, dim in enumerate((8, 64, 96, 128))
+    ],
+    ids=str,
+)
 def test_head_sizes_over_tiers(tiers, dim, dtype):
     torch.manual_seed(dim)
     pools = coded_pools([[[3, 60]], [[40, 0]], [[5, 7]]][-1 - len(tiers) :], tiers, 2, dim, 8 + 120 % dim, dtype)
     assert_equals_reference(pools, 4, 2, dim**-0.5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "tokens", "dim", "value_dim"), [(1, 1, 64, 64), (3, 5, 80, 24), (2, 20, 8, 40), (2, 33, 24, 80)]
+    ("batch", "tokens", "dim", "value_dim", "dtype"),
+    [
+        *((1, 1, 16, 32, dtype) for dtype in DTYPES),
+        # Several batch rows, a tile and a part of one, and head sizes that are no powers of 2.
+        (2, 5, 80, 24, torch.bfloat16),
+        (2, 20, 8, 40, torch.float32),
+    ],
 )
 def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
     """Against PyTorch's operators, of heads behind tokens and before them."""

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lkv.errors import BackendError
@@ -74,17 +72,26 @@ def assert_as_exact_as_eager(arguments, attend, slack=3.0):
         assert float((own.detach().double() - truth).abs().max()) <= slack * allowed
 
 
-# The interpreter is too slow to shrink what fails.
-@settings(max_examples=14, phases=[Phase.explicit, Phase.generate])
-@given(
-    st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(0, 30),
-    st.sampled_from([64, 64, 80, 96]), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.sampled_from([(16, 16), (16, 32), (32, 16)]), st.integers(0, 99),
-)  # fmt: skip
-def test_values_and_gradients_are_as_exact_as_eager_attention(
-    batch, kv_heads, groups, rows, older, dim, dtype, blocks, seed
-):
-    arguments = inputs(batch, kv_heads, groups, rows, rows + older, dim, dtype, seed)
+# Rows and columns that fill their blocks and that do not, in the first block and in later ones; each head size and each
+# shape of blocks with every dtype.
+@pytest.mark.parametrize(
+    ("heads", "rows", "older", "dim", "dtype", "blocks"),
+    [
+        ((2, 1, 2), 40, 0, 64, torch.float32, (16, 16)),
+        ((1, 2, 1), 32, 16, 80, torch.float32, (16, 32)),
+        ((1, 1, 3), 1, 30, 96, torch.float32, (32, 16)),
+        ((1, 2, 2), 17, 13, 64, torch.bfloat16, (16, 32)),
+        ((1, 1, 2), 32, 8, 96, torch.bfloat16, (32, 16)),
+        ((2, 1, 1), 40, 30, 80, torch.bfloat16, (16, 16)),
+        ((1, 1, 2), 33, 5, 80, torch.float16, (32, 16)),
+        ((2, 2, 1), 16, 0, 96, torch.float16, (16, 16)),
+        ((1, 1, 1), 7, 29, 64, torch.float16, (16, 32)),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_as_exact_as_eager_attention(heads, rows, older, dim, dtype, blocks):
+    """`heads`: batch rows, KV heads, and query heads of each."""
+    arguments = inputs(*heads, rows, rows + older, dim, dtype)
     with Poison():
         assert_as_exact_as_eager(arguments, lambda *a: triton.attend(*a, tiles=tiles(*blocks)))
 
@@ -195,24 +202,27 @@ def test_without_triton_the_reason_is_named(monkeypatch, error):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "rows", "columns", "dtype"),
-    [(1, 66, 34, torch.float32), (2, 5, 64, torch.float32), (2, 33, 37, torch.bfloat16)],
+    ("prompts", "rows", "columns", "kv_heads", "dtype"),
+    [(1, 66, 34, 1, torch.float32), (2, 5, 64, 2, torch.float32), (2, 33, 37, 2, torch.bfloat16)],
 )
-def test_continuations_read_their_frozen_prompts(prompts, rows, columns, dtype):
+def test_continuations_read_their_frozen_prompts(prompts, rows, columns, kv_heads, dtype):
     """Against the formula in float64 over a copy of the prompt for each continuation; the prompt gets no gradient."""
     torch.manual_seed(rows)
-    owners, dim = torch.tensor([0, prompts - 1, 0]), 64
-    arguments = [torch.randn(3, h, rows, dim).to(DEVICE, dtype).requires_grad_() for h in (4, 2, 2)]
-    prompt = [torch.randn(prompts, 2, columns, dim).to(DEVICE, dtype).requires_grad_() for _ in range(2)]
-    kind = torch.randint(4, (3, 2, columns))
+    owners, dim = torch.tensor([0, 1, 0] if prompts > 1 else [0, 0]), 64
+    count, heads = len(owners), 2 * kv_heads
+    arguments = [
+        torch.randn(count, h, rows, dim).to(DEVICE, dtype).requires_grad_() for h in (heads, kv_heads, kv_heads)
+    ]
+    prompt = [torch.randn(prompts, kv_heads, columns, dim).to(DEVICE, dtype).requires_grad_() for _ in range(2)]
+    kind = torch.randint(4, (count, kv_heads, columns))
     log_mask = torch.where(kind == 0, -1e4, torch.where(kind == 1, 0.0, -9 * torch.rand(kind.shape)))
     log_mask = log_mask.masked_fill(kind == 2, -torch.inf).to(DEVICE)
     arguments.append(log_mask.requires_grad_())
-    weights = torch.randn(3, 4, rows, dim, device=DEVICE)
+    weights = torch.randn(count, heads, rows, dim, device=DEVICE)
 
     def exact(q, key, value, mask):
         k, v = (torch.cat([x[owners].to(own), own], 2) for x, own in zip(prompt, (key, value), strict=True))
-        mask = torch.cat([mask, mask.new_zeros(3, 2, rows)], -1)
+        mask = torch.cat([mask, mask.new_zeros(count, kv_heads, rows)], -1)
         return api.attend_by_formula(q, k, v, mask, 0.2)
 
     with Poison():
