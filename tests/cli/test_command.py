@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -75,10 +74,13 @@ def test_methods_fit_the_terminal(width, monkeypatch, capsys):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= width
 
 
-def test_a_pipe_gets_all_names_of_papers():
-    command = [sys.executable, "-W", "ignore", "-m", "lkv", "methods"]
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+def test_a_pipe_gets_all_names_of_papers(monkeypatch, capsys):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "__stdout__", stdout)  # whose terminal has a width
+        assert main(["methods"]) == 0
+    printed = capsys.readouterr().out
     assert "…" not in printed and all(spec.paper in printed for spec in METHODS.values())
 
 

@@ -12,7 +12,26 @@ from lkv.training.train_policy import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
-SMALL = ("--steps", "4", "--min-tokens", "60", "--max-tokens", "120", "--batch", "2")
+SMALL = (
+    "--steps",
+    "4",
+    "--min-tokens",
+    "60",
+    "--max-tokens",
+    "120",
+    "--batch",
+    "2",
+    "--imitated",
+    "2",
+    "--validation-samples",
+    "2",
+)
+
+
+@pytest.fixture(autouse=True)
+def short_warm_start(monkeypatch):
+    """Few steps for the budgets: tests/training/test_warm_start.py checks what all of them reach."""
+    monkeypatch.setattr("lkv.training.warm_start._HEAD_UPDATES", 20)
 
 
 @pytest.fixture
@@ -76,7 +95,8 @@ def test_trackers_are_given_what_the_curve_holds(model_folder, train, folder, tm
             self.ended += 1
 
     tracker = Recorder()
-    overrides = {"steps": 2, "min_tokens": 60, "max_tokens": 120, "batch": 2, "validation_samples": 1}
+    overrides = {"steps": 2, "min_tokens": 60, "max_tokens": 120, "batch": 2}
+    overrides |= {"warmup_contexts": 2, "validation_samples": 1}
     train_policy("cpu", overrides, str(model_folder), folder, tmp_path / "out", trackers=[tracker])
     curve = [json.loads(line) for line in (tmp_path / "out" / "curve.jsonl").read_text().splitlines()]
     assert [step for step, values in tracker.rows if "train_kl" in values] == [1, 2] and tracker.ended == 1

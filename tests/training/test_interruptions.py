@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,14 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
         trainer(tmp_path)[0].run()
 
 
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """The folder of a run that was killed after two steps."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train_for(trainer(folder)[0], 2)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("key", "change"),
     [
@@ -118,8 +127,8 @@ def test_checkpoints_that_are_none_are_named(tmp_path):
         ("step", lambda x: x * 0 - 1), ("exp_avg_sq", lambda x: x * 0 - 1),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_other_parameters_is_named(tmp_path, key, change):
-    train_for(trainer(tmp_path)[0], 2)
+def test_an_optimizer_of_other_parameters_is_named(tmp_path, stopped_run, key, change):
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
     path, tensors, metadata = read_checkpoint(tmp_path)
     name = next(name for name in tensors if name.startswith(f"optimizer.{key}."))
     changed = {other: x for other, x in (tensors | {name: change(tensors[name])}).items() if x is not None}
@@ -130,8 +139,8 @@ def test_an_optimizer_of_other_parameters_is_named(tmp_path, key, change):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", ["policy.", "optimizer."])
-def test_a_checkpoint_of_numbers_that_are_none_is_named(tmp_path, kind, number):
-    train_for(trainer(tmp_path)[0], 2)
+def test_a_checkpoint_of_numbers_that_are_none_is_named(tmp_path, stopped_run, kind, number):
+    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
     path, tensors, metadata = read_checkpoint(tmp_path)
     name = next(name for name in tensors if name.startswith(kind) and tensors[name].ndim)
     path.write_bytes(save(tensors | {name: tensors[name] + number}, metadata))
@@ -269,9 +278,9 @@ def test_an_interrupted_command_prints_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == "lkv: interrupted\n"
 
 
-@pytest.mark.parametrize("words", [["methods"], ["--help"]])
+@pytest.mark.parametrize("words", [["policies"], ["--help"]])
 def test_a_reader_that_leaves_early_sees_no_traceback(words):
-    """As `lkv methods | head -1`, with a head that has left before anything is written."""
+    """As `lkv policies | head -1`, with a head that has left before anything is written."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -283,7 +292,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(words):
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 2), ("&-", 0)])
 def test_an_output_that_takes_nothing_is_one_sentence(place, code):
-    command = ["sh", "-c", f'"$0" -m lkv methods >{place}', sys.executable]
+    command = ["sh", "-c", f'"$0" -m lkv policies >{place}', sys.executable]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == code
     assert done.stderr.startswith("lkv: the system refuses to read or write ([Errno 28]") if code else done.stderr == ""

@@ -27,10 +27,23 @@ from tests.training.test_data import folder  # noqa: F401
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def short_warm_start(monkeypatch):
+    """Few steps for the budgets: tests/training/test_warm_start.py checks what all of them reach."""
+    monkeypatch.setattr("lkv.training.warm_start._HEAD_UPDATES", 20)
+
+
 def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
     weights = (model / "model.safetensors").rename(tmp_path / "weights")
-    overrides = {"steps": 1, "batch": 2, "min_tokens": 60, "max_tokens": 120, "validation_samples": 1}
+    overrides = {
+        "steps": 1,
+        "batch": 2,
+        "min_tokens": 60,
+        "max_tokens": 120,
+        "validation_samples": 1,
+        "warmup_contexts": 2,
+    }
     setup = prepare("paper-cpu", overrides, str(model), folder, out)
     assert setup.config.steps == 1 and setup.shape.layers == 3
     weights.rename(model / "model.safetensors")  # which nothing has read so far
@@ -108,7 +121,7 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  #
     file = tmp_path / "run.toml"
     file.write_text(
         "preset = 'cpu'\nsteps = 9\nmax_tokens = 120\nmin_tokens = 60\nbatch = 2\nbeta = 0.25\nposition = true\n"
-        "checkpoint_every = 1\nmax_continuation = 60\nvalidation_samples = 2\ndtype = 'float32'\n"
+        "checkpoint_every = 1\nmax_continuation = 60\nvalidation_samples = 2\nwarmup_contexts = 2\ndtype = 'float32'\n"
     )
     assert train(model, folder, tmp_path / "out", "--config", str(file), "--steps", "2", "--no-position") == 0
     said = json.loads((tmp_path / "out" / "policy" / "config.json").read_text())["card"]["training"]

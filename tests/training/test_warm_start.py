@@ -60,7 +60,7 @@ def test_the_warm_start_ranks_unseen_tokens_and_splits_the_budget_by_what_evicti
     table = measure_eviction_errors(model, tokenizer, unseen, prompt)
     target = table[:, 0].log()
     before = correlation(scores(model, policy, unseen), target)
-    warm_start(model, tokenizer, policy, text, 160)
+    warm_start(model, tokenizer, policy, text, 80)
     assert correlation(scores(model, policy, unseen), target) > max(before + 0.2, 0.6)
     for retention in (0.05, 0.15, 0.3):
         contest = GlobalTopKBudget.from_scores(table, retention)

@@ -31,7 +31,7 @@ from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare
 from lkv.training.trainer import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, regression_scores, regression_targets
-from tests.training.fit.helpers import TEXT, ids, random_policy, sample
+from tests.training.fit.helpers import TEXT, comparison_rows, ids, random_policy, sample
 
 
 def test_held_out_fidelity_is_that_of_the_cache_with_its_entries_evicted(loaded):
@@ -93,9 +93,9 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     rates, set_rate = [], fit_run.set_learning_rate
     monkeypatch.setattr(fit_run, "set_learning_rate", lambda optimizer, lr: rates.append(lr) or set_rate(optimizer, lr))
     started = fitting.clock()
-    policy = fit(model, tokenizer, [TEXT], minutes=0.1, name="owner/tiny")
+    policy = fit(model, tokenizer, [TEXT], minutes=0.07, name="owner/tiny")
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert fitting.clock() - started < 0.1 * 60 + 4
+    assert fitting.clock() - started < 0.07 * 60 + 4
     said = capsys.readouterr()
     for text in (
         "1. statistics of 6 texts",
@@ -128,6 +128,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     assert kl[0.3] < none[0.3]
 
 
+@pytest.mark.usefixtures("ticking")
 def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     texts, document = tmp_path / "texts", tmp_path / "book.txt"
     texts.mkdir()
@@ -135,7 +136,7 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     document.write_text(TEXT[:500])
     assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 2
     assert f"lkv fit {folder}" in capsys.readouterr().err
-    arguments = ["fit", str(folder), "--data", str(texts), "--minutes", "0.05", "--dtype", "float32"]
+    arguments = ["fit", str(folder), "--data", str(texts), "--minutes", "0.06", "--dtype", "float32"]
     assert main(arguments) == 0
     assert "used as text: own.md" in capsys.readouterr().err
     assert main(["ask", str(document), "Who?", "--model", str(folder), "--max-new-tokens", "2"]) == 0
@@ -145,12 +146,7 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
 
 def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(loaded, capsys, monkeypatch):
     model, tokenizer = loaded
-    kl = {"lkv": (0.2, 0.9), "kvzip": (0.3, 0.5), "snapkv": (0.1, 0.8)}
-    rows = [
-        {"method": name, "retention": retention, "texts": 1, "kl": value, "agreement": 0.5}
-        for name, values in kl.items()
-        for retention, value in zip((0.15, 0.05), values, strict=True)
-    ]
+    rows = comparison_rows({"lkv": (0.2, 0.9), "kvzip": (0.3, 0.5), "snapkv": (0.1, 0.8)})
     monkeypatch.setattr(fit_run, "compare", lambda *_: rows)
     # No time is left.
     monkeypatch.setattr(fit_run, "make_plan", lambda reading, seconds, *_: Plan(0, 0, 0, seconds, 0, 1))
@@ -169,6 +165,7 @@ def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(load
     assert lkv.RaggedCache(model, policy=folder).config.method.name == "lkv"
 
 
+@pytest.mark.usefixtures("ticking")
 @pytest.mark.parametrize(("last", "is_last_kept"), [(0.12, True), (0.14, False)])
 def test_the_last_weights_are_kept_unless_they_are_clearly_worse(loaded, monkeypatch, last, is_last_kept):
     """Held-out KL is of few texts, and the last weights have learned at the smallest rates."""
@@ -181,7 +178,8 @@ def test_the_last_weights_are_kept_unless_they_are_clearly_worse(loaded, monkeyp
         return {retention: HeldOutFidelity(kl, 0.5) for retention in (0.15, 0.05)}
 
     monkeypatch.setattr(HeldOutTexts, "measure", measure)
-    policy = fit(model, tokenizer, minutes=0.08, name="tiny")
+    monkeypatch.setattr(fit_run, "_REPORT_SHARE", 0.2)
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     assert len(seen) > 3
     assert torch.equal(policy.tokens.hidden, seen[-1 if is_last_kept else 2])
 

@@ -89,13 +89,14 @@ def test_texts_without_a_held_out_part_say_so(loaded, capsys, monkeypatch):
         assert ("too little own text to hold any out" in capsys.readouterr().err) == is_said
 
 
+@pytest.mark.usefixtures("ticking")
 def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_path, capsys):
     model, tokenizer = loaded
     rng = random.Random(4)
     books = [" ".join(f"word{rng.randint(0, 999)}" for _ in range(3000)) for _ in range(4)]
     evaluated = tmp_path / "evaluated.jsonl"
     evaluated.write_text(json.dumps({"context": books[2] + inspect.getsource(random), "input": "", "answers": []}))
-    policy = fit(model, tokenizer, books, minutes=0.05, name="tiny", against=[evaluated])
+    policy = fit(model, tokenizer, books, minutes=0.06, name="tiny", against=[evaluated])
     assert policy.card["training"]["dtype"] == "float32"
     checked = policy.card["decontamination"]
     assert checked["removed"] and list(checked["files"]) == ["evaluated.jsonl"]

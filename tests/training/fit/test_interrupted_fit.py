@@ -62,6 +62,7 @@ def test_a_killed_run_continues(folder, cache, stage, capfd):
     assert policy.card["fit"]["contexts"] > 0 and not state.exists()
 
 
+@pytest.mark.usefixtures("ticking")
 def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
     with monkeypatch.context() as patch:
@@ -71,13 +72,14 @@ def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, cap
     run = fitted_folder("tiny", patch_attention(model).spec) / ".fit"
     assert f"the stages that were finished are saved in {run}; run the same" in capsys.readouterr().err
     with pytest.raises(TrainingError, match=f"{run} holds an interrupted run of 0.0 minutes on other data"):
-        fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
+        fit(model, tokenizer, [TEXT], minutes=0.06, name="tiny")
     (run / "state" / "checkpoint.safetensors").write_bytes(b"damaged")
-    fit(model, tokenizer, [TEXT], minutes=0.05, name="tiny")
+    fit(model, tokenizer, [TEXT], minutes=0.06, name="tiny")
     said = capsys.readouterr().err
     assert "cannot be read" in said and "starting anew" in said and said.count("statistics: ") == 1
 
 
+@pytest.mark.usefixtures("ticking")
 def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
     original, signals = fit_run.distillation_losses, [signal.SIGINT]  # a second one would not wait for the step
@@ -90,14 +92,14 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
     with monkeypatch.context() as patch:
         patch.setattr(fit_run, "distillation_losses", interrupted)
         with pytest.raises(
-            TrainingStoppedError, match=r"of 0.1 minutes, which are saved in .* run the same command to"
+            TrainingStoppedError, match=r"of 0.07 minutes, which are saved in .* run the same command to"
         ):
-            fit(model, tokenizer, minutes=0.1, name="tiny")
+            fit(model, tokenizer, minutes=0.07, name="tiny")
     capsys.readouterr()
-    policy = fit(model, tokenizer, minutes=0.1, name="tiny")
+    policy = fit(model, tokenizer, minutes=0.07, name="tiny")
     said = capsys.readouterr().err
     assert "continuing the run" in said and "1. statistics" not in said and "2. regression" not in said
-    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.06)
+    assert policy.card["fit"]["contexts"] > 4 and policy.card["fit"]["minutes"] == pytest.approx(0.07, abs=0.035)
 
 
 @pytest.mark.slow
@@ -174,17 +176,18 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     assert not list((cache / "policies").rglob("*"))
 
 
+@pytest.mark.usefixtures("ticking")
 def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypatch, capsys):
     """What was read fast enough for long contexts then may be slow now, and memory may have run out then."""
     model, tokenizer = loaded
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "longest_context", lambda tokens: 300)
+        patch.setattr(fitting, "longest_context", lambda tokens: 150)
         patch.setattr(fit_run, "fit_to_targets", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
-    policy = fit(model, tokenizer, minutes=0.05, name="tiny")
-    assert policy.trained_tokens == 2 * 300 and "continuing the run" in capsys.readouterr().err
+    policy = fit(model, tokenizer, minutes=0.06, name="tiny")
+    assert policy.trained_tokens == 2 * 150 and "continuing the run" in capsys.readouterr().err
 
 
 def test_contexts_are_longer_where_there_is_time():
