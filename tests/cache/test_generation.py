@@ -96,7 +96,7 @@ def score_table(model, text: torch.Tensor) -> list[torch.Tensor]:
     return [score(layer.key, layer.value) for layer in read_prompt(model, text)]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 13), min_size=1, max_size=6), st.integers(0, 9), st.integers(1, 3),
     st.sampled_from([0, 4, 1000]),

@@ -211,7 +211,7 @@ def cache_of(model, storage, **options) -> RaggedCache:
     return RaggedCache(model, method=method, bits=storage.get("bits"), **options)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(storage=STORAGE, slack=st.integers(0, 5), seed=st.integers(0, 9), streaming=st.booleans())
 def test_it_equals_a_cache_of_the_values_it_stands_for(storage, slack, seed, streaming):
     model, text = tiny_llama(dtype=torch.float32), ids(2, 40, seed)

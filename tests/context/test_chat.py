@@ -43,8 +43,7 @@ def saved(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(folder).double().eval(), tokenizer
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("dtype", "attention"), [(torch.float32, "sdpa"), (torch.float64, "eager")])
 def test_batch_ask_answers_as_ask_does(policy, dtype, attention):
     model = tiny_llama(dtype=dtype)
     model.set_attn_implementation(attention)

@@ -23,11 +23,30 @@ FIXTURE = Path(__file__).parents[1] / "fixtures" / "saved_context_v2.kv"
 ANSWER = "7 20 41 7 7 7"
 
 
-@pytest.fixture(params=[{"retention": 0.4}, {"retention": 0.4, "bits": 8}, {"memory": 0.2}], ids=str)
-def saved(request, model, tmp_path):
+KINDS = [{"retention": 0.4}, {"retention": 0.4, "bits": 8}, {"memory": 0.2}]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One model for all tests of the module: none of them changes it."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def contexts(model, tmp_path_factory):
+    """The bytes of a saved context by its options."""
+    path, found = tmp_path_factory.mktemp("contexts") / "context.kv", {}
+    for options in KINDS:
+        compress(model, Words(), TEXT, method="knorm", **options).save(path)
+        found[str(options)] = path.read_bytes()
+    return found
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def saved(request, model, contexts, tmp_path):
     """A saved context, as the model computes it and quantised, with its model."""
     path = tmp_path / "context.kv"
-    compress(model, Words(), TEXT, method="knorm", **request.param).save(path)
+    path.write_bytes(contexts[str(request.param)])
     return path, model
 
 
@@ -63,13 +82,14 @@ def test_what_happens_to_the_file_later_does_not_reach_a_loaded_context(saved):
     assert context.ask("what is one ?", 6) == answer
 
 
-def test_no_changed_byte_is_taken_for_good(saved):
-    """A sample of the bytes: refused, or nothing that is read has changed."""
-    path, _ = saved
-    whole = path.read_bytes()
+@pytest.mark.parametrize("first", range(len(KINDS)))
+def test_no_changed_byte_is_taken_for_good(contexts, tmp_path, first):
+    """A sample of the bytes, other ones of each kind of file: refused, or nothing that is read has changed."""
+    path, whole = tmp_path / "context.kv", contexts[str(KINDS[first])]
+    path.write_bytes(whole)
     header = 8 + int.from_bytes(whole[:8], "little")
     tensors, about = tensor_file.read(path, CONTEXT_FILE)
-    for place in [*range(0, header, 7), *range(header, len(whole), 97)]:
+    for place in [*range(8), *range(8 + first, header, 29), *range(header + first, len(whole), 397)]:
         damaged = bytearray(whole)
         damaged[place] ^= 1 + place % 255
         path.write_bytes(damaged)
@@ -183,21 +203,22 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("how", [*POOLS, *QUANTISED])
-@pytest.mark.parametrize("options", [{"retention": 0.4, "bits": 8}, {"memory": 0.2}], ids=str)
-def test_pools_that_do_not_fit_are_refused(model, tmp_path, how, options):
+@pytest.mark.parametrize(
+    ("options", "how"), [(KINDS[0], how) for how in POOLS] + [(kind, how) for kind in KINDS[1:] for how in QUANTISED]
+)
+def test_pools_that_do_not_fit_are_refused(model, contexts, tmp_path, how, options):
     path = tmp_path / "context.kv"
-    compress(model, Words(), TEXT, method="knorm", **({"retention": 0.4} if how in POOLS else options)).save(path)
+    path.write_bytes(contexts[str(options)])
     forge(path, (QUANTISED | POOLS)[how])
     with pytest.raises(ContextFileError, match="does not hold a whole context"):
         Context.load(path, model, Words())
 
 
 @pytest.mark.parametrize("moved", [3, 50, 10**6])
-def test_counts_below_zero_are_refused_before_they_are_used(model, tmp_path, moved):
+def test_counts_below_zero_are_refused_before_they_are_used(model, contexts, tmp_path, moved):
     """All sums are right; what they say would be written before and behind the pools."""
     path = tmp_path / "context.kv"
-    compress(model, Words(), TEXT, method="knorm", memory=0.2).save(path)
+    path.write_bytes(contexts[str({"memory": 0.2})])
 
     def change(tensors):
         shift = torch.tensor([[moved, -moved]])
@@ -421,9 +442,9 @@ OLD = {
 
 
 @pytest.mark.parametrize("how", [None, *OLD])
-def test_a_forged_file_of_version_2_is_refused(model, tmp_path, how):
+def test_a_forged_file_of_version_2_is_refused(model, contexts, tmp_path, how):
     path = tmp_path / "context.kv"
-    compress(model, Words(), TEXT, method="knorm", retention=0.4).save(path)
+    path.write_bytes(contexts[str({"retention": 0.4})])
     tensors, about = tensor_file.read(path, CONTEXT_FILE)
     for layer in range(3):
         lens = tensors[f"kept.{layer}"].flatten().tolist()

@@ -1,8 +1,6 @@
 """What CONTRIBUTING.md and docs/methods.md say of methods of one's own works as written."""
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -37,7 +35,7 @@ def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
     assert cache.realised_retention() == 0.5
 
 
-def test_the_package_of_the_methods_page_is_found(tmp_path):
+def test_the_package_of_the_methods_page_is_found(tmp_path, own_registry, monkeypatch, capsys):
     """Its files as they are shown, installed as pip would: the command line lists the method."""
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     code, config = (
@@ -53,13 +51,14 @@ def test_the_package_of_the_methods_page_is_found(tmp_path):
     points = project["project"]["entry-points"]["lkv.methods"]
     lines = [f"{name} = {value}" for name, value in points.items()]
     (info / "entry_points.txt").write_text("\n".join(["[lkv.methods]", *lines, ""]))
-    done = subprocess.run(
-        [sys.executable, "-m", "lkv", "methods"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and re.search(r"^ *large-values +.*values of large norm", done.stdout, re.MULTILINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry.load_plugins.cache_clear()
+    try:
+        assert main(["methods"]) == 0
+    finally:
+        registry.load_plugins.cache_clear()
+        sys.modules.pop(module, None)
+    assert re.search(r"^ *large-values +.*values of large norm", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_a_name_is_given_once_and_a_part_must_be_known(own_registry):

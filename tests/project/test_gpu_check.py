@@ -3,9 +3,9 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -56,11 +56,16 @@ def test_each_test_is_named_as_it_ends_and_why_it_failed(tmp_path):
     """So that a run that its limit ends has said which failed, and why; warnings are none of the reasons."""
     _, commands = checked(tmp_path, [1])
     words = commands[0][0][: -len(gpu_check.CHECKS)]
+    # The plugin imports PyTorch for its measurements alone, and three processes of this run would load it.
+    (tmp_path / "torch.py").write_text("")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nfilterwarnings = ["error"]\n')
     (tmp_path / "test_two.py").write_text(
         "import warnings\ndef test_right(): warnings.warn('old')\ndef test_wrong(): assert 0, 'a reason'\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(gpu_check.ROOT)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(gpu_check.ROOT)]),
+        "PYTEST_ADDOPTS": "-p no:hypothesispytest -p no:anyio",
+    }
     command = [*words, str(tmp_path / "test_two.py")]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     lines = run.stdout.splitlines()
@@ -70,11 +75,13 @@ def test_each_test_is_named_as_it_ends_and_why_it_failed(tmp_path):
     assert any("FAILED" in line and line.rstrip().endswith("::test_wrong") for line in lines)
 
 
-def test_training_attention_is_measured_into_the_file_that_is_given(tmp_path):
+def test_training_attention_is_measured_into_the_file_that_is_given(tmp_path, monkeypatch):
     """The command that `gpu_check` runs, on a CPU and a short text."""
     (words,) = [words for words, _ in gpu_check.timings("llama-3.2-1b", tmp_path) if "soft_mask" in words[0]]
     small = ["--device", "cpu", "--tokens", "64", "--repeats", "1"]
-    subprocess.run([sys.executable, "-m", *words, *small], cwd=gpu_check.ROOT, check=True, capture_output=True)
+    monkeypatch.chdir(gpu_check.ROOT)
+    monkeypatch.setattr(sys, "argv", [*words, *small])
+    runpy.run_module(words[0], run_name="__main__")
     (file,) = tmp_path.iterdir()
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert file.name == "soft_mask_attention.json" and {row["tokens"] for row in rows} == {64}
@@ -103,15 +110,11 @@ def test_a_measurement_that_fails_keeps_no_other_from_being_taken(tmp_path, caps
     assert "3 of 4" in (out := capsys.readouterr().out) and "benchmarks.ragged_attention could not" in out
 
 
-def test_without_a_gpu_it_says_so():
-    done = subprocess.run(
-        [sys.executable, "-m", "dev.gpu_check"],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "PyTorch sees no CUDA device" in done.stderr
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    with pytest.raises(SystemExit, match="PyTorch sees no CUDA device"):  # a sentence, so that the status is 1
+        runpy.run_path(gpu_check.__file__, run_name="__main__")
 
 
 def test_decoding_over_codes_is_measured(tmp_path, monkeypatch):

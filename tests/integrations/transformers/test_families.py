@@ -81,20 +81,20 @@ def check_rotations(model, rotation: str) -> None:
 
 def check_streaming(model, policy: Policy) -> None:
     cache = RaggedCache(model, policy=policy, retention=0.3, streaming=True, prompt_tokens=PROMPT)
-    for part in ids(2, PROMPT).split(10, 1):
+    for part in ids(2, PROMPT).split(20, 1):
         out = model(part, past_key_values=cache, use_cache=True)
     assert cache.realised_retention() == pytest.approx(0.3, abs=0.03) and out.logits.isfinite().all()
 
 
-def check_training(model, policy: Policy) -> None:
-    calibrate(model, policy, [ids(1, PROMPT, seed)[0].tolist() for seed in range(2)])
+def check_training(model, policy: Policy, steps: int = 1) -> None:
+    calibrate(model, policy, [ids(1, PROMPT, seed)[0].tolist() for seed in range(steps)])
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
     item = TokenizedSample("random", ids(1, PROMPT)[0].tolist(), [(ids(1, 9, 1)[0].tolist(), 4)] * 2)
     run = SampleDistillation(model.requires_grad_(False), item)
     with torch.no_grad():
         teacher = run.run(None)
-    for step in range(2):
+    for step in range(steps):
         scores = run.scores(policy)
         noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(step))
         loss = run.kl(teacher, run.run(soft_mask(policy, scores, 0.3, 0.5, noise)))
@@ -123,7 +123,7 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
             check_training(model, policy)
         check_streaming(model, policy)
         return
-    check_training(model, policy)
+    check_training(model, policy, 2 if family.name == "Llama" else 1)
     check_streaming(model, policy.requires_grad_(False))
 
 
