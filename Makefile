@@ -10,8 +10,10 @@ QUANTISATION := $(VENV)/.quantisation
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q -m "not slow"
-# What depends on the processor: attention and the caches over it.
-AVX2_TESTS := tests/kernels tests/cache tests/context
+# What depends on the processor: attention in C++ and PyTorch, and the caches over it.
+AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) tests/kernels/test_ragged_attention.py tests/kernels/test_soft_mask_attention.py tests/cache tests/context
+# What calls transformers and kvpress; the other packages are the same as the newest's. OLDEST_TESTS=tests runs all.
+OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/models tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 
 # The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes.
@@ -19,7 +21,7 @@ rehearse: install
 	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
 
 .DEFAULT_GOAL := test
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-oldest clean
+.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -36,7 +38,7 @@ test-avx2: install $(QUANTISATION)
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python $(TESTS) $(AVX2_TESTS)
 
 test-oldest: install-oldest
-	$(OLDEST)/bin/python $(TESTS)
+	$(OLDEST)/bin/python $(TESTS) $(OLDEST_TESTS)
 
 # The app of examples/space with gradio, in an environment of its own.
 SPACE := .venv-space
@@ -114,6 +116,9 @@ reproduce-small: install
 	$(BIN)/python -m runs.small --ruler "$(RULER)" $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
 
 install: $(INSTALLED)
+
+# All environments of continuous integration, best with -j.
+install-all: $(QUANTISATION) $(OLDEST_INSTALLED) $(VLLM_INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'

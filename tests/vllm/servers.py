@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,13 @@ import httpx
 
 
 @contextmanager
-def serving(arguments: Sequence[str], port: int, log: Path, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
-    """Start a server by `lkv` with `arguments`, wait until it is ready, and end it; yields its address and process."""
+def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Start a server by `lkv` with `arguments`, wait until it is ready, and end it; yields its address and process.
+
+    The port is a free one: the server of a test run that was killed would answer at a fixed one.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:

@@ -70,7 +70,7 @@ class Server:
 
 
 @contextmanager
-def serving_lab(lab, port: int, *options: str, length: int = 1024):
+def serving_lab(lab, *options: str, length: int = 1024):
     """The lab's model behind a server."""
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
@@ -79,14 +79,14 @@ def serving_lab(lab, port: int, *options: str, length: int = 1024):
         *("--dtype", "float32", "--max-requests", "8", "--vllm-args", f"--enforce-eager --max-model-len {length}"),
         *options,
     ]
-    with serving(arguments, port, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
+    with serving(arguments, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
         yield Server(url, process)
 
 
 @pytest.fixture(scope="module")
 def server(lab):
     lab.close_shared()
-    with serving_lab(lab, 18431) as server:
+    with serving_lab(lab) as server:
         yield server
 
 
@@ -427,7 +427,7 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, 18432, "--grace", "1", length=2048) as other:
+    with serving_lab(lab, "--grace", "1", length=2048) as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
         assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
