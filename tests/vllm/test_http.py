@@ -1,14 +1,11 @@
 """vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
 
-import asyncio
 import json
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import import_module
-from types import SimpleNamespace
 
 import httpx
 import openai
@@ -16,11 +13,6 @@ import psutil
 import pytest
 
 from lkv.context.compression import compress
-from lkv.errors import ContextPendingError, PromptError
-from lkv.integrations.vllm.contexts import NewContext
-from lkv.integrations.vllm.http import ContextRoutes
-from lkv.serving.schemas import error_response
-from lkv.serving.service import Job
 from lkv.utils.prompts import encode, render_messages
 from tests.vllm.servers import serving
 
@@ -252,24 +244,6 @@ def test_every_error_has_the_form_of_openai(server):
     assert answer.status_code == 404 and answer.json()["error"]["message"] == "GET /v1/nothing: Not Found."
 
 
-@pytest.mark.parametrize(
-    "body", [{"extra_body": {"context": "a"}}, {"vllm_xarg": {"lkv_context": "a"}}, {"extra_args": {"lkv_context": 1}}]
-)
-def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
-    with pytest.raises(
-        PromptError, match=f"'{next(iter(body))}' is no field that names a context; put 'context' beside"
-    ):
-        ContextRoutes().split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body})
-    assert ContextRoutes().split_name({"model": "tiny", "metadata": {"context": "a"}}) is None
-
-
-@pytest.mark.parametrize("schema", ["chat_completion:ChatCompletionRequest", "completion:CompletionRequest"])
-def test_no_field_of_vllm_resembles_the_field_of_a_context(schema):
-    module, _, name = schema.partition(":")
-    fields = getattr(import_module(f"vllm.entrypoints.openai.{module}.protocol"), name).model_fields
-    ContextRoutes().split_name(dict.fromkeys(fields))
-
-
 def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
     text, before = lab.text(33), server.memory()
     name, want = server.create(text), expected(lab, lab.context(text), "what?", 200)
@@ -298,28 +272,6 @@ def test_texts_created_at_once_are_compressed_once(server, lab):
     assert {answer.status_code for answer in made} <= {200, 202} and len({x.json()["id"] for x in made}) == 1
     name = server.create(lab.text(34))
     assert server.ask("what?", f"tiny:{name}") == expected(lab, lab.context(lab.text(34)), "what?")
-
-
-@pytest.mark.parametrize("is_sent_again", [False, True])
-def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(is_sent_again):
-    deleted = []
-
-    class Engine:
-        async def generate(self, prompt, params, request):
-            yield None
-
-        async def collective_rpc(self, method, args):
-            return [""]
-
-    routes = ContextRoutes()
-    routes._engine = Engine()
-    store = SimpleNamespace(describe=lambda name: "stored", delete=deleted.append)
-    text = NewContext(id="a", retention=0.5, sha256="", ids=[1, 2])
-    job, second = (Job("a", "", "", None, 0.0, is_deleted=is_deleted) for is_deleted in (True, False))
-    if is_sent_again:
-        routes._jobs["a"] = second
-    asyncio.run(routes._compress(SimpleNamespace(store=store), text, job))
-    assert deleted == ([] if is_sent_again else ["a"])
 
 
 @pytest.mark.parametrize(
@@ -361,20 +313,6 @@ def test_other_routes_refuse_contexts(server, path, named):
     if named != {"context": 3}:
         says = f"{path} cannot use contexts; use /v1/chat/completions or /v1/completions."
         assert problem["message"] == says
-
-
-def test_a_context_that_is_being_compressed_cannot_be_asked_yet():
-    job, routes = Job("a", "", "", None, 0.0), ContextRoutes()
-    routes._jobs["a"] = job
-    routes.contexts = lambda: asyncio.sleep(0)
-    for error, says in (
-        (None, "is still being compressed; ask again"),
-        ("too short.", "could not be made: too short."),
-    ):
-        job.error = error
-        with pytest.raises(ContextPendingError, match=says) as raised:
-            asyncio.run(routes.rewrite("/v1/chat/completions", {}, "a"))
-        assert error_response(raised.value).status_code == 409
 
 
 def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
