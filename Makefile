@@ -16,12 +16,13 @@ AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) tests/kernels/test_r
 OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/models tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
 
-# The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes.
-rehearse: install
-	$(BIN)/python -m runs.rehearse $(if $(OUT),--out "$(OUT)")
+# The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes; both models at once with -j2.
+rehearse: rehearse-llama rehearse-qwen
+rehearse-llama rehearse-qwen: rehearse-%: install
+	$(BIN)/python -m runs.rehearse --only $* $(if $(OUT),--out "$(OUT)/$*")
 
 .DEFAULT_GOAL := test
-.PHONY: rehearse demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
+.PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
