@@ -28,6 +28,9 @@ def speed_up_interpreter() -> Iterator[None]:
     except ImportError:
         yield
         return
+    if not {"_patch_lang", "_get_np_dtype"} <= set(vars(interpreter)):  # of another Triton
+        yield
+        return
     plain, plain_dtype, dtypes = interpreter._patch_lang, interpreter._get_np_dtype, {}
 
     def patch_unless_patched(function: Any) -> Any:
