@@ -9,12 +9,12 @@ QUANTISATION := $(VENV)/.quantisation
 # The oldest transformers supported; kvpress allows it, and not the newest.
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
-TESTS := -m pytest -n 2 --dist loadfile -q -m "not slow"
+TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m "not slow"
 # What depends on the processor: attention in C++ and PyTorch, and the caches over it.
 AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) tests/kernels/test_ragged_attention.py tests/kernels/test_soft_mask_attention.py tests/cache tests/context
 # What calls transformers and kvpress; the other packages are the same as the newest's. OLDEST_TESTS=tests runs all.
 OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/models tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
-SLOW_TESTS := -m pytest -n 2 --dist loadfile -q -m slow
+SLOW_TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m slow
 
 # The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes; both models at once with -j2.
 rehearse: rehearse-llama rehearse-qwen
