@@ -20,25 +20,11 @@ from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
 from lkv.serving.middleware import BoundedConnection, BoundedProtocol, RequestGuard
 from lkv.serving.schemas import ChatRequest
-from lkv.serving.service import Limits, Service
+from lkv.serving.service import Limits
 from lkv.serving.store import StoredContext, context_id
-from tests.serving.server import KNORM, OTHER, TEXT, serving, until
+from tests.serving.server import OTHER, TEXT, serving, until
 
 TURN = [{"role": "user", "content": "Who?"}]
-
-
-@pytest.fixture
-def make(parts, tmp_path):
-    """A service in a folder of `tmp_path`, stopped at the end."""
-    made = []
-
-    def make(folder="", **options):
-        made.append(Service(*parts, "tiny", str(tmp_path / folder), **KNORM | options))
-        return made[-1]
-
-    yield make
-    for service in made:
-        service.stop(0)
 
 
 @pytest.mark.parametrize("extreme", [{"temperature": 1e-300}, {"temperature": 1, "top_p": 1e-50}])
@@ -140,25 +126,6 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
     assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
 
 
-def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
-    service, plain = server.service, server.service.store.list_contexts
-    name = server.compressed(TEXT)
-    job = service_module.Job(name, "", TEXT, service._settings, 0.0)
-
-    def listed():
-        return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
-
-    def list_before_the_end():
-        stored = [context for context in plain() if context.id != name]
-        service._jobs.pop(name)
-        return stored
-
-    service._jobs[name] = job
-    assert listed() == 1
-    monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
-    assert listed() == 1
-
-
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
     job = service.add(TEXT)
@@ -174,94 +141,6 @@ def test_one_bad_description_breaks_no_listing(make, tmp_path):
         assert service.store.describe(bad) is None and list(service.collect())
     (tmp_path / f"{bad}.json").write_text(json.dumps(good))
     assert service.store.describe(bad) is not None
-
-
-def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
-    service = make()
-    first, second = (service_module.Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
-    service._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
-    monkeypatch.setattr(service.store, "put", lambda stored, context: None)
-    service._compress(first)
-    assert service.job("a") is second
-    service._compress(second)
-    assert service.job("a") is None
-
-
-def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
-    service = make()
-
-    def then_add(plain, title):
-        def call(*args):
-            result = plain(*args)
-            assert isinstance(service.add(TEXT, title), service_module.Job)
-            return result
-
-        return call
-
-    monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
-    monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
-    name = service.add(TEXT, "first").id
-    until(lambda: not service.jobs())
-    assert service.store.describe(name).name == "third"
-
-
-def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
-    service = make()
-    plain = service.store.put
-
-    def put(*args):
-        plain(*args)
-        service.add(TEXT, "second")
-
-    def fail(stored):
-        raise StoreError("no")
-
-    monkeypatch.setattr(service.store, "put", put)
-    monkeypatch.setattr(service.store, "_rewrite", fail)
-    name = service.add(TEXT, "first").id
-    until(lambda: not service.jobs())
-    assert service.store.describe(name).name == "first" and service.context(name).tokens
-
-
-def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
-    service = make()
-    name = service.add(TEXT, "old").id
-    until(lambda: not service.jobs())
-    service._jobs[name] = service_module.Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
-
-    def fail(stored):
-        raise StoreError("no space")
-
-    monkeypatch.setattr(service.store, "_rewrite", fail)
-    with pytest.raises(StoreError, match="no space"):
-        service.add(TEXT, "new")
-    assert service.jobs() == [] and service.context(name).tokens
-
-
-def failed_job(service, monkeypatch):
-    """The job of TEXT, which could not be compressed."""
-
-    def fail(*_, **__):
-        raise RuntimeError("no")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service_module, "compress_ids", fail)
-        job = service.add(TEXT)
-        until(lambda: job.error)
-    return job
-
-
-def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
-    service = make()
-    name = service.add(TEXT, "a name").id
-    until(lambda: not service.jobs())
-    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
-    service.store.release(name)
-    failed_job(service, monkeypatch)
-    (tmp_path / f"{name}.json").unlink()
-    assert service.add(TEXT).title == "a name"
-    until(lambda: not service.jobs())
-    assert service.store.describe(name).name == "a name"
 
 
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
@@ -314,62 +193,6 @@ def test_metrics_read_no_descriptions(make, monkeypatch):
     monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
     stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
     assert stored.samples[0].value == 1
-
-
-def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
-    first, second = make(), make()
-    release, begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
-
-    def held(*args, **options):
-        begun.set()
-        context = plain(*args, **options | {"progress": None})
-        release.wait(20)
-        return context
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service_module, "compress_ids", held)
-        job = first.add(TEXT)
-        assert begun.wait(20)
-    assert second.add(TEXT).id == job.id
-    until(lambda: second.store.describe(job.id))
-    stopping = threading.Thread(target=first.stop, args=(20,))
-    stopping.start()
-    until(lambda: job.is_cancelled)
-    release.set()
-    stopping.join()
-    assert second.store.describe(job.id) is not None
-
-
-def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
-    first, second = make(), make()
-    job = failed_job(first, monkeypatch)
-    second.add(TEXT)
-    until(lambda: second.store.describe(job.id))
-    assert isinstance(first.add(TEXT), StoredContext)
-    assert first.job(job.id) is None and first.context(job.id).tokens
-
-
-def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
-    service = make()
-    plain = service.store.put
-
-    def put(stored, context):
-        plain(stored, context)
-        assert service.delete(stored.id)
-        monkeypatch.setattr(service.store, "delete", fail)
-
-    def fail(name):
-        raise StoreError("no")
-
-    monkeypatch.setattr(service.store, "put", put)
-    service.add(TEXT)
-    until(lambda: not service.jobs())
-    monkeypatch.undo()
-    job = service.add(OTHER)
-    until(lambda: service.store.describe(job.id))
-    assert service.is_healthy
-    service.stop(0)
-    until(lambda: not service.is_healthy)
 
 
 def test_metrics_are_read_by_many_at_once(server):

@@ -80,3 +80,8 @@ def lines_of(folder, side="train"):
     return [
         json.loads(line) for path in sorted(folder.glob(f"{side}-*.jsonl")) for line in path.read_text().splitlines()
     ]
+
+
+def files(folder):
+    """The files of a folder and what they hold."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-from collections import Counter
 
 import pytest
 
@@ -14,20 +13,14 @@ from lkv.training.data import build as building
 from lkv.training.data.build import DatasetBuilder, build_dataset, split_samples
 from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
 from lkv.training.data.decontamination import NgramOverlap
-from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, Passage, ShortQuestion, read_dataset
+from lkv.training.data.documents import Passage, ShortQuestion
 from lkv.training.data.loom import LOOM_RATIOS, Loom
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset
 from lkv.training.data.samples import Continuation, Sample
-from lkv.utils.data_files import read_records
-from tests.training.made_sets import Tokens, lines_of, prose, rows_of, settings
+from tests.training.made_sets import Tokens, files, lines_of, prose, rows_of, settings
 
 
 def build(out, folder, **changes):
     return build_dataset(settings(out, folder, **changes), Tokens(), "words")
-
-
-def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_a_build_without_one_sample_says_why(folder, tmp_path):
@@ -320,190 +313,3 @@ def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     (sets / "book.txt").write_text(prose(random.Random(2), 9000))
     with pytest.raises(DataError, match="other settings"):
         build(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4)
-
-
-@pytest.mark.parametrize("name", LOOM_RATIOS)
-def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
-    every = [path for path in folder.rglob("*") if path.is_file()]
-    found = [path for path in every if match_dataset(path.relative_to(folder)) == name]
-    local = read_dataset(name, found, folder)
-    streamed = list(ROW_READERS[name]((str(i), row) for i, row in enumerate(rows_of(name))))
-    assert local[: len(streamed)] == streamed and len(streamed) == (15 if name == "narrativeqa" else 30)
-    if name == "trec":
-        assert local[-1] == ShortQuestion("café ?", "DESC:def", "TREC") and len(local) == 31
-    if name == "multi_news":
-        assert "NEWLINE_CHAR" not in local[0].text and "|||||" not in local[0].text
-        assert not local[0].questions[0][1].startswith("\u2013")
-    if name == "hotpotqa":
-        assert isinstance(local[0], MultiHopQuestion) and local[0].needed == {1, 2}
-
-
-def _numbered(number):
-    return {"number": number}
-
-
-class Stream(list):
-    """Rows as `datasets` streams them, breaking after some."""
-
-    def __init__(self, rows, stop=None):
-        super().__init__(rows)
-        self.stop = stop
-
-    def __iter__(self):
-        for i, row in enumerate(super().__iter__()):
-            if i == self.stop:
-                raise ConnectionError("the line went dead")
-            yield row
-
-
-def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
-    asked = []
-
-    def load(repository, stop=None, **options):
-        asked.append((repository, options))
-        return Stream(rows_of("mmlu", 40), stop)
-
-    with pytest.raises(
-        DataError,
-        match=r"MMLU auxiliary_train and dev cannot be downloaded from cais/mmlu .* went dead.* all/auxiliary_train",
-    ):
-        download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
-    path, commit = download_rows("mmlu", tmp_path, 60, load=load)
-    assert commit == PUBLIC_DATASETS["mmlu"].hub.revision and len(commit) == 40
-    assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
-    assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
-    drawn, every = [row for _, row in read_records(path)], list(rows_of("mmlu", 40))
-    assert drawn[:30] == drawn[30:] and [every.index(row) for row in drawn[:30]] != list(range(30))
-    assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # nothing is fetched again
-    path, _ = download_rows("the_stack", tmp_path, 8, load=lambda *a, **o: Stream(rows_of("the_stack")))
-    assert all(
-        set(row) == {"content", "max_stars_repo_path", "max_stars_repo_licenses", "lang"}
-        for _, row in read_records(path)
-    )
-    path, _ = download_rows("narrativeqa", tmp_path, 20, load=lambda *a, **o: Stream(rows_of("narrativeqa")))
-    stories = [row["document"] for _, row in read_records(path)]
-    first = [story["id"] not in {other["id"] for other in stories[:n]} for n, story in enumerate(stories)]
-    assert [bool(story["text"]) for story in stories] == first and 10 <= sum(first) < len(stories) == 20
-
-
-def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
-    rows = list(rows_of("mmlu", 40))
-
-    def load(repository, stop=None, **options):
-        return Stream(rows[:10] if options["split"] == "auxiliary_train" else rows, stop)
-
-    with pytest.raises(DataError, match="went dead"):
-        download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
-    path, _ = download_rows("mmlu", tmp_path, 60, load=load)
-    first = [row for _, row in read_records(path)]
-    assert first[:10] == rows[:10] and len(first) == 40 and all(row in rows for row in first)
-    assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
-    download_rows("mmlu", tmp_path, 100, load=load)
-    assert [row for _, row in read_records(path)] == [*rows[:10], *rows]
-    assert download_rows("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
-    other = "b" * 40
-    assert download_rows("mmlu", tmp_path, 60, other, load=load) == (path, other)
-    assert [row for _, row in read_records(path)] == first
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
-
-
-def test_a_smaller_draw_is_not_the_beginning_of_a_larger_one(tmp_path):
-    """So that a build does not depend on what was downloaded before it."""
-    paths = []
-    for name, draws in (("one", (20,)), ("two", (60, 20))):
-        for count in draws:
-            path, _ = download_rows("squad", tmp_path / name, count, load=lambda *a, **o: Stream(rows_of("squad", 70)))
-        paths.append(path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
-def test_datasets_streams_what_is_read(tmp_path, folder):
-    """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
-    import datasets
-
-    files = list((folder / "hotpot").rglob("*.parquet"))
-
-    def load(repository, split, revision, streaming, **options):
-        cache = str(tmp_path / "cache")
-        paths = {split: [str(file) for file in files]}
-        return datasets.load_dataset("parquet", data_files=paths, split=split, streaming=streaming, cache_dir=cache)
-
-    path, _ = download_rows("hotpotqa", tmp_path / "out", 12, load=load)
-    rows = list(rows_of("hotpotqa"))
-    numbers = [rows.index(row) for _, row in read_records(path)]
-    assert len(set(numbers)) == 12 and numbers == sorted(numbers) and max(numbers) >= len(rows) - 8
-
-    files = [tmp_path / f"{number:02}.parquet" for number in range(40)]
-    for number, file in enumerate(files):
-        code = [{"content": f"print({number}, {line})", "max_stars_repo_path": "a.py"} for line in range(9)]
-        datasets.Dataset.from_list(code).to_parquet(file)
-    path, _ = download_rows("the_stack", tmp_path / "stack", 4 * 32, load=load)
-    texts = [row["content"] for _, row in read_records(path)]
-    expected = [f"print({number * 40 // 16}, {line})" for number in range(16) for line in range(2)]
-    assert texts == expected * 4
-
-
-def test_a_draw_takes_every_row_as_often_as_the_others():
-    rows = [{"number": number} for number in range(50)]
-    taken = Counter(json.loads(line)["number"] for line in _draw_lines("squad", rows, 50))
-    assert taken == Counter(range(50))
-    parts = Counter(
-        json.loads(line)["number"] // 1000 for line in _draw_lines("squad", map(_numbered, range(8000)), 800)
-    )
-    assert parts.total() == 800 and all(70 <= parts[part] <= 130 for part in range(8))  # 100 +- 3 deviations
-
-
-def test_a_build_from_the_hub_alone(tmp_path):
-    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
-
-    def load(repository, **options):
-        assert options["streaming"] and len(options["revision"]) == 40
-        return Stream(rows_of(names[repository]))
-
-    lock = tmp_path / "lock.json"
-    lock.write_text(
-        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in LOOM_RATIOS}})
-    )
-    made = build_dataset(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
-    assert made["sources"]["multi_news"]["commit"] == "a" * 40
-    assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
-    assert len(lines_of(tmp_path / "out")) == 40
-
-
-def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path, monkeypatch):
-    """And that one goes on to what it would have been."""
-    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
-    monkeypatch.setattr(building, "_SHARD_SAMPLES", 4)
-    monkeypatch.setattr(building, "_MIN_ROWS", 10)
-    lock = tmp_path / "lock.json"
-    lock.write_text(json.dumps({"sources": {name: {"commit": "a" * 40} for name in LOOM_RATIOS}}))
-
-    def run(out, **changes):
-        def load(repository, **options):
-            return Stream(rows_of(names[repository], 200))
-
-        return build_dataset(settings(tmp_path / out, None, **({"lock": lock} | changes)), Tokens(), "words", load)
-
-    make_candidate = Loom.candidate
-
-    def stop(self, source, number):
-        if number == 6:
-            raise OSError("out of order")
-        return make_candidate(self, source, number)
-
-    run("whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(Loom, "candidate", stop)
-        with pytest.raises(OSError, match="out of order"):
-            run("stopped")
-    fetched = files(tmp_path / "stopped" / "fetched")
-    lock.write_text(lock.read_text().replace("a" * 40, "b" * 40, 1))
-    for changes, message in (
-        ({"samples": 400}, r"progress\.json belongs to a build with other settings \(asked\)"),
-        ({}, r"progress\.json belongs to a build of another commit of hotpotqa/hotpot_qa than .*lock\.json names"),
-    ):
-        with pytest.raises(DataError, match=message):
-            run("stopped", **changes)
-        assert files(tmp_path / "stopped" / "fetched") == fetched
-    run("stopped", lock=None)
-    assert files(tmp_path / "stopped") == files(tmp_path / "whole")

@@ -1,0 +1,173 @@
+"""Contexts being made, stored and deleted while names come late, jobs fail and other servers write."""
+
+import threading
+
+import pytest
+
+from lkv.errors import StoreError
+from lkv.serving import service as service_module
+from lkv.serving.store import StoredContext
+from tests.serving.server import OTHER, TEXT, until
+
+
+def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
+    service, plain = server.service, server.service.store.list_contexts
+    name = server.compressed(TEXT)
+    job = service_module.Job(name, "", TEXT, service._settings, 0.0)
+
+    def listed():
+        return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
+
+    def list_before_the_end():
+        stored = [context for context in plain() if context.id != name]
+        service._jobs.pop(name)
+        return stored
+
+    service._jobs[name] = job
+    assert listed() == 1
+    monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
+    assert listed() == 1
+
+
+def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
+    service = make()
+    first, second = (service_module.Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
+    service._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
+    monkeypatch.setattr(service.store, "put", lambda stored, context: None)
+    service._compress(first)
+    assert service.job("a") is second
+    service._compress(second)
+    assert service.job("a") is None
+
+
+def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
+    service = make()
+
+    def then_add(plain, title):
+        def call(*args):
+            result = plain(*args)
+            assert isinstance(service.add(TEXT, title), service_module.Job)
+            return result
+
+        return call
+
+    monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
+    monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "third"
+
+
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
+    service = make()
+    plain = service.store.put
+
+    def put(*args):
+        plain(*args)
+        service.add(TEXT, "second")
+
+    def fail(stored):
+        raise StoreError("no")
+
+    monkeypatch.setattr(service.store, "put", put)
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    name = service.add(TEXT, "first").id
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "first" and service.context(name).tokens
+
+
+def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "old").id
+    until(lambda: not service.jobs())
+    service._jobs[name] = service_module.Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
+
+    def fail(stored):
+        raise StoreError("no space")
+
+    monkeypatch.setattr(service.store, "_rewrite", fail)
+    with pytest.raises(StoreError, match="no space"):
+        service.add(TEXT, "new")
+    assert service.jobs() == [] and service.context(name).tokens
+
+
+def failed_job(service, monkeypatch):
+    """The job of TEXT, which could not be compressed."""
+
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", fail)
+        job = service.add(TEXT)
+        until(lambda: job.error)
+    return job
+
+
+def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
+    service = make()
+    name = service.add(TEXT, "a name").id
+    until(lambda: not service.jobs())
+    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+    service.store.release(name)
+    failed_job(service, monkeypatch)
+    (tmp_path / f"{name}.json").unlink()
+    assert service.add(TEXT).title == "a name"
+    until(lambda: not service.jobs())
+    assert service.store.describe(name).name == "a name"
+
+
+def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
+    first, second = make(), make()
+    release, begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
+
+    def held(*args, **options):
+        begun.set()
+        context = plain(*args, **options | {"progress": None})
+        release.wait(20)
+        return context
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service_module, "compress_ids", held)
+        job = first.add(TEXT)
+        assert begun.wait(20)
+    assert second.add(TEXT).id == job.id
+    until(lambda: second.store.describe(job.id))
+    stopping = threading.Thread(target=first.stop, args=(20,))
+    stopping.start()
+    until(lambda: job.is_cancelled)
+    release.set()
+    stopping.join()
+    assert second.store.describe(job.id) is not None
+
+
+def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
+    first, second = make(), make()
+    job = failed_job(first, monkeypatch)
+    second.add(TEXT)
+    until(lambda: second.store.describe(job.id))
+    assert isinstance(first.add(TEXT), StoredContext)
+    assert first.job(job.id) is None and first.context(job.id).tokens
+
+
+def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
+    service = make()
+    plain = service.store.put
+
+    def put(stored, context):
+        plain(stored, context)
+        assert service.delete(stored.id)
+        monkeypatch.setattr(service.store, "delete", fail)
+
+    def fail(name):
+        raise StoreError("no")
+
+    monkeypatch.setattr(service.store, "put", put)
+    service.add(TEXT)
+    until(lambda: not service.jobs())
+    monkeypatch.undo()
+    job = service.add(OTHER)
+    until(lambda: service.store.describe(job.id))
+    assert service.is_healthy
+    service.stop(0)
+    until(lambda: not service.is_healthy)
