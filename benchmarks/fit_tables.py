@@ -38,8 +38,8 @@ def fits() -> list[str]:
 
 
 def fit_files() -> list[str]:
-    """The result files of `benchmarks.fit`, one a model."""
-    return ["fit", *(f"fit-{name}" for name in other_models())]
+    """The result files of `benchmarks.fit`: on two machines, and one for each other model."""
+    return ["fit", "fit_one_thread", *(f"fit-{name}" for name in other_models())]
 
 
 def _fits(file: str) -> list[str]:
@@ -80,7 +80,9 @@ def _ratio_table(file: str) -> list[str]:
 def minutes_of(file: str) -> str:
     """What the minutes of a file are of."""
     words = document(file)["command"].split()
-    return f"{words[words.index('--threads') + 1]} idle cores" if "--threads" in words else "one thread"
+    threads, dtype = (words[words.index(name) + 1] if name in words else None for name in ("--threads", "--dtype"))
+    cores = "one thread" if threads in (None, "1") else f"{threads} idle cores"
+    return f"{cores}, {dtype or 'bfloat16'}"
 
 
 def _fit_titles(rows: list[Row]) -> dict[tuple[str, float | None], str]:
@@ -99,9 +101,10 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
     rows = [row for task in tasks for row in read(file, task=task)]
     if not rows:
         return []
+    contexts = where.format(counted(row["contexts"] for row in rows))
     lead = (
-        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)}: {KL} and top-1 "
-        f"agreement on {where.format(counted(row['contexts'] for row in rows))} ({source(file)})."
+        f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)} "
+        f"({document(file)['machine']}): {KL} and top-1 agreement on {contexts} ({source(file)})."
     )
     if FITS not in document(file):
         lead += (

@@ -79,8 +79,8 @@ def results_page() -> str:
             f"its scores, in {names} are of that time."
         )
     least = (
-        "LKV-H leaves each head 5 tokens at least; all files but `fit.json` were measured before that. With the "
-        "shipped policies it changes little (`dev/LOG.md`)."
+        "LKV-H leaves each head 5 tokens at least; all files but `fit.json` and `fit_one_thread.json` were measured "
+        "before that. With the shipped policies it changes little (`dev/LOG.md`)."
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "
