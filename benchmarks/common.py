@@ -172,7 +172,9 @@ def run_cases(
             if key not in journal:
                 journal.add(key, measure(*case))
         rows = summarise({key: journal[key] for key in cases})
-        write_results(options.out, name, rows, options.seed, command_of(module, options), details)
+        # Versions as the run began: its environment may have changed since.
+        measured = details | {"versions": settings["versions"]}
+        write_results(options.out, name, rows, options.seed, command_of(module, options), measured)
     return rows
 
 
