@@ -10,8 +10,8 @@ QUANTISATION := $(VENV)/.quantisation
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m "not slow"
-# What depends on the processor: attention in C++ and PyTorch, and the caches over it.
-AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) tests/kernels/test_ragged_attention.py tests/kernels/test_soft_mask_attention.py tests/cache tests/context
+# What depends on the processor: attention and Soft-TopK in C++ and PyTorch, and the caches over them.
+AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) $(addprefix tests/kernels/test_,ragged_attention.py soft_mask_attention.py causal_attention.py soft_topk.py) tests/cache tests/context
 # What calls transformers and kvpress; the other packages are the same as the newest's. OLDEST_TESTS=tests runs all.
 OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/models tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m slow

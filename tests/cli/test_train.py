@@ -12,20 +12,7 @@ from lkv.training.train_policy import train_policy
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
-SMALL = (
-    "--steps",
-    "4",
-    "--min-tokens",
-    "60",
-    "--max-tokens",
-    "120",
-    "--batch",
-    "2",
-    "--imitated",
-    "2",
-    "--validation-samples",
-    "2",
-)
+SMALL = tuple("--steps 4 --min-tokens 60 --max-tokens 120 --batch 2 --imitated 2 --validation-samples 2".split())
 
 
 @pytest.fixture(autouse=True)

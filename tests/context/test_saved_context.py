@@ -35,11 +35,11 @@ def model():
 @pytest.fixture(scope="module")
 def contexts(model, tmp_path_factory):
     """The bytes of a saved context by its options."""
-    path, found = tmp_path_factory.mktemp("contexts") / "context.kv", {}
+    path, files = tmp_path_factory.mktemp("contexts") / "context.kv", {}
     for options in KINDS:
         compress(model, Words(), TEXT, method="knorm", **options).save(path)
-        found[str(options)] = path.read_bytes()
-    return found
+        files[str(options)] = path.read_bytes()
+    return files
 
 
 @pytest.fixture(params=KINDS, ids=str)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import lkv
 from examples.space import app
 from lkv.models.loading import load_model
 from tests.conftest import save_model
+from tests.ports import free_port
 
 NUMBER = "The telephone number of the harbour office is 5308."
 
@@ -44,9 +44,7 @@ def test_lkv_answers_as_the_full_cache_from_a_tenth_of_its_bytes():
 @pytest.mark.slow
 def test_the_page_answers_over_http(tmp_path):
     pytest.importorskip("gradio", reason="gradio is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     env = os.environ | {"GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": port, "GRADIO_ANALYTICS_ENABLED": "0"}
     url = f"http://127.0.0.1:{port}/gradio_api/call/answer"
     with (tmp_path / "log").open("w") as log:

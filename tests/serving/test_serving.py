@@ -18,6 +18,7 @@ from lkv.errors import ServerError
 from lkv.serving.service import Limits, Service, make_service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
+from tests.ports import free_port
 from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, slow_answers, until
 
 QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
@@ -363,9 +364,6 @@ def test_a_server_that_cannot_be_says_so(words, says, monkeypatch, capsys, tmp_p
         save_model(tmp_path / "model")
     (tmp_path / "nothing").mkdir()
     words = [word.format(model=tmp_path / "model", nothing=tmp_path / "nothing") for word in words]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert main(["serve", "--port", str(port), *words]) == 2
+    assert main(["serve", "--port", str(free_port()), *words]) == 2
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said

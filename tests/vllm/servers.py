@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import free_port
+
 
 @contextmanager
 def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
@@ -19,8 +20,7 @@ def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[t
 
     The port is a free one: the server of a test run that was killed would answer at a fixed one.
     """
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port = bound.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:
