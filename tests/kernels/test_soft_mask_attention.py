@@ -116,6 +116,18 @@ def test_the_full_cache_needs_no_mask():
     torch.testing.assert_close(*outs, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("lowest", [-60.0, -100.0, -1e4])
+def test_continuations_on_a_cpu_compute_with_no_denormal_numbers(lowest):
+    """Exponentials that underflow take a CPU a hundred times as long: nearly evicted tokens have the gradient 0."""
+    (*own, log_mask), prompt, owners = continuations(5, 40, 2, dtype=torch.float32)
+    low = torch.where(log_mask.detach() < -6, lowest, 0.0).requires_grad_()
+    out = continuation_attention(*own, *prompt, low, owners)
+    *gradients, d_mask = torch.autograd.grad(out.square().sum(), [*own, low])
+    assert bool((d_mask[low == lowest] == 0).all())
+    for x in (out, *gradients, d_mask):
+        assert bool(((x == 0) | (x.abs() >= torch.finfo(torch.float32).tiny)).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_of_continuations_is_that_of_the_stock_kernel(dtype):
     """Values and gradients, against the formula in float64."""
