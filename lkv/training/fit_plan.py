@@ -12,7 +12,7 @@ from lkv.utils.durations import format_duration
 
 # Steps are shares of the time: the schedule follows the clock.
 RECIPE = replace(
-    PRESETS["cpu"], steps=1000, warmup=30, batch=4, continuations=3, tokens_a_continuation=0, lr=3e-3, lr_end=3e-4,
+    PRESETS["cpu"], steps=1000, warmup=30, batch=2, continuations=3, tokens_a_continuation=0, lr=2.1e-3, lr_end=2.1e-4,
     heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80, kl_scale=0.3,
 )  # fmt: skip
 # Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
