@@ -199,7 +199,7 @@ def test_contexts_are_longer_where_there_is_time():
 
 def test_rates_are_smaller_where_there_are_more_contexts():
     reading = 2.0  # a context is learned from in 3.5 times as many seconds
-    for contexts, lr, lr_end in ((1, 3e-3, 3e-4), (150, 3e-3, 3e-4), (600, 1.5e-3, 7.5e-5), (15_000, 3e-4, 3e-6)):
+    for contexts, first, last in ((1, 1, 1), (150, 1, 1), (600, 1 / 2, 1 / 4), (15_000, 1 / 10, 1 / 100)):
         config = config_for_distillation(RECIPE, reading, contexts * 3.5 * reading)
-        assert (config.lr, config.lr_end) == pytest.approx((lr, lr_end))
+        assert (config.lr, config.lr_end) == pytest.approx((first * RECIPE.lr, last * RECIPE.lr_end))
         assert replace(config, lr=RECIPE.lr, lr_end=RECIPE.lr_end) == RECIPE
