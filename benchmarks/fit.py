@@ -74,8 +74,8 @@ def main() -> None:
         return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
 
     run_cases(
-        "benchmarks.fit", options, "fit", cases, measure_case, rows_of_samples, subject.policy, ("contexts", "tokens"),
-        {FITS: {fit: policy.digest() for fit, policy in policies.items()}},
+        "benchmarks.fit", options, options.out.stem, cases, measure_case, rows_of_samples, subject.policy,
+        ("contexts", "tokens"), {FITS: {fit: policy.digest() for fit, policy in policies.items()}},
     )  # fmt: skip
 
 

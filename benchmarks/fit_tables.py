@@ -109,8 +109,8 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
     if FITS not in document(file):
         lead += (
             " `lkv fit` has changed since: it also reads stories, meetings and articles that were written for LKV, "
-            "counts a continuation's KL by its logarithm, and learns from more short contexts and some of up to 4,000 "
-            "tokens (`dev/LOG.md`)."
+            "counts a continuation's KL by its logarithm, learns from more short contexts and some of up to 4,000 "
+            "tokens, and updates its weights twice as often (`dev/LOG.md`)."
         )
     if any(row["method"] == "lkv@clean" for row in rows) and FITS not in document(file):
         lead += (
