@@ -74,7 +74,7 @@ class RunOptions(ModelOptions):
 class PolicyOptions(Command):
     """Which policy is loaded, and whether it may be another model's."""
 
-    policy: str | None = option("folder or Hub id of a policy (default: the shipped one)")
+    policy: str | None = option("folder or Hub id of a policy (default: the model's, shipped or fitted)")
     policy_revision: str | None = option("commit, tag or branch of a --policy on the Hub")
     strict: bool = option("warn instead of failing if --policy was trained for another model", True)
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from lkv.cli.command import option
 from lkv.cli.options import DEVICE, ModelOptions
 from lkv.config import PRESETS, SETTINGS
-from lkv.errors import DataError, TrainingError, describe_invalid_value
+from lkv.errors import TrainingError, describe_invalid_value
 
 _GROUP = "settings: keys of --config as well; an option takes precedence"
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
@@ -49,6 +49,7 @@ class Train(_Settings, ModelOptions):
 
     def run(self) -> None:
         """Train, or resume from the last checkpoint."""
+        from lkv.training.data.public_datasets import check_is_folder
         from lkv.utils.extras import require
 
         require("train", "lkv train")
@@ -56,8 +57,7 @@ class Train(_Settings, ModelOptions):
         settings |= _chosen(self, SETTINGS)
         preset = self.preset or settings.pop("preset", None)
         settings.pop("preset", None)
-        if not self.data.is_dir():
-            raise DataError(f"there is no data folder {self.data}; give --data a folder with text, code or data sets.")
+        check_is_folder(self.data)
         from lkv.training.processes import select_device
         from lkv.training.train_policy import train_policy
 

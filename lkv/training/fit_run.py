@@ -108,7 +108,9 @@ class FitRun:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
-        self._progress_texts = HeldOutTexts(self._model, self._draw(self._texts.held_out, 0, PROGRESS_TEXTS))
+        self._progress_texts = HeldOutTexts(
+            self._model, self._draw_held_out(0, PROGRESS_TEXTS, self._config.max_tokens)
+        )
         if self._stage < 1:
             texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
@@ -195,18 +197,29 @@ class FitRun:
         )
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
-    def _draw(self, data: Mixture, start: int, count: int, longest: int | None = None) -> list[TokenizedSample]:
-        """`count` samples from number `start` on that have something to predict, of at most `longest` tokens."""
+    def _draw(
+        self, data: Mixture, start: int, count: int, longest: int | None = None, shortest: int = 0
+    ) -> list[TokenizedSample]:
+        """`count` samples from number `start` on that have something to predict, of at most `longest` tokens.
+
+        Where few are of `shortest` tokens or more, the longest of the others make up for them.
+        """
         samples: list[TokenizedSample] = []
+        short: list[TokenizedSample] = []
         for number in range(start, start + 20 * count):
             sample = self._sample(data, number, longest)
             if sample.continuations:
-                samples.append(sample)
+                (samples if len(sample.context) >= shortest else short).append(sample)
             if len(samples) == count:
                 break
-        if not samples:
+        if not samples and not short:
             raise DataError("the texts are too short to learn from; give longer ones.")
-        return samples
+        short.sort(key=lambda sample: len(sample.context), reverse=True)
+        return samples + short[: count - len(samples)]
+
+    def _draw_held_out(self, start: int, count: int, longest: int) -> list[TokenizedSample]:
+        """`count` held-out samples of at most `longest` tokens: on a few words any policy is far off, or none."""
+        return self._draw(self._texts.held_out, start, count, longest, min(self._config.min_tokens, longest) // 2)
 
     def _sample(self, data: Mixture, number: int, longest: int | None = None) -> TokenizedSample:
         config = self._config
@@ -319,7 +332,7 @@ class FitRun:
             print(line)
         if not card["fit"]["preferred"]:
             cause = "SnapKV" if is_worse_than_snapkv else "the policy that was this model's default"
-            print(f"{cause} is better, so it is not the default; to use it, give it as the policy: {folder}")
+            print(f"{cause} is better, so the new one is not the default; to use it, give it as the policy: {folder}")
         return policy
 
     def _compare(self, policy: Policy, default: Policy | None) -> tuple[list[dict[str, Any]], list[int]]:
@@ -327,7 +340,7 @@ class FitRun:
         del self._progress_texts  # whose k and v are held
         longest = self._config.max_tokens
         while True:
-            samples = self._draw(self._texts.held_out, _FIRST_CONTEXT, self._plan.table_texts, longest)
+            samples = self._draw_held_out(_FIRST_CONTEXT, self._plan.table_texts, longest)
             try:
                 rows = compare(self._model, self._tokenizer, samples, policy, default)
                 return rows, [len(sample.context) for sample in samples]

@@ -163,4 +163,4 @@ def _check_size(size: int, compressed: int, path: Path) -> None:
 
 def _check_file(path: Path) -> None:
     if not path.is_file():
-        raise DataError(f"there is no file {path}; give the path of the official file.")
+        raise DataError(f"there is no file {path}; give the path of a file that exists.")

@@ -123,6 +123,10 @@ def test_hidden_facts_keep_the_text_and_answer_their_question():
 def test_missing_empty_and_malformed_data_is_named(tmp_path):
     with pytest.raises(DataError, match="there is no data folder"):
         Mixture(tmp_path / "nowhere", 10, 20)
+    (tmp_path / "notes.md").touch()
+    with pytest.raises(DataError, match=r"notes\.md is a file; give --data a folder"):
+        Mixture(tmp_path / "notes.md", 10, 20)
+    (tmp_path / "notes.md").unlink()
     with pytest.raises(DataError, match="holds no data to train on"):
         Mixture(tmp_path, 10, 20)
     with gzip.open(tmp_path / "squad_train_subset.jsonl.gz", "wt") as file:

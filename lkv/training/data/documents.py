@@ -21,6 +21,7 @@ from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, sq
 
 _PIECE_CHARS = 12_000
 _VALIDATION_SHARE = 20  # one item in 20 is held out
+_LEAST_HELD_OUT_CHARS = 2000  # of a text that is held out alone, where one has so many
 LocatedRows = Iterable[tuple[str, Row]]
 
 
@@ -74,9 +75,12 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     """The items that training never sees, or the others; an item's text decides, not its file."""
     texts = [item_texts(item)[0] for item in items]
     held_out = {text for text in texts if _is_in_share(text)}
-    # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but not the only one.
+    # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but never the
+    # longest, nor one of a few words where there are others.
     if len(held_out) in (0, len({*texts})):
-        held_out = {min(texts, key=len)} if len({*texts}) > 1 else set()
+        *shorter, _ = sorted({*texts}, key=lambda text: (len(text), text)) or [""]
+        long_enough = [text for text in shorter if len(text) >= _LEAST_HELD_OUT_CHARS]
+        held_out = {*(long_enough or shorter)[:1]}
     return [item for item, text in zip(items, texts, strict=True) if (text in held_out) == validation]
 
 

@@ -151,6 +151,13 @@ class DatasetIndex(NamedTuple):
         return lines
 
 
+def check_is_folder(folder: Path) -> None:
+    """Raise DataError unless `folder` is one."""
+    if not folder.is_dir():
+        problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"
+        raise DataError(f"{problem}; give --data a folder with text, code or data sets.")
+
+
 def index_folder(
     folder: Path,
     datasets: Iterable[str] = tuple(PUBLIC_DATASETS),
@@ -163,8 +170,7 @@ def index_folder(
     recognised.
     """
     datasets = tuple(datasets)
-    if not folder.is_dir():
-        raise DataError(f"there is no data folder {folder}; give --data a folder with text, code or data sets.")
+    check_is_folder(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}

@@ -158,7 +158,9 @@ def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(load
         'KVzip (reads twice) is closer to the full cache than the new policy at R = 0.05 on these texts: method="kvzip"'
         in (said.out)
     )
-    assert said.out.splitlines()[-1].endswith(f"so it is not the default; to use it, give it as the policy: {folder}")
+    assert said.out.splitlines()[-1].endswith(
+        f"so the new one is not the default; to use it, give it as the policy: {folder}"
+    )
     for wanted in (model, "owner/tiny"):
         with pytest.raises(PolicyMismatchError, match=f"{folder} was worse than SnapKV"):
             default_policy(wanted)

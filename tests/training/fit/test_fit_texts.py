@@ -4,18 +4,19 @@ import inspect
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from lkv.cli.main import main
-from lkv.errors import (
-    DataError,
-)
+from lkv.errors import DataError
 from lkv.training import fit_run
+from lkv.training.data.documents import Passage, split_held_out
 from lkv.training.data.mixture import BUILTIN_SOURCES
+from lkv.training.fit_run import FitRun
 from lkv.training.fit_texts import open_texts
 from lkv.training.fitting import fit
-from tests.training.fit.helpers import TEXT, interrupt
+from tests.training.fit.helpers import TEXT, comparison_rows, interrupt
 
 
 def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
@@ -79,6 +80,29 @@ def test_of_a_text_in_two_pieces_the_shorter_one_is_held_out():
         "articles": 10,
         "facts": 20,
     }
+
+
+def test_a_text_of_a_few_words_is_not_held_out_alone():
+    texts = ["import os", "longer " * 400, "long " * 500]  # none of them falls into the share that is held out
+    passages = [Passage("", text) for text in texts]
+    for order in (passages, passages[::-1]):
+        assert [item.text for item in split_held_out(order, True)] == [texts[2]]
+    assert [item.text for item in split_held_out([passages[0], Passage("", "import system")], True)] == ["import os"]
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
+    """Where longer texts are held out; every other one has eight tokens here."""
+    draw, seen, rows = FitRun._sample, [], comparison_rows({"lkv": (0.1, 0.5)})
+
+    def cut(run, data, number, longest=None):
+        sample = draw(run, data, number, longest)
+        return sample if number % 2 else replace(sample, context=sample.context[:8])
+
+    monkeypatch.setattr(FitRun, "_sample", cut)
+    monkeypatch.setattr(fit_run, "compare", lambda model, tokenizer, samples, *_: seen.extend(samples) or rows)
+    fit(*loaded, minutes=0.1, name="tiny")
+    assert seen and min(len(text.context) for text in seen) >= 50
 
 
 def test_texts_without_a_held_out_part_say_so(loaded, capsys, monkeypatch):
