@@ -55,7 +55,9 @@ class Eval(PolicyOptions, RunOptions):
     protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]
     device: str | None = option(f"{DEVICE} (default: a GPU if any)")
     policy: tuple[str, ...] = option(  # type: ignore[assignment]
-        "folder or Hub id (default: the shipped one); several, with names, are compared", (), metavar="[NAME=]PATH"
+        "folder or Hub id (default: the model's, shipped or fitted); several, with names, are compared",
+        (),
+        metavar="[NAME=]PATH",
     )
     pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
     pattern_by: Literal["attention", "kvpress"] = option(

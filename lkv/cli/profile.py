@@ -32,7 +32,7 @@ class Profile(PolicyOptions, RunOptions):
     """Measure prefill and decode latency, peak memory and KV cache size."""
 
     config: str | None = option("random weights instead of --model: llama-3.1-8b, qwen3-8b, ... or a config.json")
-    policy: str | None = option("folder or Hub id of a policy (default: the shipped one, else random weights)")
+    policy: str | None = option("folder or Hub id of a policy (default: the model's, else random weights)")
     tokens: list[PositiveInt] = option("context lengths", [1024, 2048, 4096, 8192])
     methods: list[MethodName] = option("names from `lkv methods`, or full", ["full", "lkv", "snapkv"])
     retention: Retention = option("fraction of the KV entries to keep", DEFAULT_RETENTION)

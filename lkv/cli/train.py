@@ -49,7 +49,7 @@ class Train(_Settings, ModelOptions):
 
     def run(self) -> None:
         """Train, or resume from the last checkpoint."""
-        from lkv.training.data.public_datasets import check_is_folder
+        from lkv.training.data.public_datasets import check_data_folder
         from lkv.utils.extras import require
 
         require("train", "lkv train")
@@ -57,7 +57,7 @@ class Train(_Settings, ModelOptions):
         settings |= _chosen(self, SETTINGS)
         preset = self.preset or settings.pop("preset", None)
         settings.pop("preset", None)
-        check_is_folder(self.data)
+        check_data_folder(self.data)
         from lkv.training.processes import select_device
         from lkv.training.train_policy import train_policy
 

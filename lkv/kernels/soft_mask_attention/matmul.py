@@ -17,7 +17,7 @@ from lkv.kernels.causal_attention import merge
 from lkv.utils.devices import full_precision
 
 _MOST_SCORES = 2**19  # held at a time: few enough for a core's cache, enough for full speed
-_LEAST, _LEAST_EXPONENT = 1e-20, -50.0  # probabilities that are not more than the first are 0, as exp of the second is
+_LEAST, _LEAST_EXPONENT = 1e-20, -50.0  # probabilities up to the first count as 0; the exponential of the second is one
 # A log-mask whose exponential is 0 beside any score, far from overflow in float32 and bfloat16; a difference of two is
 # not NaN.
 LOWEST = -1e30

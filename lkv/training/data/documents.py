@@ -78,7 +78,7 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but never the
     # longest, nor one of a few words where there are others.
     if len(held_out) in (0, len({*texts})):
-        *shorter, _ = sorted({*texts}, key=lambda text: (len(text), text)) or [""]
+        shorter = sorted({*texts}, key=lambda text: (len(text), text))[:-1]
         long_enough = [text for text in shorter if len(text) >= _LEAST_HELD_OUT_CHARS]
         held_out = {*(long_enough or shorter)[:1]}
     return [item for item, text in zip(items, texts, strict=True) if (text in held_out) == validation]

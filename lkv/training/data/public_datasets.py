@@ -151,8 +151,8 @@ class DatasetIndex(NamedTuple):
         return lines
 
 
-def check_is_folder(folder: Path) -> None:
-    """Raise DataError unless `folder` is one."""
+def check_data_folder(folder: Path) -> None:
+    """Raise DataError unless `folder` is a folder."""
     if not folder.is_dir():
         problem = f"{folder} is a file" if folder.exists() else f"there is no data folder {folder}"
         raise DataError(f"{problem}; give --data a folder with text, code or data sets.")
@@ -170,7 +170,7 @@ def index_folder(
     recognised.
     """
     datasets = tuple(datasets)
-    check_is_folder(folder)
+    check_data_folder(folder)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
