@@ -62,6 +62,11 @@ def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> t
     return merged.to(left.dtype), total
 
 
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """`x` [B, Hkv, T, d] once for each query head: [B, Hq, T, d]."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """`causal_attention` without padding."""
     tokens, keys = q.shape[2], k.shape[2]
@@ -99,7 +104,7 @@ class _JoinedAttention(torch.autograd.Function):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         (earlier_k, own_k), (earlier_v, own_v) = (_split_keys(x, q) for x in (k, v))
         left, left_lse = flash(_group(q, k), earlier_k, earlier_v, scale=scale)
-        right, right_lse = flash(q, _repeat(own_k, q), _repeat(own_v, q), is_causal=True, scale=scale)
+        right, right_lse = flash(q, repeat_heads(own_k, q), repeat_heads(own_v, q), is_causal=True, scale=scale)
         out, lse = merge(left.reshape(right.shape), left_lse.reshape(right_lse.shape), right, right_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
@@ -115,7 +120,9 @@ class _JoinedAttention(torch.autograd.Function):
         left_q, *left = flash(
             grouped_grad, grouped_q, earlier_k, earlier_v, grouped_out, grouped_lse, 0.0, False, scale=ctx.scale
         )
-        right_q, *right = flash(grad, q, _repeat(own_k, q), _repeat(own_v, q), out, lse, 0.0, True, scale=ctx.scale)
+        right_q, *right = flash(
+            grad, q, repeat_heads(own_k, q), repeat_heads(own_v, q), out, lse, 0.0, True, scale=ctx.scale
+        )
         grad_k, grad_v = (
             torch.cat([earlier, later.unflatten(1, (k.shape[1], -1)).sum(2)], 2)
             for earlier, later in zip(left, right, strict=True)
@@ -132,8 +139,3 @@ def _split_keys(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def _group(x: Tensor, k: Tensor) -> Tensor:
     """`x` [B, Hq, Tq, ...] with the query heads of a group as rows of one head: [B, Hkv, Hq / Hkv * Tq, ...]."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:])
-
-
-def _repeat(x: Tensor, q: Tensor) -> Tensor:
-    """`x` [B, Hkv, T, d] once for each query head: [B, Hq, T, d]."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

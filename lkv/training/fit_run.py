@@ -32,7 +32,14 @@ from lkv.training.fit_plan import (
     make_plan,
 )
 from lkv.training.fit_texts import FitTexts
-from lkv.training.heldout import HeldOutTexts, better_baselines, compare, describe_better_baselines, format_table
+from lkv.training.heldout import (
+    HeldOutTexts,
+    better_baselines,
+    compare,
+    describe_better_baselines,
+    format_kl,
+    format_table,
+)
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
@@ -254,7 +261,7 @@ class FitRun:
             self._best.load_state_dict(self.policy.state_dict())
         point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
         self._curve.append({"seconds": round(self._elapsed(), 1), "contexts": self._contexts, **point})
-        text = ", ".join(f"{fidelity.kl:.3f} at R {retention:g}" for retention, fidelity in measured.items())
+        text = ", ".join(f"{format_kl(fidelity.kl)} at R {retention:g}" for retention, fidelity in measured.items())
         minutes, seconds = divmod(int(self._elapsed()), 60)
         log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
         self._save()

@@ -107,6 +107,7 @@ def fit_to(
         _frozen(model),
         torch.enable_grad(),
     ):
+        log("measuring how fast the model reads here")
         per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
         interrupted, earlier = _interrupted_run(folder / RUN / "state")
         longest = interrupted or longest_context(minutes * 60 / per_token)

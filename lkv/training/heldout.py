@@ -127,12 +127,20 @@ def describe_better_baselines(better: dict[str, list[float]]) -> list[str]:
     ]
 
 
+def format_kl(kl: float) -> str:
+    """Three decimals, or two digits of what is smaller than they show."""
+    return f"{kl:.3f}" if kl >= 0.01 else f"{kl:.2g}"
+
+
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `compare` as text: KL and agreement a method and retention."""
     retentions = list(dict.fromkeys(row["retention"] for row in rows))
     lines = [f"{'KL / agreement on held-out texts':34}" + "".join(f"R = {retention:<14g}" for retention in retentions)]
     for name in dict.fromkeys(row["method"] for row in rows):
-        cells = {row["retention"]: f"{row['kl']:.3f} / {row['agreement']:.2f}" for row in rows if row["method"] == name}
+        cells = {
+            row["retention"]: f"{format_kl(row['kl'])} / {row['agreement']:.2f}"
+            for row in rows if row["method"] == name
+        }  # fmt: skip
         lines.append(f"{_BASELINES[name]:34}" + "".join(f"{cells[retention]:18}" for retention in retentions))
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.kernels.soft_mask_attention import continuation_attention, matmul, soft_mask_attention
+from lkv.kernels.soft_mask_attention import continuation_attention, cpu, soft_mask_attention
 
 
 def inputs(batch, kv_heads, groups, rows, length, dim, dtype=torch.float64, seed=0):
@@ -98,7 +98,7 @@ def continuations(rows, tokens, prompts, dim=16, value_dim=16, dtype=torch.float
 @pytest.mark.parametrize(("rows", "tokens", "prompts"), [(1, 1, 1), (5, 40, 1), (7, 3, 2), (4, 33, 2), (3, 0, 1)])
 @pytest.mark.parametrize("value_dim", [16, 8])
 def test_continuations_on_a_cpu_equal_the_formula(monkeypatch, most_scores, rows, tokens, prompts, value_dim):
-    monkeypatch.setattr(matmul, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(cpu, "_MOST_SCORES", most_scores)
     (*own, log_mask), prompt, owners = continuations(rows, tokens, prompts, value_dim=value_dim)
     outs = [
         continuation_attention(*own, *prompt, log_mask, owners, 0.3, backend=backend)
@@ -110,10 +110,17 @@ def test_continuations_on_a_cpu_equal_the_formula(monkeypatch, most_scores, rows
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
 
 
-def test_the_full_cache_needs_no_mask():
-    (*own, log_mask), prompt, _ = continuations(5, 20, 1)
-    outs = [continuation_attention(*own, *prompt, mask) for mask in (None, torch.zeros_like(log_mask))]
-    torch.testing.assert_close(*outs, atol=0, rtol=0)
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_the_full_cache_needs_no_mask(prompts):
+    (*own, log_mask), prompt, owners = continuations(5, 20, prompts)
+    outs = [
+        continuation_attention(*own, *prompt, mask, owners, backend=backend)
+        for mask, backend in ((None, "auto"), (torch.zeros_like(log_mask), "reference"))
+    ]
+    torch.testing.assert_close(*outs, atol=1e-12, rtol=1e-12)
+    grads = [torch.autograd.grad(out.sin().sum(), own) for out in outs]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("lowest", [-60.0, -100.0, -1e4])

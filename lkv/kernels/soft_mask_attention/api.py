@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.checks import check_storage, check_tensor, import_problem
-from lkv.kernels.soft_mask_attention import matmul
+from lkv.kernels.soft_mask_attention import cpu
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -92,7 +92,7 @@ def continuation_attention(
         log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for that of the full cache.
         owners: int64 [n], the number of each continuation's prompt; None where there is one prompt.
         scale: As in `soft_mask_attention`.
-        backend: As in `soft_mask_attention`; "auto" on a CPU takes matrix products, for which nothing is copied either.
+        backend: As in `soft_mask_attention`; "auto" on a CPU takes the module `cpu`, which saves nothing of it either.
 
     Returns:
         Outputs [n, Hq, t, d], differentiable in `q`, `key`, `value` and `log_mask`.
@@ -104,11 +104,11 @@ def continuation_attention(
     _check_continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
     rows = len(q)
     prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
-    if log_mask is None:
-        log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "auto" and q.device.type == "cpu":
-        return matmul.attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+        return cpu.attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+    if log_mask is None:
+        log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
@@ -205,30 +205,17 @@ def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: 
 def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
     """Attend through PyTorch's stock kernels: the mask rides along as one more column of k.
 
-    With q' = [q, 1/scale] and k' = [k, log m] the stock kernel computes softmax(scale q k + log m) and its backward
+    With q' = [q, 1] and k' = [k, log m / scale] the stock kernel computes softmax(scale q k + log m) and its backward
     gives the gradient of log m as that of a key: no T x T bias, and no 1/m.
     """
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    columns = _mask_columns(log_mask, k.dtype)
+    columns = cpu.mask_columns(log_mask, scale, k.dtype)
     # Flash kernels want one head size for q, k and v, a multiple of 8.
     width = max(head_dim + columns.shape[-1], value_dim)
     width += -width % 8
-    ones = q.new_full((*q.shape[:-1], columns.shape[-1]), 1.0 / scale)
+    ones = q.new_ones((*q.shape[:-1], columns.shape[-1]))
     q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (torch.cat([q, ones], -1), torch.cat([k, columns], -1), v))
     groups, rows, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     out = causal_attention(q, k, v, scale)
     empty = (log_mask > -torch.inf).cumsum(-1)[..., length - rows :] == 0
     return out[..., :value_dim].masked_fill(empty.repeat_interleave(groups, 1)[..., None], 0.0)
-
-
-def _mask_columns(log_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """log m as columns [..., T, c] in `dtype`; half precision gets the rounding error as a second column.
-
-    Finite everywhere: q' has the factor 1/scale, and infinity times zero would reach its gradient.
-    """
-    log_mask = log_mask.clamp(min=max(torch.finfo(dtype).min, matmul.LOWEST))
-    if dtype.itemsize >= 4:
-        return log_mask.to(dtype)[..., None]
-    high = log_mask.to(dtype)
-    low = (log_mask - high.to(log_mask.dtype)).detach().to(dtype)
-    return torch.stack([high, low], -1)

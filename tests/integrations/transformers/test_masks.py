@@ -18,7 +18,7 @@ from lkv.evaluation.comparison import MethodComparison
 from lkv.integrations.transformers.attention import unpatch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.kernels.soft_mask_attention import matmul
+from lkv.kernels.soft_mask_attention import cpu
 from lkv.methods.method import resolve_method
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
@@ -135,7 +135,7 @@ def test_questions_and_batches_of_questions_about_a_context_are_given_no_mask():
 @pytest.mark.parametrize("whole", [False, True])
 def test_teacher_and_student_are_given_no_mask(policy, whole, monkeypatch):
     """In the forward and the backward pass; on a CPU scores of a continuation are held in parts."""
-    monkeypatch.setattr(matmul, "_MOST_SCORES", 4 * 80 * 40)
+    monkeypatch.setattr(cpu, "_MOST_SCORES", 4 * 80 * 40)
     model = tiny_llama(dtype=torch.float32).requires_grad_(False)
     sample = TokenizedSample("random", ids(1, 100)[0].tolist(), [(ids(1, 80, seed)[0].tolist(), 0) for seed in (1, 2)])
     with without_masks():
