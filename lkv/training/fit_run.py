@@ -23,7 +23,7 @@ from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, rea
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.training.distillation import Schedule, distillation_losses, group_samples, schedule
+from lkv.training.distillation import SampleGroup, Schedule, distillation_losses, group_samples, schedule
 from lkv.training.fit_plan import (
     PROGRESS_TEXTS,
     STATISTICS_TEXTS,
@@ -40,6 +40,7 @@ from lkv.training.heldout import (
     format_kl,
     format_table,
 )
+from lkv.training.processes import run_at_once
 from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
@@ -57,6 +58,7 @@ _CLEARLY_WORSE = 1.25
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
 _FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
+_BATCHES_BY_LENGTH = 8  # drawn together and sorted by length
 
 
 class UselessStateError(LkvError):
@@ -110,6 +112,7 @@ class FitRun:
         self._best_kl, self._last_kl, self._distilling_since = math.inf, math.inf, 0.0
         self._curve: list[dict[str, float]] = []
         self._report_seconds = 0.0
+        self._batches: list[list[tuple[int, TokenizedSample]]] = []
 
     def run(self) -> Policy:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
@@ -290,14 +293,26 @@ class FitRun:
         if not self._contexts:
             log("3. the distillation did not run: no time was left for it; give more --minutes")
 
+    def _next_batch(self) -> list[tuple[int, TokenizedSample]]:
+        """Numbered contexts of similar length for the next update, so that threads are done with them together."""
+        batch = self._config.batch
+        position = self._contexts // batch % _BATCHES_BY_LENGTH
+        if not (position and self._batches):
+            first = _FIRST_CONTEXT + self._contexts - position * batch
+            numbers = range(first, first + _BATCHES_BY_LENGTH * batch)
+            drawn = [(number, self._sample(self._learned, number, self._lengths.most)) for number in numbers]
+            drawn.sort(key=lambda pair: len(pair[1].context))
+            batches = (drawn[start : start + batch] for start in range(0, len(drawn), batch))
+            self._batches = sorted(batches, key=lambda pairs: min(number for number, _ in pairs))
+        return self._batches[position]
+
     def _step(self, now: Schedule) -> None:
         """One update on a batch of contexts."""
         config = self._config
-        numbers = range(_FIRST_CONTEXT + self._contexts, _FIRST_CONTEXT + self._contexts + config.batch)
-        numbered = [(number, self._sample(self._learned, number, self._lengths.most)) for number in numbers]
         set_learning_rate(self._optimizer, now.lr)
         self._optimizer.zero_grad(set_to_none=True)
-        for group in group_samples(numbered, config.contexts_per_forward):
+
+        def add_gradients(group: SampleGroup) -> None:
             kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
             loss = (kl + config.beta * hidden) / config.batch
             if not loss.isfinite():
@@ -305,6 +320,9 @@ class FitRun:
                     f"the loss is {loss.item()} ({group}); load the model in float32 (--dtype float32)."
                 )
             loss.backward()
+
+        groups = group_samples(self._next_batch(), config.contexts_per_forward)
+        run_at_once(add_gradients, groups, input_device(self._model))
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
         self._optimizer.step()
         self._contexts += config.batch

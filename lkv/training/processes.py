@@ -1,8 +1,9 @@
-"""Training with several processes and devices: the share of each, and where the frozen model is."""
+"""Training with several threads, processes and devices: the share of each, and where the frozen model is."""
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,28 @@ from lkv.utils.devices import distributed_state, find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+
+
+def run_at_once(function: Callable[[Item], Any], items: Sequence[Item], device: torch.device) -> None:
+    """Call `function` with each of `items`; on a CPU in threads that divide PyTorch's among them.
+
+    One small operation keeps few cores busy. Gradients of two items add up to the same bits in either order.
+    """
+    threads = torch.get_num_threads()
+    workers = min(len(items), threads)
+    # Autocast holds for the thread that turned it on.
+    if device.type != "cpu" or workers < 2 or torch.is_autocast_enabled("cpu"):
+        for item in items:
+            function(item)
+        return
+    torch.set_num_threads(threads // workers)
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def all_reduce(tensor: Tensor, reduction: str = "sum") -> Tensor:

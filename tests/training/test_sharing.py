@@ -1,6 +1,7 @@
 """Contexts that share passes, models over several devices, weights shared out over processes: the same training."""
 
 import copy
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,14 @@ from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import (
     SampleDistillation,
+    SampleGroup,
     check_batching,
     distillation_losses,
     group_samples,
     hard_mask,
     schedule,
 )
-from lkv.training.processes import place_model
+from lkv.training.processes import place_model, run_at_once
 from lkv.training.trainer import Trainer
 from lkv.training.warm_start import calibrate
 from lkv.utils.cpp_compiler import find_compiler
@@ -85,6 +87,34 @@ def test_gradients_are_those_of_one_by_one(settings):
         for name, value in expected.items():
             assert float(value.abs().max()) > 0
             torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"student": "full"}])
+def test_gradients_of_two_threads_are_those_of_one(settings):
+    model = attached(torch.float32)
+    policy, config, device = policy_of(model), replace(CONFIG, **settings), torch.device("cpu")
+    threads_before, used, results = torch.get_num_threads(), set(), []
+    pairs = [[SampleGroup([(number, uneven(number))]) for number in pair] for pair in ((0, 1), (3, 4))]
+
+    def add_gradients(group):
+        used.add((threading.get_ident(), torch.get_num_threads()))
+        sum(distillation_losses(model, policy, group, config, schedule(config, 3))).backward()
+
+    try:
+        for threads in (1, 2, 2, 2):
+            torch.set_num_threads(threads)
+            results.append([])
+            for pair in pairs:
+                policy.zero_grad()
+                run_at_once(add_gradients, pair, device)
+                results[-1] += [value.grad.clone() for value in policy.parameters() if value.grad is not None]
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads_before)
+    assert len(used) > 1 and {count for _, count in used} == {1}
+    for found in results[1:]:
+        for value, expected in zip(found, results[0], strict=True):
+            assert torch.equal(value, expected) and bool(value.any())
 
 
 def attached(dtype=torch.float64):
