@@ -338,11 +338,15 @@ def distillation_losses(
     return kl * group.is_counted, hidden * group.is_counted
 
 
+def is_rope_by_length(model: "PreTrainedModel") -> bool:
+    """Whether the model's rotations follow the longest text of a forward pass, so that texts go one by one."""
+    return any(kind in patch_attention(model).spec.rope for kind in _LENGTH_DEPENDENT_ROPE)
+
+
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:
     """Raise TrainingError if contexts cannot share a forward pass, or shards would not make the same passes."""
-    patched = patch_attention(model)
     if config.contexts_per_forward > 1:
-        if any(patched.sliding_windows) or any(kind in patched.spec.rope for kind in _LENGTH_DEPENDENT_ROPE):
+        if any(patch_attention(model).sliding_windows) or is_rope_by_length(model):
             raise TrainingError(
                 f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding layers or a rotary "
                 "embedding that depends on the longest text, so its contexts are read one by one; give 1."

@@ -23,7 +23,14 @@ from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, rea
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.training.distillation import SampleGroup, Schedule, distillation_losses, group_samples, schedule
+from lkv.training.distillation import (
+    SampleGroup,
+    Schedule,
+    distillation_losses,
+    group_samples,
+    is_rope_by_length,
+    schedule,
+)
 from lkv.training.fit_plan import (
     PROGRESS_TEXTS,
     STATISTICS_TEXTS,
@@ -322,7 +329,8 @@ class FitRun:
             loss.backward()
 
         groups = group_samples(self._next_batch(), config.contexts_per_forward)
-        run_at_once(add_gradients, groups, input_device(self._model))
+        at_once = 1 if is_rope_by_length(self._model) else config.batch
+        run_at_once(add_gradients, groups, input_device(self._model), at_once)
         torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
         self._optimizer.step()
         self._contexts += config.batch

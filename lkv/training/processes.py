@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-def run_at_once(function: Callable[[Item], Any], items: Sequence[Item], device: torch.device) -> None:
-    """Call `function` with each of `items`; on a CPU in threads that divide PyTorch's among them.
+def run_at_once(function: Callable[[Item], Any], items: Sequence[Item], device: torch.device, most: int) -> None:
+    """Call `function` with each of `items`; on a CPU with up to `most` at once, in threads that divide PyTorch's.
 
     One small operation keeps few cores busy. Gradients of two items add up to the same bits in either order.
     """
     threads = torch.get_num_threads()
-    workers = min(len(items), threads)
+    workers = min(len(items), most, threads)
     # Autocast holds for the thread that turned it on.
     if device.type != "cpu" or workers < 2 or torch.is_autocast_enabled("cpu"):
         for item in items:

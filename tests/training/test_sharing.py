@@ -106,7 +106,7 @@ def test_gradients_of_two_threads_are_those_of_one(settings):
             results.append([])
             for pair in pairs:
                 policy.zero_grad()
-                run_at_once(add_gradients, pair, device)
+                run_at_once(add_gradients, pair, device, 2)
                 results[-1] += [value.grad.clone() for value in policy.parameters() if value.grad is not None]
             assert torch.get_num_threads() == threads
     finally:
@@ -115,6 +115,37 @@ def test_gradients_of_two_threads_are_those_of_one(settings):
     for found in results[1:]:
         for value, expected in zip(found, results[0], strict=True):
             assert torch.equal(value, expected) and bool(value.any())
+
+
+@pytest.mark.parametrize(("most", "device", "threads"), [(1, "cpu", 1), (2, "cpu", 2), (9, "cpu", 2), (2, "meta", 1)])
+def test_only_a_cpu_has_several_contexts_at_once(most, device, threads):
+    before, used, barrier = torch.get_num_threads(), set(), threading.Barrier(threads)
+
+    def note(item):
+        used.add(threading.get_ident())
+        barrier.wait(10)
+
+    try:
+        torch.set_num_threads(2)
+        run_at_once(note, range(2), torch.device(device), most)
+    finally:
+        torch.set_num_threads(before)
+    assert len(used) == threads
+
+
+def test_an_error_in_a_thread_is_raised_and_leaves_the_threads_as_they_were():
+    before = torch.get_num_threads()
+
+    def fail(item):
+        raise TrainingError(f"no {item}")
+
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(TrainingError, match="no 0"):
+            run_at_once(fail, range(2), torch.device("cpu"), 2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def attached(dtype=torch.float64):
