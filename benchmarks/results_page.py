@@ -79,7 +79,7 @@ def results_page() -> str:
             f"its scores, in {names} are of that time."
         )
     least = (
-        "LKV-H leaves each head 5 tokens at least; all files but `fit.json` and `fit_one_thread.json` were measured "
+        "LKV-H leaves each head 5 tokens at least; all files but `fit.json` and `fit_ten_minutes.json` were measured "
         "before that. With the shipped policies it changes little (`dev/LOG.md`)."
     )
     refit = (
