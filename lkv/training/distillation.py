@@ -109,7 +109,7 @@ class Schedule:
 def schedule(config: TrainingConfig, step: float) -> Schedule:
     """Linear warm-up and decay of the rate; exponential decay of tau and R, then `hold` at their final values."""
     if step < config.warmup:
-        lr = config.lr * (step + 1) / config.warmup
+        lr = config.lr * min(1.0, (step + 1) / config.warmup)  # the clock gives fractions of steps
     else:
         progress = (step - config.warmup) / max(1, config.steps - config.warmup)
         lr = config.lr + (config.lr_end - config.lr) * progress

@@ -26,6 +26,7 @@ from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy,
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fit_run, fitting
+from lkv.training.distillation import schedule
 from lkv.training.fit_plan import RECIPE, Plan
 from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare, format_table
@@ -90,6 +91,11 @@ def test_budgets_and_components_have_learning_rates_of_their_own(loaded):
     expected = {"heads.embeddings": 1.5, "tokens.hidden": 0.5, "tokens.query_mean": 0.5, "tokens.start": 10.0}
     assert {name: rates[id(policy.get_parameter(name))] for name in expected} == expected
     assert len(rates) == len(list(policy.parameters()))
+
+
+def test_the_rate_of_a_fraction_of_a_step_is_not_above_that_of_the_recipe():
+    rates = [schedule(RECIPE, RECIPE.warmup + part).lr for part in (-1.5, -1.0, -0.5, 0.0, 1.0)]
+    assert rates[0] < rates[1] == rates[2] == rates[3] == RECIPE.lr > rates[4]
 
 
 def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys, monkeypatch):
