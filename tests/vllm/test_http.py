@@ -357,8 +357,8 @@ def test_a_killed_engine_loses_no_context(server, lab):
     """The last test of this server: its engine process is killed, and another server finds the contexts.
 
     That one is then ended while it answers, by Ctrl-C, which all of its processes get, with three seconds for the
-    answers: what takes less is answered, and what is cut off is told why. A request that comes within them is refused;
-    one second can pass before it is sent on a busy machine, and the longest answers take eight.
+    answers: what takes less is answered, and what is cut off gets the reason. A request that comes within them is
+    refused; one second can pass before it is sent on a busy machine, and the longest answers take eight.
     """
     text = lab.text(36)
     name, want = server.create(text), expected(lab, lab.context(text), "what?")

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
@@ -92,7 +91,7 @@ def continuation_attention(
         log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for that of the full cache.
         owners: int64 [n], the number of each continuation's prompt; None where there is one prompt.
         scale: As in `soft_mask_attention`.
-        backend: As in `soft_mask_attention`; "auto" on a CPU takes the module `cpu`, which saves nothing of it either.
+        backend: As in `soft_mask_attention`; "auto" on a CPU takes the flash kernel and matrix products, likewise.
 
     Returns:
         Outputs [n, Hq, t, d], differentiable in `q`, `key`, `value` and `log_mask`.
@@ -208,13 +207,8 @@ def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: fl
     With q' = [q, 1] and k' = [k, log m / scale] the stock kernel computes softmax(scale q k + log m) and its backward
     gives the gradient of log m as that of a key: no T x T bias, and no 1/m.
     """
-    head_dim, value_dim = q.shape[-1], v.shape[-1]
-    columns = cpu.mask_columns(log_mask, scale, k.dtype)
-    # Flash kernels want one head size for q, k and v, a multiple of 8.
-    width = max(head_dim + columns.shape[-1], value_dim)
-    width += -width % 8
-    ones = q.new_ones((*q.shape[:-1], columns.shape[-1]))
-    q, k, v = (pad(x, (0, width - x.shape[-1])) for x in (torch.cat([q, ones], -1), torch.cat([k, columns], -1), v))
+    value_dim = v.shape[-1]
+    q, k, v = cpu.pad_heads(*cpu.append_mask(q, k, log_mask, scale), v)
     groups, rows, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     out = causal_attention(q, k, v, scale)
     empty = (log_mask > -torch.inf).cumsum(-1)[..., length - rows :] == 0

@@ -32,17 +32,25 @@ def attend(
         return _ContinuationAttention.apply(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
 
 
-def mask_columns(log_mask: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """log m / scale as columns [..., T, c] of keys, for queries with ones there.
+def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """q' = [q, 1] and k' = [k, log m / scale], of which scale q' k' = scale q k + log m; `log_mask` is [..., T].
 
     Half precision gets the rounding error as a second column. Finite everywhere: infinity times zero would reach the
     gradient of the ones.
     """
-    column = (log_mask / scale).clamp(min=max(torch.finfo(dtype).min, LOWEST))
-    if dtype.itemsize >= 4:
-        return column.to(dtype)[..., None]
-    high = column.to(dtype)
-    return torch.stack([high, (column - high.to(column.dtype)).detach().to(dtype)], -1)
+    column = (log_mask / scale).clamp(min=max(torch.finfo(k.dtype).min, LOWEST))
+    columns = [column.to(k.dtype)]
+    if k.dtype.itemsize < 4:
+        columns.append((column - columns[0].to(column.dtype)).detach().to(k.dtype))
+    ones = q.new_ones((*q.shape[:-1], len(columns)))
+    return torch.cat([q, ones], -1), torch.cat([k, torch.stack(columns, -1)], -1)
+
+
+def pad_heads(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
+    width = max(x.shape[-1] for x in tensors)
+    width += -width % 8
+    return [pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors]
 
 
 class _ContinuationAttention(torch.autograd.Function):
@@ -100,7 +108,7 @@ def _own_gradients(
     if not q.numel():
         return map(torch.zeros_like, (q, key, value))
     repeated = (repeat_heads(key, q), repeat_heads(value, q))
-    d_out, q, k, v, out = _pad_heads(d_out, q, *repeated, out)
+    d_out, q, k, v, out = pad_heads(d_out, q, *repeated, out)
     # With the output and the log-sum-exp over all keys, it is the part of these tokens in the whole.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     d_q, *d_own = flash(d_out, q, k, v, out, lse, 0.0, True, scale=scale)
@@ -123,9 +131,7 @@ def _attend_to_prompt(
         key, value = (x.expand(len(q), -1, -1, -1) if owners is None else x[owners] for x in (key, value))
     flat = rows.flatten(2, -2)
     if log_mask is not None:
-        columns = mask_columns(log_mask, scale, q.dtype)
-        key = torch.cat([key, columns], -1)
-        flat = torch.cat([flat, flat.new_ones((*flat.shape[:-1], columns.shape[-1]))], -1)
+        flat, key = append_mask(flat, key, log_mask, scale)
     out, lse = (x.unflatten(2, rows.shape[2:-1]) for x in _flash(flat, key, value, scale))
     if is_shared:
         out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
@@ -133,21 +139,14 @@ def _attend_to_prompt(
 
 
 def _flash(q: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp of PyTorch's kernel, which wants one head size, a multiple of 8, and checks nothing."""
+    """Outputs and log-sum-exp of PyTorch's kernel, which checks nothing."""
     value_dim = value.shape[-1]
     if not q.numel():
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty((*q.shape[:3], value_dim)), q.new_empty(q.shape[:3], dtype=wide)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*_pad_heads(q, key, value), is_causal=is_causal, scale=scale)
+    out, lse = flash(*pad_heads(q, key, value), is_causal=is_causal, scale=scale)
     return out[..., :value_dim], lse
-
-
-def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with zeros up to a common head size, a multiple of 8."""
-    width = max(x.shape[-1] for x in tensors)
-    width += -width % 8
-    return [pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors]
 
 
 def _parts(rows: Tensor, key: Tensor) -> Iterator[slice]:
