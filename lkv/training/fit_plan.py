@@ -46,6 +46,11 @@ def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
     return Lengths(max(1, config.min_tokens // 2), longest, power=1.0)
 
 
+def shorter_contexts(config: TrainingConfig) -> int:
+    """The greatest length of a context with which the distillation's longest are half as long as with `config`."""
+    return config.max_tokens // (4 if config.max_tokens > RECIPE.max_tokens else 2)
+
+
 def config_for(positions: int, longest: int) -> TrainingConfig:
     """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
     # The regression reads a text twice, the second time after a request of a few tokens.

@@ -168,6 +168,8 @@ class FitRun:
                 "or delete that folder to start anew."
             ) from error
         except (LkvError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
             raise UselessStateError(str(error)) from error
         log(f"continuing the run that was interrupted after {progress['seconds'] / 60:.1f} minutes")
 

@@ -22,7 +22,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
-from lkv.training.fit_plan import config_for, longest_context
+from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
 from lkv.training.fit_run import RUN, FitRun, UselessStateError, log
 from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.utils.devices import is_out_of_memory, release
@@ -63,8 +63,9 @@ def fit(
         data: a folder of documents (.txt, .md, code, .jsonl; HTML and PDF with the extra `documents`).
         out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
-        against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): documents of which a piece shares a
-            tenth of its 13-grams with them, or has 6 to 12 words and stands in them, are left out.
+        against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): rows of which a text shares a tenth
+            of its 13-grams with them, or has 6 to 12 words and stands in them, are left out, and pieces of 12,000
+            characters of other documents.
 
     Returns:
         The policy, which is also saved.
@@ -124,18 +125,20 @@ def fit_to(
                     keeps_earlier,
                 ).run()  # fmt: skip
             except UselessStateError as error:
-                log(f"the interrupted run in {folder / RUN} cannot be read ({error}): starting anew")
-                rmtree(folder / RUN / "state", ignore_errors=True)
+                kept = folder / f"{RUN}-unreadable"
+                log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
+                rmtree(kept, ignore_errors=True)
+                (folder / RUN / "state").rename(kept)
                 longest, earlier = longest_context(minutes * 60 / per_token), 0.0
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if config.max_tokens // 2 < _SHORTEST:
+                if shorter_contexts(config) < _SHORTEST:
                     raise TrainingError(
                         "there is not enough memory to fit a policy, even with the shortest contexts that make sense; "
                         "close other programs, or load the model in a smaller dtype."
                     ) from error
-                longest = config.max_tokens // 2
+                longest = shorter_contexts(config)
                 log("out of memory: going on with contexts half as long")
             release(input_device(model))
 

@@ -75,6 +75,35 @@ def test_validation_items_are_never_trained_on(folder):
     assert keys[0] and keys[1] and not keys[0] & keys[1]
 
 
+def test_questions_over_the_same_passages_are_on_one_side():
+    training = Mixture(None, 100, 2000, builtin=("articles",))
+    texts = [
+        {text for i in range(200) for text in side.sample(i, 1).context.split("\n\n")}
+        for side in (training, training.held_out())
+    ]
+    assert len(texts[0]) > 20 and texts[1] and not texts[0] & texts[1]
+
+
+def test_no_text_stands_twice_in_a_context():
+    """Else one of the two could be evicted at no cost."""
+    stories = [" ".join(f"{name}{i}." for i in range(500)) for name in ("alpha", "beta", "gamma")]
+    mixture = Mixture(None, 3000, 4000, texts=stories, builtin=("tales", "articles"))
+    used = set()
+    for side in (mixture, mixture.held_out()):
+        for i in range(100):
+            sample = side.sample(i, 2)
+            if sample.source == "articles":
+                paragraphs = sample.context.split("\n\n")
+            elif sample.source in ("prose", "tales"):
+                words = sample.context.split()
+                paragraphs = [" ".join(words[start : start + 12]) for start in range(len(words) - 12)]
+            else:
+                continue
+            used.add(sample.source)
+            assert len(paragraphs) == len(set(paragraphs))
+    assert used == {"articles", "prose", "tales"}
+
+
 def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_factory):
     assert Mixture(folder, 100, 400).weights == {
         "squad": 18, "multihop": 10, "prose": 5, "code": 8, "python": 10, "facts": 20

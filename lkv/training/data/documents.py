@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.context.document_reader import read_document
-from lkv.errors import DataError
+from lkv.errors import DataError, DocumentError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
 from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, split_lines
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
@@ -61,7 +61,7 @@ Item = Passage | MultiHopQuestion | Meeting | ShortQuestion
 
 
 def item_texts(item: Item) -> list[str]:
-    """The texts of an item, which decontamination compares; the first one identifies it across files."""
+    """The texts of an item, which decontamination compares."""
     if isinstance(item, MultiHopQuestion):
         return [item.question, *(passage.text for passage in item.passages)]
     if isinstance(item, Meeting):
@@ -72,8 +72,11 @@ def item_texts(item: Item) -> list[str]:
 
 
 def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
-    """The items that training never sees, or the others; an item's text decides, not its file."""
-    texts = [item_texts(item)[0] for item in items]
+    """The items that training never sees, or the others; an item's text decides, not its file.
+
+    Questions over the same passages are on the same side.
+    """
+    texts = [_text_read(item) for item in items]
     held_out = {text for text in texts if _is_in_share(text)}
     # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but never the
     # longest, nor one of a few words where there are others.
@@ -84,14 +87,26 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     return [item for item, text in zip(items, texts, strict=True) if (text in held_out) == validation]
 
 
+def _text_read(item: Item) -> str:
+    """What a context takes from an item."""
+    if isinstance(item, MultiHopQuestion) and item.passages:
+        return "\n\n".join(sorted(passage.text for passage in item.passages))
+    return item_texts(item)[0]
+
+
 def _is_in_share(text: str) -> bool:
     """Whether a text is of the one in `_VALIDATION_SHARE` that is held out."""
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0
 
 
-def read_dataset(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
-    """Read all items of the set `name` from its files, in order. Raises DataError for a file of another form."""
+def read_dataset(
+    name: str, paths: Iterable[Path], folder: Path, unreadable: dict[Path, str] | None = None
+) -> list[Item]:
+    """Read all items of the set `name` from its files, in order. Raises DataError for a file of another form.
+
+    Where `unreadable` is given, documents without readable text are entered there, with the reason, and left out.
+    """
     items: list[Item] = []
     for path in paths:
         plain_name = path.name.removesuffix(".gz")
@@ -106,6 +121,10 @@ def read_dataset(name: str, paths: Iterable[Path], folder: Path) -> list[Item]:
                 items += trec(_labelled_lines(path))
             else:
                 items += ROW_READERS[name](read_records(path))
+        except DocumentError as error:
+            if unreadable is None:
+                raise DataError(f"{str(error).rstrip('.')}, or remove it from the folder.") from error
+            unreadable[path] = "no text that can be read"
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{path} is not as the data set {name!r} has it ({type(error).__name__}: {error}); download it again, "

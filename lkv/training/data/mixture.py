@@ -73,7 +73,7 @@ class Mixture:
     `builtin` texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
     addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add. Half of the samples
     or more are of the folder and the texts, fewer where these are short. Raises DataError if there is nothing to train
-    on, and, unless `skip_unknown`, for data in the folder that is not recognised.
+    on, and, unless `skip_unknown`, for data in the folder that is not recognised or cannot be read.
     """
 
     def __init__(
@@ -97,12 +97,15 @@ class Mixture:
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
         items: dict[str, list[Any]] = {}
+        unreadable: dict[Path, str] = {}
         for source, (_, _, sets) in _SOURCES.items():
             items[source] = []
             for name in sets:
-                rows = read_dataset(name, self.index.used.get(name, []), self.index.folder)
+                paths = self.index.used.get(name, [])
+                rows = read_dataset(name, paths, self.index.folder, unreadable if skip_unknown else None)
                 self.item_counts |= {name: len(rows)} if rows else {}
                 items[source] += filter_items(name, rows)
+        self.index = self.index.skip(unreadable)
         items["prose"] += filter_items("texts", [piece for text in texts for piece in split_text("", text)])
         for name in builtin:
             own: list[Any] = [*BUILTIN_TEXTS[name][2]()]
@@ -221,11 +224,11 @@ def _squad_sample(rng: random.Random, items: Sequence[Passage], tokens: float) -
 def _multihop_sample(rng: random.Random, items: Sequence[MultiHopQuestion], tokens: float) -> ContextAndAnswers:
     question = rng.choice(items)
     chosen = [p for i, p in enumerate(question.passages) if i in question.needed]
-    others = [p for i, p in enumerate(question.passages) if i not in question.needed]
+    others = {p.text: p for i, p in enumerate(question.passages) if i not in question.needed}
     for extra in rng.sample(items, min(len(items), 1 + int(tokens) // 1200)):
-        others += extra.passages
+        others |= {p.text: p for p in extra.passages if p not in chosen}
     missing = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in chosen)
-    chosen += pack(rng, others, missing, lambda p: len(p.text)) if missing > 0 else []
+    chosen += pack(rng, [*others.values()], missing, lambda p: len(p.text)) if missing > 0 else []
     rng.shuffle(chosen)
     context = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
     return context, [Continuation(question.question, question.answer)]
@@ -241,8 +244,9 @@ def _document_sample(rng: random.Random, items: Sequence[Passage], tokens: float
         text = passage.text[start : start + size]
         near = [pair for pair in pairs if pair[1] in text and pair != anchor]
         answers = [Continuation(*pair) for pair in (anchor, *rng.sample(near, min(3, len(near))))]
-        return surround_with_texts(rng, text, items, size), answers
-    return split_to_continue(rng, [*gather(rng, items, size - len(passage.text), 0), passage.text], size)
+        return surround_with_texts(rng, text, items, size, passage.text), answers
+    others = gather(rng, items, size - len(passage.text), 0, passage.text)
+    return split_to_continue(rng, [*others, passage.text], size)
 
 
 def _meeting_sample(rng: random.Random, items: Sequence[Meeting], tokens: float) -> ContextAndAnswers:

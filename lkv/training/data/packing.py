@@ -49,22 +49,27 @@ def pack(rng: random.Random, items: Sequence[T], max_chars: float, size: Callabl
     return packed
 
 
-def gather(rng: random.Random, items: Sequence[Passage], chars: float, min_items: int = 1) -> list[str]:
-    """Draw texts, at least `min_items`, until they have `chars` characters."""
+def gather(
+    rng: random.Random, items: Sequence[Passage], chars: float, min_items: int = 1, without: str | None = None
+) -> list[str]:
+    """Draw texts other than `without`, at least `min_items`, until they have `chars` characters."""
     texts: list[str] = []
     for item in rng.sample(items, min(len(items), _MAX_ITEMS)):
         if len(texts) >= min_items and sum(map(len, texts)) >= chars:
             break
-        texts.append(item.text)
+        if item.text != without:
+            texts.append(item.text)
     return texts
 
 
-def surround_with_texts(rng: random.Random, text: str, items: Sequence[Passage], chars: float) -> str:
-    """Put texts of other items before and after `text`, about `chars` characters in all."""
+def surround_with_texts(
+    rng: random.Random, text: str, items: Sequence[Passage], chars: float, without: str | None = None
+) -> str:
+    """Put texts of items other than `without` before and after `text`, about `chars` characters in all."""
     missing = int(chars) - len(text)
     if missing < 400:
         return text
-    others = "\n\n".join(gather(rng, items, missing))[:missing]
+    others = "\n\n".join(gather(rng, items, missing, without=without))[:missing]
     before = rng.randint(0, len(others))
     return "\n\n".join(part for part in (others[:before], text, others[before:]) if part)
 

@@ -142,6 +142,12 @@ class DatasetIndex(NamedTuple):
     used: dict[str, list[Path]]
     skipped: dict[Path, str]
 
+    def skip(self, unused: Mapping[Path, str]) -> "DatasetIndex":
+        """The index without the files `unused`, which are skipped for the reasons given."""
+        kept = {name: [path for path in paths if path not in unused] for name, paths in self.used.items()}
+        used = {name: paths for name, paths in kept.items() if paths}
+        return self._replace(used=used, skipped={**self.skipped, **unused})
+
     def lines(self) -> list[str]:
         """A line for each set with its files, then a line for each reason with the files skipped for it."""
         lines = [f"used as {name}: {_join_names(self.folder, paths)}" for name, paths in self.used.items()]

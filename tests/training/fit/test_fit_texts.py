@@ -12,7 +12,7 @@ from lkv.cli.main import main
 from lkv.errors import DataError
 from lkv.training import fit_run
 from lkv.training.data.documents import Passage, split_held_out
-from lkv.training.data.mixture import BUILTIN_SOURCES
+from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.fit_run import FitRun
 from lkv.training.fit_texts import open_texts
 from lkv.training.fitting import fit
@@ -139,4 +139,12 @@ def test_samples_that_are_built_are_refused(loaded, tmp_path):
 
 def test_a_document_of_the_extra_is_read(tmp_path):
     (tmp_path / "page.html").write_text(f"<html><body><p>{TEXT}</p></body></html>")
-    assert open_texts((), tmp_path).training.own_chars == pytest.approx(len(TEXT), rel=0.05)
+    (tmp_path / "old.html").write_bytes(f"<html><body><p>caf\xe9 {TEXT}</p></body></html>".encode("latin-1"))
+    (tmp_path / "empty.htm").write_text("<html><body><img src=x></body></html>")
+    (tmp_path / "cut.pdf").write_bytes(b"%PDF-1.7 and nothing else")
+    mixture = open_texts((), tmp_path).training
+    assert mixture.own_chars == pytest.approx(len(TEXT), rel=0.05)
+    skipped = "skipped (no text that can be read): cut.pdf, empty.htm, old.html"
+    assert mixture.lines == ["used as text: page.html", skipped]
+    with pytest.raises(DataError, match=r"cut.pdf is a damaged PDF .* its text, or remove it from the folder\.$"):
+        Mixture(tmp_path, 100, 400)

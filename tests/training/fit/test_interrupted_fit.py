@@ -15,6 +15,7 @@ from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training import fit_run, fitting
+from lkv.training.checkpoint import Checkpoint
 from lkv.training.fit_plan import (
     RECIPE,
     config_for,
@@ -22,6 +23,7 @@ from lkv.training.fit_plan import (
     distillation_lengths,
     longest_context,
     make_plan,
+    shorter_contexts,
 )
 from lkv.training.fitting import fit
 from tests.training.fit.helpers import TEXT, interrupt
@@ -77,6 +79,8 @@ def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, cap
     fit(model, tokenizer, [TEXT], minutes=0.06, name="tiny")
     said = capsys.readouterr().err
     assert "cannot be read" in said and "starting anew" in said and said.count("statistics: ") == 1
+    moved = run.with_name(".fit-unreadable")
+    assert str(moved) in said and (moved / "checkpoint.safetensors").read_bytes() == b"damaged"
 
 
 @pytest.mark.usefixtures("ticking")
@@ -195,6 +199,37 @@ def test_contexts_are_longer_where_there_is_time():
     lengths = [distillation_lengths(config_for(8192, longest), 8192) for longest in (2000, 4000, 1000)]
     assert lengths == [(250, 4000, 1.0), (500, 4000, 0.0), (250, 2000, 1.0)]
     assert distillation_lengths(config_for(1000, 2000), 1000).most <= 1000 - RECIPE.max_continuation
+
+
+@pytest.mark.parametrize("longest", [4000, 2000, 1000])
+def test_contexts_that_memory_is_short_for_become_half_as_long(longest):
+    config = config_for(8192, longest)
+    shorter = config_for(8192, shorter_contexts(config))
+    assert 2 * distillation_lengths(shorter, 8192).most == distillation_lengths(config, 8192).most
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_run_that_memory_is_too_short_to_resume_goes_on_with_shorter_contexts(loaded, cache, monkeypatch, capsys):
+    model, tokenizer = loaded
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_run, "fit_to_targets", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            fit(model, tokenizer, minutes=0.06, name="tiny")
+    capsys.readouterr()
+    original, calls = Checkpoint.load_policy, []
+
+    def limited(checkpoint, policy):
+        calls.append(policy)
+        if len(calls) == 1:
+            run_out_of_memory()
+        original(checkpoint, policy)
+
+    monkeypatch.setattr(Checkpoint, "load_policy", limited)
+    monkeypatch.setattr(fitting, "_SHORTEST", 50)
+    fit(model, tokenizer, minutes=0.06, name="tiny")
+    said = capsys.readouterr().err
+    assert "out of memory: going on with contexts half as long" in said
+    assert "continuing the run" in said and "statistics: held-out" not in said
 
 
 def test_rates_are_smaller_where_there_are_more_contexts():
