@@ -44,7 +44,7 @@ class Serve(PolicyOptions, RunOptions):
         "days after which contexts that nobody asks are deleted (default: never)", gt=0, le=36500
     )
     max_tokens: PositiveInt = option(
-        "tokens per answer; with --engine vllm, of answers about a context whose request names no number", 1024
+        "tokens per answer; with --engine vllm, of a chat's answer about a context whose request names no number", 1024
     )
     timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)

@@ -101,6 +101,10 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
         model=f"tiny:{name}", messages=messages, stream=True, max_tokens=12, temperature=0
     )
     assert squash("".join(part.choices[0].delta.content or "" for part in stream if part.choices)) == want
+    parts = [{"type": "text", "text": question, "image_url": None}]  # as some clients send text
+    request = {"model": f"tiny:{name}", "messages": [{"role": "user", "content": parts}], "max_tokens": 12}
+    answer = server.http.post("/v1/chat/completions", json={**request, "temperature": 0}).json()
+    assert squash(answer["choices"][0]["message"]["content"]) == want
     # Without a number an answer has the tokens of --max-tokens.
     named = server.client.chat.completions.with_raw_response.create(
         model=f"tiny:{name}", messages=messages, temperature=0
@@ -323,6 +327,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         ({"messages": [{"role": "user", "text": "a"}]}, "messages.0.content: Field required; a message has a role and"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other than text"),
         ({"messages": [{"role": "user", "content": "a" * 1100}]}, "maximum context length"),
+        ({"messages": [{"role": "user", "content": "a" * 2**20}]}, "1,048,576 characters, too many for a model that"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs cannot be used with a context"),
         ({"add_generation_prompt": False}, "add_generation_prompt cannot be used with a context"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools cannot be used with a context"),

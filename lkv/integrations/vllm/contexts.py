@@ -2,8 +2,10 @@
 
 import hashlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -34,6 +36,8 @@ from lkv.utils.prompts import encode_context, tokenizer_digest
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
 _MAX_WRITES = 256  # contexts of which is known how their writing ended
+_MAX_CHARACTERS = 32  # of a text, for each token that the model reads
+_REMEMBERED = 5.0  # seconds after its check in which a context needs no other
 _LOG = logging.getLogger("vllm.lkv")
 _ATTRIBUTE = "_lkv_contexts"
 _open_lock = threading.Lock()
@@ -51,7 +55,9 @@ class PluginSettings(BaseModel):
     memory: float = Field(1024, ge=0, description="MiB of contexts in a worker's memory, taken from vLLM's KV cache")
     max_store: float = Field(65536, gt=0, description="MiB of all stored contexts")
     max_upload: float = Field(16, gt=0, description="MiB of a request that creates a context")
-    max_tokens: int = Field(1024, gt=0, description="tokens of an answer about a context whose request names no number")
+    max_tokens: int = Field(
+        1024, gt=0, description="tokens of a chat's answer about a context whose request names no number"
+    )
 
     @classmethod
     def of(cls, vllm_config: Any) -> "PluginSettings":
@@ -116,6 +122,8 @@ class VllmContexts:
         self.store = self._open_store(memory)
         self._announced_texts: dict[str, NewContext] = {}
         self._checked_files: dict[str, tuple[float, ...]] = {}
+        self._checking = threading.Lock()
+        self._remembered_tokens: dict[str, tuple[float, int]] = {}  # of requests on their way, with the time
         self._writes: dict[str, Future[None]] = {}
 
     def method(self, settings: "CompressionSettings | NewContext") -> Method:
@@ -160,7 +168,7 @@ class VllmContexts:
     def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
         """Check that a request compresses what was announced: else a client could replace any context.
 
-        Raises PromptError otherwise, and as `encode` does.
+        Raises PromptError otherwise, and as `encode` does; StoreError where the store is full.
         """
         announced = self._announced_texts.get(new_context.id)
         # Another client may have announced the same text under another name.
@@ -169,16 +177,24 @@ class VllmContexts:
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced_texts[new_context.id]
         self._check_text(new_context, len(ids))
+        self.check_quota()
 
     def _check_text(self, new_context: "NewContext", tokens: int) -> None:
-        """Raise PromptError for a text of which nothing would be kept, or that is too long; StoreError for no space."""
+        """Raise PromptError for a text of which nothing would be kept, or that is too long."""
         if tokens >= self.max_positions:
             raise PromptError(
                 f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
                 "included; shorten it."
             )
         RaggedCache(self.model, method=self.method(new_context)).config.method.check_length(tokens)
-        self.check_quota()
+
+    def check_characters(self, characters: int, subject: str) -> None:
+        """Raise PromptError for a text far longer than the model reads: its tokens take hundreds of times its bytes."""
+        if characters > _MAX_CHARACTERS * self.max_positions:
+            raise PromptError(
+                f"{subject} has {characters:,} characters, too many for a model that reads at most "
+                f"{self.max_positions} tokens; shorten it."
+            )
 
     def check_quota(self) -> None:
         """Raise StoreError where the store is full."""
@@ -215,12 +231,25 @@ class VllmContexts:
         if stored is None:
             raise unknown_context(name)
         state = (stored.created, stored.tokens, *self._file_state(name))
-        if self._checked_files.get(name) != state:
-            # Read whole, and kept in the memory of workers alone.
-            if self._open_store(0).get(name).tokens != stored.tokens:
-                raise ContextFileError(f"the context {name!r} is not the one described; compress its text again.")
-            self._checked_files[name] = state
+        if self._checked_files.get(name) == state:
+            return stored.tokens
+        with self._checking:  # one file at a time is read whole, and kept in the memory of workers alone
+            if self._checked_files.get(name) != state:
+                if self._open_store(0).get(name).tokens != stored.tokens:
+                    raise ContextFileError(f"the context {name!r} is not the one described; compress its text again.")
+                self._checked_files[name] = state
         return stored.tokens
+
+    def remember_tokens(self, name: str, tokens: int) -> None:
+        """Have `recent_tokens` find the tokens of a context that has just been checked."""
+        now = time.monotonic()
+        fresh = {other: found for other, found in self._remembered_tokens.items() if found[0] > now - _REMEMBERED}
+        self._remembered_tokens = {**fresh, name: (now, tokens)}
+
+    def recent_tokens(self, name: str) -> int:
+        """`tokens`, or what `remember_tokens` was given seconds ago: vLLM waits for this with all other requests."""
+        checked, tokens = self._remembered_tokens.get(name, (-math.inf, 0))
+        return tokens if checked > time.monotonic() - _REMEMBERED else self.tokens(name)
 
     def _file_state(self, name: str) -> tuple[float, ...]:
         """What changes with a context's file in a local folder; nothing is known of those elsewhere."""

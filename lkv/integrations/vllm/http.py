@@ -66,6 +66,7 @@ class ContextRoutes:
         self._readings: dict[str, asyncio.Task[None]] = {}  # the engine's work for a job, by its context
         self._users: Counter[str] = Counter()  # open requests by context
         self._deleted: set[str] = set()  # contexts that go when no request uses them any more
+        self._cancelled: dict[str, Job] = {}  # deleted while they are made, by context, unless it is made again
         self.is_stopping = False
         self._metrics: _Metrics | None = None
         self._has_template = False  # one of vLLM's own options
@@ -119,12 +120,14 @@ class ContextRoutes:
         @app.delete("/v1/contexts/{name}")
         async def delete(name: str) -> dict[str, Any]:
             job = self._jobs.pop(name, None)
-            if job is not None:
-                job.is_deleted = True  # its context goes where it is complete already
+            if job is not None and job.error is None:
+                job.is_deleted = True
+                self._cancelled[name] = job  # its context goes where it is complete already
                 if (reading := self._readings.get(name)) is not None:
                     reading.cancel()
             else:
-                await self._stored(name)
+                if job is None:  # else one that failed, where another server may have stored the context
+                    await self._stored(name)
                 self._deleted.add(name)
                 await self._delete_unused(name)
             return {"object": "context", "id": name, "deleted": True}
@@ -175,8 +178,7 @@ class ContextRoutes:
     async def _create(self, body: ContextRequest) -> StoredContext | Job:
         """The stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        if len(body.text) > 32 * contexts.max_positions:
-            raise PromptError(f"the text is too long for a model that reads {contexts.max_positions} tokens.")
+        contexts.check_characters(len(body.text), "the text")
         new_context = await asyncio.to_thread(
             contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
         )
@@ -191,6 +193,7 @@ class ContextRoutes:
         except (ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
             if stored is not None:
                 title, stored = title or stored.name, None
+            await asyncio.to_thread(contexts.check_quota)
         # Nothing is waited for from here on: two requests for one text make one job.
         job = self._jobs.get(new_context.id)
         if job is not None and job.error is None:
@@ -207,6 +210,7 @@ class ContextRoutes:
             del self._jobs[name]
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
         new_context.name = title or (job.title if job is not None else "")  # of one that failed
+        self._cancelled.pop(new_context.id, None)
         job = self._jobs[new_context.id] = Job(new_context.id, new_context.name, "", settings, time.time())
         contexts.announce(new_context)
         task = asyncio.create_task(self._compress(contexts, new_context, job))
@@ -238,16 +242,19 @@ class ContextRoutes:
                         stored = await asyncio.to_thread(contexts.store.rename, stored, title)
                     except LkvError as error:  # the context can be used all the same
                         _LOG.warning("the context %s could not be renamed: %s", job.id, error)
-            self._deleted.discard(new_context.id)  # made anew
+                self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         if self._metrics is not None and not job.is_deleted:
             self._metrics.count_compression(time.time() - job.created, job.error is None)
         if job.is_deleted:
-            if new_context.id not in self._jobs:  # else it is being made again
+            if self._cancelled.get(new_context.id) is job:
+                del self._cancelled[new_context.id]
                 await self._delete(contexts, new_context.id)
         elif job.error is None:
             self._jobs.pop(new_context.id, None)
+        else:
+            await self._delete_unused(new_context.id)
 
     async def _read(self, new_context: NewContext) -> None:
         """Have the engine read a text."""
@@ -261,11 +268,16 @@ class ContextRoutes:
             pass
 
     async def _delete_unused(self, name: str) -> None:
-        """Delete the files of a deleted context unless requests use it: a queued one would not find them."""
-        if name in self._deleted and not self._users[name]:
-            contexts = await self.contexts()
-            await self._delete(contexts, name)
-            self._deleted.discard(name)
+        """Delete the files of a deleted context unless requests use it, which would not find them, or it is made again.
+
+        Raises StoreError where the store fails; the context is not deleted then.
+        """
+        job = self._jobs.get(name)
+        if name in self._deleted and not self._users[name] and (job is None or job.error is not None):
+            try:
+                await self._delete(await self.contexts(), name)
+            finally:
+                self._deleted.discard(name)
 
     async def _delete(self, contexts: VllmContexts, name: str) -> None:
         """Delete a context's files, and drop it from the workers' memory."""
@@ -283,7 +295,10 @@ class ContextRoutes:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
-                await self._delete_unused(name)
+                try:
+                    await self._delete_unused(name)
+                except LkvError as error:  # nothing of this request's answer
+                    _LOG.warning("the context %s could not be deleted: %s", name, error)
 
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory, and the store what is in it."""
@@ -339,6 +354,7 @@ class ContextRoutes:
             raise job.pending_error()
         await self._stored(name)
         tokens = await asyncio.to_thread(contexts.tokens, name)
+        contexts.remember_tokens(name, tokens)
         unused = [field for field in _UNUSED_FIELDS if body.get(field)]
         if body.get("add_generation_prompt") is False:
             unused.append("add_generation_prompt")
@@ -349,7 +365,8 @@ class ContextRoutes:
         if path == COMPLETIONS:
             body.setdefault("add_special_tokens", False)
             return
-        ids = await asyncio.to_thread(_question_ids, contexts, body.get("messages"))
+        # vLLM looks at the messages it is given: where a part names an image, even none, it renders them itself.
+        body["messages"], ids = await asyncio.to_thread(_question, contexts, body.get("messages"))
         free = min(contexts.max_positions + 1 - tokens, self._length) - len(ids)
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
             body["max_completion_tokens"] = min(free, self._settings.max_tokens)
@@ -409,8 +426,11 @@ def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
             raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
 
 
-def _question_ids(contexts: VllmContexts, messages: Any) -> list[int]:
-    """The tokens of a chat that follow a context. Raises PromptError for messages that cannot."""
+def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str]], list[int]]:
+    """The messages of a chat, role and text alone, and the tokens that follow a context.
+
+    Raises PromptError for messages that cannot be answered.
+    """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages: give a list with at least one message of the user.")
     plain = []
@@ -424,4 +444,5 @@ def _question_ids(contexts: VllmContexts, messages: Any) -> list[int]:
             raise PromptError(f"{place}: {problem['msg']}; a message has a role and a text, {example}.") from None
     if not plain[-1]["content"].strip():
         raise PromptError("the question is empty; ask something.")
-    return encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))
+    contexts.check_characters(sum(len(message["content"]) for message in plain), "the conversation")
+    return plain, encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))

@@ -102,7 +102,7 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
     if salted not in (None, name):
         raise PromptError("the request names two contexts; give one.")
     # The last token of an answer is never read.
-    free = contexts.max_positions + 1 - contexts.tokens(name) - len(ids)
+    free = contexts.max_positions + 1 - contexts.recent_tokens(name) - len(ids)
     if free < (max_tokens or 1):
         advice = f"ask for at most {free} new tokens" if free > 0 else "shorten the question"
         raise PromptError(
@@ -147,6 +147,7 @@ def compress(
     if stored is not None:
         return contexts.store.rename(stored, name).id
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
+    contexts.check_quota()
     contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
     while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):
