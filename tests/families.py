@@ -23,6 +23,10 @@ _MIXED = {
     "num_hidden_layers": 4, "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+_SHARED = {
+    **_MIXED, "num_kv_shared_layers": 2, "laurel_rank": 8, "vocab_size_per_layer_input": 67,
+    "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 4,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
@@ -198,6 +202,8 @@ REFUSED = [
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
     Family("Gemma2", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
+    Family("Gemma3n", _SHARED, "Gemma3nTextConfig", refused="layers that share keys and values"),
+    Family("Gemma4", _MIXED, "Gemma4TextConfig", refused="layers that share keys and values or differ in their heads"),
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),

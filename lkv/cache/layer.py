@@ -59,6 +59,7 @@ class RaggedLayer(AttentionCacheLayer):
         self.prompt_length = self.base_length = 0
         self.real_tokens: list[int] = []
         self._padding: list[int] = []  # tokens of padding before those of each row
+        self._was_batch = False  # a row of a batch may have been padded, also where the others were dropped since
         self.is_initialized = False
 
     @property
@@ -96,7 +97,7 @@ class RaggedLayer(AttentionCacheLayer):
         """(length, offset) of the keys that the layer's mask covers."""
         if self._buffer is not None:
             return self.get_seq_length() + query_length, 0
-        if self.store is not None and len(self.real_tokens) > 1:
+        if self.store is not None and (self._was_batch or len(self.real_tokens) > 1):
             # For a batch the mask covers all appended tokens: rows may end at different ones, and be padded afterwards.
             return self.store.appended_tokens + query_length, self.base_length
         return super().get_mask_sizes(query_length)
@@ -343,6 +344,7 @@ class RaggedLayer(AttentionCacheLayer):
             self._buffer = self._buffer.select(beam_idx, slice(None))
         if self.store is not None:
             self.store = self.store.select(rows, self.store.free_slots)
+            self._was_batch |= len(self.real_tokens) > 1
             self.real_tokens = [self.real_tokens[row] for row in rows.tolist()]
             self._padding = [self._padding[row] for row in rows.tolist()]
 

@@ -156,7 +156,7 @@ class Context:
         options = {"max_new_tokens": length, **generation}
         with self._exclusive():
             out = generate(self.model, self.tokenizer, rows, self.tokens, SharedCache(self._ragged()), **options)
-        answers = [without_padding(self.model, answer, generation) for answer in out.tolist()]
+        answers = [without_padding(self.model, self.tokenizer, answer, generation) for answer in out.tolist()]
         self._record(answers, length, generation)
         return answers
 

@@ -107,10 +107,19 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     return model.generate(ids, attention_mask=mask, **cache_argument(cache), **settings)[:, length:]
 
 
-def without_padding(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
-    """`ids` up to and including the first end token: in a batch, padding follows it."""
+def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
+    """`ids` of a row up to its end, by an end token, which is included, or by a stop string: padding follows it."""
     ends = end_tokens(model, options)
-    return next((ids[: index + 1] for index, token in enumerate(ids) if token in ends), ids)
+    end = next((index for index, token in enumerate(ids) if token in ends), None)
+    if end is None:
+        pad = _requested(options, "pad_token_id")
+        pad = tokenizer.pad_token_id if pad is None else pad
+        return ids[: max((index + 1 for index, token in enumerate(ids) if token != pad), default=0)]
+    stops = _effective(model, options, "stop_strings") or ()
+    answer = tokenizer.decode(ids[:end])
+    # Many models pad with their end token.
+    is_stopped = any(stop in answer for stop in ((stops,) if isinstance(stops, str) else stops))
+    return ids[: end if is_stopped else end + 1]
 
 
 def end_tokens(model: Any, options: dict[str, Any]) -> set[int]:

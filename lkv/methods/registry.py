@@ -276,19 +276,28 @@ def register_method(
     METHODS[name] = MethodSpec(name, names[0], names[1], paper, link, label or name, colour, marker, canonical=name)
 
 
-@cache
 def load_plugins() -> None:
     """Let other packages register their methods, once. Raises LkvError, naming the package, where one fails."""
+    if (error := _load_plugins()) is not None:
+        raise error
+
+
+@cache
+def _load_plugins() -> LkvError | None:
+    """Why a package could not register its methods, the first one that fails: what the others did is not repeated."""
     for point in entry_points(group="lkv.methods"):
         try:
             loaded = point.load()
             if callable(loaded):
                 loaded()
         except Exception as error:  # whatever the plugin's code raises
-            raise LkvError(
+            failure = LkvError(
                 f"the plugin {point.name!r} ({point.value}) could not register its methods: {str(error).rstrip('.')}. "
                 "Fix it, or uninstall its package."
-            ) from error
+            )
+            failure.__cause__ = error
+            return failure
+    return None
 
 
 @cache

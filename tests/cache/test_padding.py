@@ -162,6 +162,20 @@ def test_rows_are_taken_cut_and_forked_with_their_tails():
 
 
 @torch.no_grad()
+def test_a_row_alone_goes_on_without_the_padding_of_its_batch():
+    model = tiny_llama()
+    batch = Batch(model, [ids(1, 20), ids(1, 12, 1)])
+    batch.feed(ids(2, 6, 3), reals([6, 6], "left"))
+    batch.mask[0, -4:] = 0
+    batch.texts[0] = batch.texts[0][:-4]
+    batch.cache.batch_select_indices(torch.tensor([0]))
+    for name in ("prompts", "texts", "gone"):
+        setattr(batch, name, getattr(batch, name)[:1])
+    batch.mask = batch.mask[:1]
+    batch.feed(ids(1, 5, 4), reals([5], "left"))
+
+
+@torch.no_grad()
 def test_two_turns_of_generate_equal_each_row_alone():
     model = tiny_llama(eos_token_id=7)
     prompts, questions = [ids(1, 20), ids(1, 12, 1), ids(1, 15, 2)], [ids(1, n, 20 + n) for n in (5, 2, 3)]

@@ -26,6 +26,7 @@ from lkv.methods.budgets.lkv_h import raise_to_least
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Selector
 from tests.conftest import tiny_llama
+from tests.families import build as build_family
 
 PROMPT, LATER = 40, 9
 HALF = Method("half", Uniform(0.5), Knorm())
@@ -200,6 +201,25 @@ def test_reset_frees_everything(model, policy):
     assert cache.nbytes() > 0
     cache.reset()
     assert cache.nbytes() == 0 and cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_reset_forgets_sliding_layers_too_and_leaves_forks_alone():
+    model = build_family("Gemma3")
+    first, second, more = (
+        torch.randint(3, 60, (1, n), generator=torch.Generator().manual_seed(n)) for n in (40, 30, 5)
+    )
+
+    def read(cache, *texts):
+        return [model(text, past_key_values=cache, use_cache=True).logits for text in texts][-1]
+
+    cache, options = RaggedCache(model, method="knorm", retention=0.5), {"method": "knorm", "retention": 0.5}
+    read(cache, first)
+    fork = cache.fork()
+    cache.reset()
+    assert cache.nbytes() == 0
+    torch.testing.assert_close(read(cache, second, more), read(RaggedCache(model, **options), second, more))
+    torch.testing.assert_close(read(fork, more), read(RaggedCache(model, **options), first, more))
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,15 @@ def test_answer_equals_a_model_with_evicted_entries_masked(parts):
     assert int(RETENTION * context) * heads * 2 * 8 * 8 <= held["bytes_held"] < 0.5 * held["bytes_full"]
 
 
+def test_the_bytes_of_a_context_that_questions_share_are_its_own(parts):
+    held = []
+    for count in (1, 3):
+        lm = harness(parts, **OWN)
+        lm.loglikelihood(requests("loglikelihood", *[(PROMPT, f" {answer}") for answer in (41, 42, 43)[:count]]), True)
+        held.append(lm.get_model_info()["lkv"]["tasks"]["some_task"])
+    assert held[1]["bytes_held"] == 3 * held[0]["bytes_held"] and held[1]["bytes_full"] == 3 * held[0]["bytes_full"]
+
+
 @pytest.mark.parametrize("options", [{"method": "full"}, {"method": "knorm", "retention": 1}])
 def test_without_eviction_results_equal_the_harness_model(parts, options):
     stock, ours = harness(parts, "hf"), harness(parts, context_field="context", **options)

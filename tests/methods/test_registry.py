@@ -21,12 +21,12 @@ def test_methods_are_iterated_while_a_plugin_adds_its_own(own_registry, monkeypa
         def load(self):
             return lambda: registry.register_method("mine", lambda inputs: Knorm(), description="small keys")
 
-    registry.load_plugins.cache_clear()
+    registry._load_plugins.cache_clear()
     monkeypatch.setattr(registry, "entry_points", lambda group: [Plugin()])
     seen = [name for name in methods() if not parse_method(name).needs_policy]
     assert "mine" in seen and "snapkv" in seen and "lkv" not in seen
     assert resolve_method("uniform+mine@x", retention=0.5).name == "uniform+mine@x"
-    registry.load_plugins.cache_clear()
+    registry._load_plugins.cache_clear()
 
 
 def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):

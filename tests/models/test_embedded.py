@@ -16,6 +16,7 @@ from lkv.errors import ModelLoadError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.models.loading import DEFAULT, load_default, load_model
 from lkv.policy.lookup import default_policy
+from lkv.utils.prompts import encode_question
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,20 @@ def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
     stop = whole.split()[2]
     answer = context.ask("When was the lamp lit?", 8, stop_strings=[stop])
     assert answer == whole[: whole.index(stop) + len(stop)] and len(answer) < len(whole)
+
+
+@pytest.mark.parametrize("pad", [None, 5])
+def test_the_padding_behind_a_string_that_stops_a_row_is_no_answer(loaded, pad):
+    """Its own padding is the model's end token."""
+    context = compress(*loaded, "The lamp of the lighthouse was lit at dusk. " * 8)
+    questions = [encode_question(context.tokenizer, "When was the lamp lit?"), context.tokenizer("\n1, 2, 3").input_ids]
+    whole = context.complete(questions[0], 8)
+    stop = context.tokenizer.decode(whole).split()[2]
+    options = {"stop_strings": [stop]} | ({} if pad is None else {"pad_token_id": pad})
+    alone = [context.complete(ids, 8, **options) for ids in questions]
+    assert len(alone[0]) < len(alone[1])
+    assert context.batch_complete(questions, 8, **options) == alone
+    assert context.answer_tokens == sum(map(len, alone))
 
 
 @pytest.mark.slow

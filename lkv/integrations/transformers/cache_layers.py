@@ -227,6 +227,11 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         stored = min(self.cumulative_length, self.sliding_window - 1)
         return stored + query_length, self.cumulative_length - stored
 
+    def reset(self) -> None:
+        """Forget everything; what forks have stays."""
+        self.keys = self.values = None
+        self.is_initialized, self.cumulative_length = False, 0
+
     def fork(self) -> "SlidingWindowLayer":
         """A copy that continues independently; its tensors are replaced, never written to."""
         return copy.copy(self)

@@ -116,7 +116,26 @@ def _keys_of_last_query(mask: Tensor) -> Tensor:
     return _visible(mask if mask.ndim == 2 else mask[:, 0, -1])
 
 
+def _check_padding_alone(mask: Tensor) -> None:
+    """Raise PromptError for a mask [B, 1, Tq, Tk] by which the last query does not see what are no padding tokens.
+
+    Padding sees nothing, or, as transformers has it for some models, everything.
+    """
+    if mask.ndim == 2:
+        return
+    visible, (queries, keys) = _visible(mask)[:, 0], mask.shape[-2:]
+    own = torch.arange(keys - queries, keys, device=mask.device)
+    sees_itself = visible[:, torch.arange(queries, device=mask.device), own]
+    is_text = sees_itself & ~visible[:, -1, own]
+    if bool(is_text.any()) and bool((is_text & ~visible.all(-1)).any()):
+        raise PromptError(
+            "the attention mask hides tokens from the last one that are no padding, such as another text in the same "
+            "row; a compressed cache keeps what the last token may see, so give each text a row of its own."
+        )
+
+
 def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
+    _check_padding_alone(mask)
     hidden = ~_keys_of_last_query(mask).cpu()
     if bool(hidden[:, -queries:].all(-1).any()):
         raise PromptError("a row of the batch is nothing but padding; leave it out.")
@@ -124,6 +143,7 @@ def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
 
 
 def _left_padding(mask: Tensor) -> list[int] | None:
+    _check_padding_alone(mask)
     lengths = padding_lengths(mask)
     if max(lengths) == mask.shape[-1]:
         raise PromptError("a row of the batch is nothing but padding; leave it out.")

@@ -28,6 +28,12 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         raise UnsupportedModelError("this is not a causal language model of transformers; give one with .generate().")
     name = type(model).__name__
     text = config.get_text_config(decoder=True)
+    # In Gemma-3n and Gemma-4 some layers read the keys and values of an earlier one, or have heads of another size.
+    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
+            "layers are alike and have keys and values of their own, such as Gemma-3."
+        )
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = _kv_heads(text)
     if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
