@@ -100,11 +100,11 @@ def test_methods_of_plugins_are_listed(monkeypatch, capsys):
     register = staticmethod(lambda: lambda: registry.register_method("from-a-plugin", "knorm"))
     plugin = type("Plugin", (), {"name": "p", "value": "p", "load": register})
     monkeypatch.setattr(registry, "entry_points", lambda group: [plugin])
-    registry.load_plugins.cache_clear()
+    registry._load_plugins.cache_clear()
     try:
         assert main(["methods"]) == 0 and "from-a-plugin" in capsys.readouterr().out
     finally:
-        registry.load_plugins.cache_clear()
+        registry._load_plugins.cache_clear()
 
 
 def test_policies_list_what_is_shipped_and_the_alternatives(capsys):

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -79,6 +82,7 @@ def contexts(parts, tmp_path):
     contexts.compression = CompressionSettings("knorm", 0.15, None, "", "")
     contexts._folder, contexts._open_store = str(tmp_path), partial(ContextStore, str(tmp_path), *parts, None)
     contexts.store, contexts._announced_texts, contexts._checked_files = contexts._open_store(0), {}, {}
+    contexts._checking, contexts._remembered_tokens = threading.Lock(), {}
     return contexts
 
 
@@ -106,6 +110,42 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, rout
     routes._jobs[name] = Job(name, "", "", None, 0.0, error="no")
     assert isinstance(asyncio.run(routes._create(ContextRequest(text=TEXT))), StoredContext)
     assert routes._jobs == {}
+
+
+def test_a_full_store_gives_what_it_has(contexts, routes, client, parts):
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(contexts.encode(TEXT).id, "", context, contexts.compression), context)
+    contexts.settings = PluginSettings(method="knorm", max_store=1e-5)
+    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 200
+    full = client.post("/v1/contexts", json={"text": f"{TEXT} again"})
+    assert full.status_code == 507 and "the store is full" in full.json()["error"]["message"]
+    assert routes._jobs == {} and contexts._announced_texts == {}
+
+
+def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, parts):
+    context = compress(*parts, TEXT, method="knorm", retention=0.15)
+    contexts.store.put(StoredContext.describe(NAME, "", context, contexts.compression), context)
+    opened, open_store = [], contexts._open_store
+
+    def count(memory):
+        opened.append(memory)
+        return open_store(memory)
+
+    contexts._open_store = count
+    with ThreadPoolExecutor(8) as pool:
+        assert {*pool.map(contexts.tokens, [NAME] * 8)} == {context.tokens} and len(opened) == 1
+
+
+def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(contexts, "tokens", lambda name: 1)
+    contexts.remember_tokens(NAME, 7)
+    assert contexts.recent_tokens(NAME) == 7
+    now[0] += 6
+    assert contexts.recent_tokens(NAME) == 1
+    contexts.remember_tokens("other", 3)
+    assert [*contexts._remembered_tokens] == ["other"]
 
 
 def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, parts, monkeypatch):
