@@ -340,7 +340,7 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
         ({"text": " "}, "is empty"),
         ({"text": "a", "retention": 0.1}, "nothing of it would be kept"),
         ({"text": lab.text(1, 1500)}, "--max-model-len"),
-        ({"text": "a" * 100_000}, "too long"),
+        ({"text": "a" * 100_000}, "the text has 100,000 characters, too many for a model that reads at most 2048"),
         ({"text": lab.text(1), "retention": 3}, "retention"),
         ({}, 'text: this field is missing; send JSON such as {"text": "...", "memory": "10%"}, or a form with file='),
     ):
@@ -361,9 +361,9 @@ def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
 def test_a_killed_engine_loses_no_context(server, lab):
     """The last test of this server: its engine process is killed, and another server finds the contexts.
 
-    That one is then ended while it answers, by Ctrl-C, which all of its processes get, with three seconds for the
+    That one is then ended while it answers, by Ctrl-C, which all of its processes get, with two seconds for the
     answers: what takes less is answered, and what is cut off gets the reason. A request that comes within them is
-    refused; one second can pass before it is sent on a busy machine, and the longest answers take eight.
+    refused; one second can pass before it is sent on a busy machine, and the longest answers take four or more.
     """
     text = lab.text(36)
     name, want = server.create(text), expected(lab, lab.context(text), "what?")
@@ -371,11 +371,11 @@ def test_a_killed_engine_loses_no_context(server, lab):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.send_signal(signal.SIGKILL)
     server.process.wait(60)
-    with serving_lab(lab, "--grace", "3", length=2048) as other:
+    with serving_lab(lab, "--grace", "2", length=2048) as other:
         assert other.ask("what?", f"tiny:{name}") == want
         assert other.http.post("/v1/contexts", json={"text": text}).status_code == 200
         assert other.metrics()["lkv_context_queries_total"] == 1 and other.metrics()["lkv_context_hits_total"] == 0
-        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "n": 3, "temperature": 1}
+        endless = {"model": "tiny", "prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "n": 1, "temperature": 1}
         short = {**endless, "n": 1, "max_tokens": 8, "stream": True}
         children = psutil.Process(other.process.pid).children(recursive=True)
         assert any("Worker" in child.name() for child in children)
@@ -399,9 +399,10 @@ def test_a_killed_engine_loses_no_context(server, lab):
             assert late.status_code == 503 and "the server is shutting down" in late.json()["error"]["message"]
             other.process.wait(30)
     for answer in cut_off:
-        # vLLM may end it before its engine ends.
+        # vLLM may end it before its engine ends; on a busy machine it may have come to its end.
         reasons = {choice["finish_reason"] for choice in answer.get("choices", ())}
-        assert reasons == {"abort"} or "the server is shutting down" in answer["error"]["message"], str(answer)[-300:]
+        error = answer.get("error", {}).get("message", "")
+        assert reasons in ({"abort"}, {"length"}) or "the server is shutting down" in error, str(answer)[-300:]
 
 
 def wait_for_refusal(server):
