@@ -27,3 +27,15 @@ def check_text(text: Any, name: str, advice: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+
+
+def check_characters(characters: int, name: str, tokens: int, per_token: int) -> None:
+    """Raise PromptError, naming a text by `name`, for more than `per_token` characters for each of `tokens` tokens.
+
+    `tokens` are those that the model reads. Tokenising takes hundreds of bytes a character, so this comes before it.
+    """
+    if characters > per_token * tokens:
+        raise PromptError(
+            f"{name} has {characters:,} characters, too many for a model that reads at most {tokens} tokens; shorten "
+            "it."
+        )

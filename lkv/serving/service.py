@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
-from lkv.context.input_checks import check_text
+from lkv.context.input_checks import check_characters, check_text
 from lkv.context.protection import protected_tokens
 from lkv.errors import (
     BusyError,
@@ -127,7 +127,9 @@ class Service:
     @property
     def body_limit(self) -> int:
         """Bytes of a request: no more than the longest text of this model takes."""
-        return min(self.limits.upload_bytes, self._max_characters() * _BYTES_PER_CHARACTER + 2**16)
+        return min(
+            self.limits.upload_bytes, _CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
+        )
 
     @property
     def is_healthy(self) -> bool:
@@ -143,7 +145,7 @@ class Service:
         if system is not None:
             check_text(system, "the system prompt", "give some text, or leave it out")
         settings = self._settings.for_text(retention, memory, system, protect)
-        self._check_characters(len(text) + len(system or ""), "the text")
+        check_characters(len(text) + len(system or ""), "the text", max_positions(self.model), _CHARACTERS_PER_TOKEN)
         with self._tokenizing:
             tokens = len(encode_context(self.tokenizer, text, system))
             if tokens >= (limit := max_positions(self.model)):
@@ -210,16 +212,6 @@ class Service:
         if job is not None:
             raise job.pending_error()
         return self.store.get(name)
-
-    def _max_characters(self) -> int:
-        return _CHARACTERS_PER_TOKEN * max_positions(self.model)
-
-    def _check_characters(self, characters: int, subject: str) -> None:
-        if characters > self._max_characters():
-            raise PromptError(
-                f"{subject} has {characters:,} characters, too many for a model that reads at most "
-                f"{max_positions(self.model)} tokens; shorten it."
-            )
 
     def _compress_all(self) -> None:
         job: Job | None
@@ -310,7 +302,8 @@ class Service:
 
         Raises PromptError for bad messages, BusyError for too many requests, and as `context` does.
         """
-        self._check_characters(sum(len(message["content"]) for message in messages), "the conversation")
+        characters = sum(len(message["content"]) for message in messages)
+        check_characters(characters, "the conversation", max_positions(self.model), _CHARACTERS_PER_TOKEN)
         check_text(messages[-1]["content"], "the question", "ask something")
         for message in messages[:-1]:
             # Empty messages are harmless, but not what no tokenizer can read.

@@ -82,7 +82,7 @@ def routes():
 
     contexts = SimpleNamespace(
         store=store, max_positions=100, compression=CompressionSettings("lkv", 0.5, None, "", ""),
-        check_characters=lambda *_: None, check_quota=lambda: None, announce=lambda _: None, tokens=tokens,
+        check_quota=lambda: None, announce=lambda _: None, tokens=tokens,
         encode=lambda *_: NewContext(id="a", retention=0.5, sha256="", ids=[1, 2]),
     )  # fmt: skip
 

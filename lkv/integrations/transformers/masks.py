@@ -105,6 +105,7 @@ class PaddingReader:
 
     def _read(self, function: Any, mask: Tensor, *args: Any) -> Any:
         if self._mask is None or self._mask() is not mask:
+            _check_padding_alone(mask)
             self._mask, self._results = weakref.ref(mask), {}
         if function not in self._results:
             self._results[function] = function(mask, *args)
@@ -135,7 +136,6 @@ def _check_padding_alone(mask: Tensor) -> None:
 
 
 def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
-    _check_padding_alone(mask)
     hidden = ~_keys_of_last_query(mask).cpu()
     if bool(hidden[:, -queries:].all(-1).any()):
         raise PromptError("a row of the batch is nothing but padding; leave it out.")
@@ -143,7 +143,6 @@ def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
 
 
 def _left_padding(mask: Tensor) -> list[int] | None:
-    _check_padding_alone(mask)
     lengths = padding_lengths(mask)
     if max(lengths) == mask.shape[-1]:
         raise PromptError("a row of the batch is nothing but padding; leave it out.")

@@ -36,7 +36,6 @@ from lkv.utils.prompts import encode_context, tokenizer_digest
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
 _MAX_WRITES = 256  # contexts of which is known how their writing ended
-_MAX_CHARACTERS = 32  # of a text, for each token that the model reads
 _REMEMBERED = 5.0  # seconds after its check in which a context needs no other
 _LOG = logging.getLogger("vllm.lkv")
 _ATTRIBUTE = "_lkv_contexts"
@@ -187,14 +186,6 @@ class VllmContexts:
                 "included; shorten it."
             )
         RaggedCache(self.model, method=self.method(new_context)).config.method.check_length(tokens)
-
-    def check_characters(self, characters: int, subject: str) -> None:
-        """Raise PromptError for a text far longer than the model reads: its tokens take hundreds of times its bytes."""
-        if characters > _MAX_CHARACTERS * self.max_positions:
-            raise PromptError(
-                f"{subject} has {characters:,} characters, too many for a model that reads at most "
-                f"{self.max_positions} tokens; shorten it."
-            )
 
     def check_quota(self) -> None:
         """Raise StoreError where the store is full."""

@@ -23,6 +23,7 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from lkv.context.input_checks import check_characters
 from lkv.errors import BusyError, ContextFileError, IntegrationError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
@@ -47,6 +48,7 @@ _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
 _MAX_FIELDS = 256  # of a request; each is compared with those that name a context
 _LONGEST_FIELD = 32  # characters; longer ones resemble none
 _BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
+_CHARACTERS_PER_TOKEN = 32  # at most, of texts and chats, for each token that the model reads
 _MAX_JOBS = 256  # texts that are being compressed or could not be
 _LOG = logging.getLogger("vllm.lkv")
 
@@ -178,7 +180,7 @@ class ContextRoutes:
     async def _create(self, body: ContextRequest) -> StoredContext | Job:
         """The stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        contexts.check_characters(len(body.text), "the text")
+        check_characters(len(body.text), "the text", contexts.max_positions, _CHARACTERS_PER_TOKEN)
         new_context = await asyncio.to_thread(
             contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
         )
@@ -444,5 +446,6 @@ def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str
             raise PromptError(f"{place}: {problem['msg']}; a message has a role and a text, {example}.") from None
     if not plain[-1]["content"].strip():
         raise PromptError("the question is empty; ask something.")
-    contexts.check_characters(sum(len(message["content"]) for message in plain), "the conversation")
+    characters = sum(len(message["content"]) for message in plain)
+    check_characters(characters, "the conversation", contexts.max_positions, _CHARACTERS_PER_TOKEN)
     return plain, encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))

@@ -64,13 +64,17 @@ def test_a_killed_run_continues(folder, cache, stage, capfd):
     assert policy.card["fit"]["contexts"] > 0 and not state.exists()
 
 
-@pytest.mark.usefixtures("ticking")
-def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, capsys, monkeypatch):
-    model, tokenizer = loaded
+def interrupt_before_regression(model, tokenizer, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fit_run, "fit_to_targets", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fit(model, tokenizer, minutes=0.06, name="tiny")
+
+
+@pytest.mark.usefixtures("ticking")
+def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, capsys, monkeypatch):
+    model, tokenizer = loaded
+    interrupt_before_regression(model, tokenizer, monkeypatch)
     run = fitted_folder("tiny", patch_attention(model).spec) / ".fit"
     assert f"the stages that were finished are saved in {run}; run the same" in capsys.readouterr().err
     with pytest.raises(TrainingError, match=f"{run} holds an interrupted run of 0.0 minutes on other data"):
@@ -187,9 +191,7 @@ def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "longest_context", lambda tokens: 150)
-        patch.setattr(fit_run, "fit_to_targets", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            fit(model, tokenizer, minutes=0.06, name="tiny")
+        interrupt_before_regression(model, tokenizer, monkeypatch)
     policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     assert policy.trained_tokens == 2 * 150 and "continuing the run" in capsys.readouterr().err
 
@@ -211,10 +213,7 @@ def test_contexts_that_memory_is_short_for_become_half_as_long(longest):
 @pytest.mark.usefixtures("ticking")
 def test_a_run_that_memory_is_too_short_to_resume_goes_on_with_shorter_contexts(loaded, cache, monkeypatch, capsys):
     model, tokenizer = loaded
-    with monkeypatch.context() as patch:
-        patch.setattr(fit_run, "fit_to_targets", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            fit(model, tokenizer, minutes=0.06, name="tiny")
+    interrupt_before_regression(model, tokenizer, monkeypatch)
     capsys.readouterr()
     original, calls = Checkpoint.load_policy, []
 
