@@ -46,16 +46,14 @@ def run_and_kill(work: Work, folder: Path, after: float, has_begun: Callable[[Pa
     Whether it was killed, and had not ended before."""
     child = _start(work, folder)
     end = time.monotonic() + LONGEST
-    while not has_begun(folder) and time.monotonic() < end:
-        if not child.is_alive():
-            break
+    # One look decides: the first file may be the trial of whether the folder can be written to, soon gone.
+    while not (begun := has_begun(folder)) and child.is_alive() and time.monotonic() < end:
         time.sleep(0.002)
-    begun = has_begun(folder)
     if begun:
         time.sleep(after)
     child.kill()
     child.join()
-    assert begun, f"{work.__name__} in {folder} did not begin"
+    assert begun or has_begun(folder), f"{work.__name__} in {folder} did not begin\n{_said(folder)}"
     assert child.exitcode in (0, -signal.SIGKILL), f"{work.__name__} in {folder} ended with {child.exitcode}"
     return child.exitcode == -signal.SIGKILL
 
@@ -64,13 +62,17 @@ def run_to_end(work: Work, folder: Path) -> None:
     """`work` in a process of its own, to its end."""
     child = _start(work, folder)
     child.join()
-    error = _error_file(folder)
-    said = error.read_text(encoding="utf-8") if error.exists() else ""
-    assert child.exitcode == 0, f"{work.__name__} in {folder} ended with {child.exitcode}\n{said}"
+    assert child.exitcode == 0, f"{work.__name__} in {folder} ended with {child.exitcode}\n{_said(folder)}"
 
 
 def _error_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.error")
+
+
+def _said(folder: Path) -> str:
+    """The error that ended the work, if one did."""
+    error = _error_file(folder)
+    return error.read_text(encoding="utf-8") if error.exists() else ""
 
 
 def _start(work: Work, folder: Path) -> ForkServerProcess:
