@@ -1,6 +1,6 @@
 """lkv eval: measure methods side by side on RULER or LongBench."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from os.path import exists
 from pathlib import Path
@@ -96,7 +96,7 @@ class Eval(PolicyOptions, RunOptions):
         for path in paths.values():
             check_policy_exists(path)
         tasks = _check_tasks(self.suite, self.tasks)
-        methods = _name_policies(self.methods, [name for name in paths if name])
+        methods = _name_policies(self.methods, paths)
         check_policy_is_read(self, self.methods)
         check_pattern(methods, self.pattern)
         if not any(PATTERN in find_needs(method) for method in methods):
@@ -178,14 +178,24 @@ def _parse_policies(words: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def _name_policies(methods: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return `methods`, those that read a policy once for each of the policies' `names`."""
+def _name_policies(methods: Sequence[str], policies: Collection[str]) -> list[str]:
+    """Return `methods`, those that read a policy and name none once for each of the named `policies`.
+
+    Raises LkvError where a method names a policy that is not there.
+    """
     from lkv.methods.registry import POLICY
 
-    named: list[str] = []
+    names, named = [name for name in policies if name], list[str]()
     for method in methods:
-        named += [f"{method}@{name}" for name in names] if names and POLICY in find_needs(method) else [method]
-    return named
+        _, names_one, name = method.partition("@")
+        if names_one and POLICY in find_needs(method) and name not in names:
+            raise LkvError(
+                f"{method!r} names a policy that is not there; give it as --policy {name or 'NAME'}=PATH, or leave "
+                f"@{name} out."
+            )
+        is_each = names and not names_one and POLICY in find_needs(method)
+        named += [f"{method}@{each}" for each in names] if is_each else [method]
+    return list(dict.fromkeys(named))
 
 
 def _check_tasks(suite: str, tasks: Sequence[str]) -> Sequence[str]:
@@ -196,7 +206,7 @@ def _check_tasks(suite: str, tasks: Sequence[str]) -> Sequence[str]:
         if task not in available:
             near = get_close_matches(task, available, n=2) or available
             raise LkvError(f"there is no {suite} task {task!r}; did you mean {' or '.join(map(repr, near))}?")
-    return tasks or tuple(available)
+    return tuple(dict.fromkeys(tasks)) or tuple(available)
 
 
 def _read_longbench(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:

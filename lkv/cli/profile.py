@@ -19,7 +19,7 @@ from lkv.cli.options import (
 )
 from lkv.errors import LkvError, PolicyMismatchError
 from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
+from lkv.utils.results import collect_provenance, write_results
 
 _MAX_TOKENS = 2**22  # limit of the search for the largest context
 _MEASUREMENT = (
@@ -82,7 +82,10 @@ class Profile(PolicyOptions, RunOptions):
 def _measure(options: Profile, out: Path) -> None:
     profiler = _make_profiler(options)
     rows: list[dict[str, Any]] = []
-    settings = {name: str(value) for name, value in options.model_dump(exclude={"out", "strict"}).items()}
+    settings: dict[str, Any] = {
+        name: str(value) for name, value in options.model_dump(exclude={"out", "strict"}).items()
+    }
+    settings |= {"versions": collect_provenance()["versions"], "device_name": profiler.device_name}
     with open_journal(out.with_suffix(".jsonl"), settings) as journal:
         for tokens in dict.fromkeys(options.tokens):
             if str(tokens) not in journal:

@@ -21,8 +21,8 @@ from lkv.integrations.transformers.cache_layers import crop_to
 from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.integrations.transformers.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget, Uniform
-from lkv.methods.memory_budget import TierTable
-from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise
+from lkv.methods.memory_budget import TierBudget, TierTable
+from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise, tier_table_of
 from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.policy.policy import Policy
@@ -62,7 +62,7 @@ class MethodGrid:
         policy: Policy | None = None,
         pattern: list[list[float]] | None = None,
         policies: Mapping[str, Policy] | None = None,
-        tier_tables: Mapping[str, TierTable] | None = None,
+        tier_tables: Mapping[str, TierTable | None] | None = None,
     ):
         """Build the methods.
 
@@ -76,7 +76,8 @@ class MethodGrid:
             pattern: DuoAttention's score of each head, [layers][KV heads].
             policies: Further policies by name.
             tier_tables: If given, `retentions` are memory budgets, shares of the full cache's bytes, and each method is
-                a row for each of these ways to spend them, named "METHOD (NAME)"; "METHOD" for the name "".
+                a row for each of these ways to spend them, named "METHOD (NAME)"; "METHOD" for the name "". None is
+                that of the method's policy.
 
         Raises:
             LkvError: For an unknown name, or a method without its policy or pattern.
@@ -100,15 +101,17 @@ class MethodGrid:
             for retention in self.retentions
             for name, loaded in named.items()
         }
+        self._tables: Mapping[str, TierTable | None] = {"": None} if tier_tables is None else tier_tables
+        self.is_memory = tier_tables is not None
         self._selectors: dict[tuple[str, str], Selector] = {}
         for spec in self._specs.values():
             inputs = self._inputs[self.retentions[0], spec.policy_name]
             self._selectors[_selector_key(spec)] = spec.build_selector(inputs)
             spec.build_budget(inputs)  # raises before the first prompt is read
+            for table in self._tables.values() if self.is_memory else ():
+                self._build_tiers(spec, self.retentions[0], table)
         if any(spec.compensation for spec in self._specs.values()):
             query_rotations(model, REFIT)
-        self._tables: Mapping[str, TierTable | None] = {"": None} if tier_tables is None else tier_tables
-        self.is_memory = tier_tables is not None
         self.methods = [_row_name(name, table) for name in self._specs for table in self._tables]
         self.pairs = frozenset(product(self.methods, self.retentions))
 
@@ -124,6 +127,12 @@ class MethodGrid:
         used = {_selector_key(spec) for spec in grid._specs.values()}
         grid._selectors = {key: selector for key, selector in self._selectors.items() if key in used}
         return grid
+
+    def _build_tiers(self, spec: MethodSpec, memory: float, table: TierTable | None) -> tuple[TierBudget, ...]:
+        """The tiers of a method within a share of the full cache's bytes."""
+        inputs = self._inputs[memory, spec.policy_name]
+        learned = inputs.policy if spec.needs_policy else None
+        return build_tiers(spec, inputs, MemoryTarget(share=memory), table or tier_table_of(learned))
 
     def _columns(self) -> Iterator[tuple[str, float]]:
         return product(self._tables, self.retentions)
@@ -154,9 +163,8 @@ class MethodGrid:
             try:
                 if isinstance(scores, LkvError):
                     raise scores
-                inputs, table = self._inputs[retention, spec.policy_name], self._tables[table_name]
-                tiers = () if table is None else build_tiers(spec, inputs, MemoryTarget(share=retention), table)
-                budget = tiers[-1].budget if tiers else spec.build_budget(inputs)
+                tiers = self._build_tiers(spec, retention, self._tables[table_name]) if self.is_memory else ()
+                budget = tiers[-1].budget if tiers else spec.build_budget(self._inputs[retention, spec.policy_name])
                 method = Method(name, budget, selector, compensation=spec.compensation, tiers=tiers)
                 method = method.for_prompt(ids, prompt)
                 method.budget.counts(0, scores)
@@ -251,8 +259,8 @@ class MethodComparison:
         return torch.stack([layer.kept_counts for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
 
     def nbytes(self) -> int:
-        """The bytes of k and v of all rows."""
-        return self._cache.nbytes()
+        """The bytes of k and v of all rows, without sliding windows, from which nothing is evicted."""
+        return sum(layer.nbytes() for layer in self._cache.ragged_layers)
 
     def realised_retentions(self) -> list[float]:
         """The share of the prompt's KV entries that each method keeps."""

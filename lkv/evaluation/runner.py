@@ -22,7 +22,6 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.integrations.transformers.attention import input_device, patch_attention
 from lkv.integrations.transformers.prefill import PromptKV, read_prompt
 from lkv.integrations.transformers.spec import evaluation_mode
-from lkv.methods.memory_budget import DEFAULT_TABLE
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -96,22 +95,17 @@ def evaluate(
     state = devices.distributed_state("evals", "an evaluation")
     grid = MethodGrid(
         model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies,
-        {"": DEFAULT_TABLE} if config.by_memory else None,
+        {"": None} if config.by_memory else None,
     )  # fmt: skip
     named = _name_examples(examples)
     header = _header(model, grid, config, named)
     with lock_journal(out) if state.is_main_process else nullcontext():
-        journal = SampleJournal(out, header, state.process_index, state.num_processes, state.wait_for_everyone)
-        pending: dict[str, MethodGrid] = {}
-        for key, example in named.items():
-            line = journal.done.get(key)
-            if line is not None and line.get("text_sha256") != _text_digest(example):
-                raise DataError(
-                    f"{out} holds the sample {key!r} of another text; use the data that it was made with, or another "
-                    "file."
-                )
-            if (missing := _missing_methods(grid, line)) is not None:
-                pending[key] = missing
+        samples = {key: _digest_example(example) for key, example in named.items()}
+        journal = SampleJournal(
+            out, header, state.process_index, state.num_processes, state.wait_for_everyone, samples=samples
+        )
+        missing = {key: _missing_methods(grid, journal.done.get(key)) for key in named}
+        pending = {key: methods for key, methods in missing.items() if methods is not None}
         timed = _first_of_each_task(named, config.timed_samples)
         share = _share_of(list(pending), state.process_index, state.num_processes)
         with evaluation_mode(model):
@@ -139,7 +133,7 @@ def run_example(
         memory), `skipped` methods with the reason, and timings. Where memory runs out, fewer methods run at a time.
     """
     line: Record = {"task": example.task, "length": example.length, "number": example.number}
-    line["text_sha256"] = _text_digest(example)
+    line |= _digest_example(example)
     try:
         max_positions = patch_attention(model).spec.max_positions
         prompt = config.make_prompt(example, tokenizer=tokenizer, protocol=config.protocol, max_positions=max_positions)
@@ -263,6 +257,7 @@ def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
 def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[str, Example]) -> Record:
     """The first line of the file: all settings that results depend on."""
     policy, pattern, policies = config.policy, config.pattern, config.policies
+    tiers = {name: own.card["tiers"] for name, own in {"": policy, **policies}.items() if own and own.card.get("tiers")}
     header = {
         "format": JOURNAL_FORMAT,
         "suite": next(iter(named.values())).suite,
@@ -278,6 +273,9 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "pattern": None if pattern is None else _digest(pattern),
         "pattern_from": None if pattern is None else config.pattern_source,
         **({"policies": {name: policy.digest() for name, policy in policies.items()}} if policies else {}),
+        **({"tiers": tiers} if grid.is_memory and tiers else {}),
+        "make_prompt": _qualified_name(config.make_prompt),
+        "score": _qualified_name(config.score),
         "seed": config.seed,
         "planned": list(named),
         "dtype": devices.dtype_name(model.dtype),
@@ -287,6 +285,11 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
     if devices.is_gpu(model.device):
         header["machine"] += f", {devices.runtime(model.device).get_device_name(model.device)}"
     return header
+
+
+def _qualified_name(function: Any) -> str:
+    """A function with its module, or the kind of another callable."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _missing_methods(grid: MethodGrid, line: Record | None) -> MethodGrid | None:
@@ -321,9 +324,11 @@ def _first_of_each_task(named: dict[str, Example], count: int) -> set[str]:
     return {key for task_keys in keys.values() for key in task_keys[:count]}
 
 
-def _text_digest(example: Example) -> str:
-    parts = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
-    return _digest(parts)
+def _digest_example(example: Example) -> dict[str, str]:
+    """What an example's line holds of what it was measured with."""
+    text = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
+    scoring = (example.metric, example.classes, example.first_line, example.stop_at_newline, example.chat)
+    return {"text_sha256": _digest(text), "scoring_sha256": _digest(scoring)}
 
 
 def _digest(value: Any) -> str:

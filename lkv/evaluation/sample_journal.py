@@ -1,6 +1,6 @@
 """The journal of an evaluation, which can be extended by later runs and shared by several processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from lkv.utils.journal import Record, append_sample, check_header, read_samples,
 _FROM_FIRST_RUN = ("machine", "date")
 _LISTS = ("methods", "retentions", "planned")
 _SET_ONCE = ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint")  # None until a run needs them
+_MISSING_IN_OLD_FILES = ("make_prompt", "score")
 _MERGED = (*_LISTS, *_SET_ONCE, "policies")
 _CONFLICT = object()
 
@@ -26,26 +27,36 @@ class SampleJournal:
     """
 
     def __init__(
-        self, out: Path, header: Record, rank: int = 0, world_size: int = 1, barrier: Callable[[], Any] = lambda: None
+        self,
+        out: Path,
+        header: Record,
+        rank: int = 0,
+        world_size: int = 1,
+        barrier: Callable[[], Any] = lambda: None,
+        *,
+        samples: Mapping[str, Record] | None = None,
     ):
         """Open `out` to add samples measured with the settings in `header`.
 
         Args:
-            out: The file; it and its folder are created if needed.
+            out: The file; it and its folder are created if needed. One that is refused stays as it was.
             header: The settings of this run.
             rank: The number of this process.
             world_size: How many processes share the samples.
             barrier: Returns once all processes have called it.
+            samples: By key, what lines of this run's samples must agree with in the fields that they have.
 
         Raises:
-            DataError: If `out` or a part holds samples of other settings, or is not a journal.
+            DataError: If `out` or a part holds samples of other settings or texts, or is not a journal.
         """
         self._out, self._header, self._rank, self._barrier = out, header, rank, barrier
         self._path = out if world_size == 1 else out.with_name(f"{out.stem}.part{rank}{out.suffix}")
         check_writable_file(out, DataError, "the samples")
         for path in self._files():
-            written = read_samples(path)[0] or header
-            self._header = _merge_headers(path, written, self._header)
+            written, lines = read_samples(path)
+            for line in lines:
+                _check_sample(path, line, (samples or {}).get(line["key"], {}))
+            self._header = _merge_headers(path, written or header, self._header)
         barrier()
         self._merge_files()
         barrier()
@@ -93,6 +104,15 @@ class SampleJournal:
             part.unlink()
 
 
+def _check_sample(path: Path, line: Record, expected: Record) -> None:
+    """Raise DataError if a line is of a sample with another text, or one that was asked or scored otherwise."""
+    for name, what in (("text_sha256", "of another text"), ("scoring_sha256", "with another metric or prompt")):
+        if name in line and line[name] != expected.get(name, line[name]):
+            raise DataError(
+                f"{path} holds the sample {line['key']!r} {what}; use what it was made with, or another file."
+            )
+
+
 def _has_valid_rows(sample: Record) -> bool:
     """Whether each measured or skipped row names its method and retention."""
     return all(
@@ -113,7 +133,7 @@ def _merge_setting(name: str, written: Record, header: Record) -> Any:
     new: Any = header.get(name)
     if name in _FROM_FIRST_RUN or old == new or (name in _MERGED and new is None):
         return old if name in written else new
-    if (name in _MERGED and name not in written) or (name in _SET_ONCE and old is None):
+    if (name in (*_MERGED, *_MISSING_IN_OLD_FILES) and name not in written) or (name in _SET_ONCE and old is None):
         return new
     if name in _LISTS and isinstance(old, list):
         return [*old, *(value for value in new if value not in old)]

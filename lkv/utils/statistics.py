@@ -45,9 +45,9 @@ def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
     """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
     The draws of small groups vary too little, by (n - 1) / n, and so few samples are not normally distributed: the
-    interval is widened by both, the latter as Student's t with Satterthwaite's degrees of freedom. Where a group has
-    one sample only, whole groups are drawn. Differences of two methods, sample by sample, give the paired comparison.
-    Needs scipy.
+    interval is widened by both, the latter as Student's t with Satterthwaite's degrees of freedom. A group of one
+    sample is drawn as if it varied as the others do, about their means; where all have one, whole groups are drawn.
+    Differences of two methods, sample by sample, give the paired comparison. Needs scipy.
 
     Args:
         groups: The samples of each task (at one length).
@@ -80,17 +80,23 @@ def _draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndar
     random = np.random.default_rng(0)
     means = np.stack([group.mean(0) for group in groups])
     point = means.mean(0)
-    if min(map(len, groups)) == 1:
+    # What each sample is away from its group's mean, for groups that have more than one.
+    residuals = [
+        (group - mean) * np.sqrt(len(group) / (len(group) - 1))
+        for group, mean in zip(groups, means, strict=True)
+        if len(group) > 1
+    ]
+    if not residuals:
         return point, means[random.integers(0, len(groups), (draws, len(groups)))].mean(1)
-    spread = np.zeros((draws, len(point)))
-    for group, mean in zip(groups, means, strict=True):
-        size = len(group)
-        spread += (group[random.integers(0, size, (draws, size))].mean(1) - mean) * np.sqrt(size / (size - 1))
-    # Satterthwaite's degrees of freedom, by the first column.
-    variances = np.array([group[:, 0].var(ddof=1) / len(group) for group in groups])
-    degrees = np.array([len(group) - 1 for group in groups])
-    total = float((variances**2 / degrees).sum())
-    freedom = float(variances.sum()) ** 2 / total if total else float(degrees.sum())
+    singles, pooled = len(groups) - len(residuals), np.concatenate(residuals)
+    spread = pooled[random.integers(0, len(pooled), (draws, singles))].sum(1)
+    for each in residuals:
+        spread += each[random.integers(0, len(each), (draws, len(each)))].mean(1)
+    # Satterthwaite's degrees of freedom, by the first column; the singles share those of the others.
+    variances = [each[:, 0].var() / len(each) for each in residuals] + [singles * pooled[:, 0].var()] * bool(singles)
+    degrees = [len(each) - 1 for each in residuals] + [len(pooled) - len(residuals)] * bool(singles)
+    total = sum(variance**2 / degree for variance, degree in zip(variances, degrees, strict=True))
+    freedom = sum(variances) ** 2 / total if total else sum(degrees)
     return point, point + spread / len(groups) * (t.ppf(0.975, freedom) / norm.ppf(0.975))
 
 

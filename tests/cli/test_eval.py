@@ -7,6 +7,7 @@ import pytest
 
 from lkv.cli.eval import _name_policies, _parse_policies
 from lkv.cli.main import main, parse_arguments
+from lkv.errors import LkvError
 from tests.conftest import save_model
 
 
@@ -55,6 +56,11 @@ def test_policies_have_names_of_their_own(capsys, tmp_path):
     assert _name_policies(["lkv", "knorm", "full", "lkv-h+knorm"], ["a", "b"]) == [
         "lkv@a", "lkv@b", "knorm", "full", "lkv-h+knorm@a", "lkv-h+knorm@b",
     ]  # fmt: skip
+    # A method that names its policy reads that one alone.
+    assert _name_policies(["lkv@b", "lkv", "knorm"], ["a", "b"]) == ["lkv@b", "lkv@a", "knorm"]
+    for names, advice in (([""], "--policy b=PATH"), (["a"], "--policy b=PATH")):
+        with pytest.raises(LkvError, match=f"'lkv@b' names a policy that is not there; give it as {advice}"):
+            _name_policies(["lkv@b"], names)
     for given in (["a=x", "y"], ["a=x", "a=y"], ["a+b=x", "c=y"]):
         command = ["eval", "ruler", "--policy", *given, "--out", str(tmp_path / "x.jsonl")]
         assert main(command) == 2

@@ -1,5 +1,6 @@
 """Evaluations that are interrupted, extended or shared by processes, and files that they refuse."""
 
+import functools
 import json
 import os
 import signal
@@ -65,6 +66,38 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
             run(model, policy, out, examples)
 
 
+def test_a_refused_run_leaves_the_file_as_it_was(model, policy, tmp_path):
+    examples, out = make_examples(1), tmp_path / "x.jsonl"
+    run(model, None, out, examples, methods=("snapkv",))
+    before = out.read_text()
+    other = Policy(policy.spec)
+    for changed, options, message in (
+        (make_examples(2, tokens=95), {}, "sample 'alpha-128-0' of another text"),
+        (make_examples(2, metric="qa_f1"), {}, "sample 'alpha-128-0' with another metric or prompt"),
+        (make_examples(2, stop_at_newline=True), {}, "'alpha-128-0' with another metric or prompt"),
+        (make_examples(2), {"score": lambda example, answer: 0.0}, r"settings \(score "),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(model, other, out, changed, **options)
+        assert out.read_text() == before
+    # The policy of the refused runs is not in the way of the right one.
+    header, lines = run(model, policy, out, examples)
+    assert header["policy"] == policy.digest()
+    assert [row["method"] for row in lines[0]["rows"]] == ["full", "snapkv", "lkv"]
+
+
+def test_files_of_before_scoring_was_written_down_are_resumed(model, policy, tmp_path):
+    examples, out = make_examples(2), tmp_path / "x.jsonl"
+    _, whole = run(model, policy, tmp_path / "whole.jsonl", examples)
+    header, lines = run(model, policy, out, examples[:2])
+    for line in (header, *lines):
+        for name in ("make_prompt", "score", "scoring_sha256"):
+            line.pop(name, None)
+    out.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
+    header, lines = run(model, policy, out, examples)
+    assert header["score"] == "tests.fake_suite.score" and len(lines) == len(whole)
+
+
 def test_only_added_methods_and_retentions_are_measured(model, policy, tmp_path, monkeypatch):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     whole = run(model, policy, tmp_path / "whole.jsonl", examples, ["knorm", "snapkv", "lkv"], [0.3, 0.2])[1]
@@ -101,6 +134,7 @@ def test_a_run_interrupted_while_it_adds_samples_is_noted(model, tmp_path):
     """Whatever was planned before, and whatever is run in between."""
     examples, out, scored = make_examples(3), tmp_path / "x.jsonl", []
 
+    @functools.wraps(score)  # the same score, by its name in the file
     def interrupted(example, answer):
         scored.append(answer)
         if len(scored) > 2:  # the full cache's answer and Knorm's to the first sample
@@ -144,7 +178,7 @@ def test_a_file_that_another_process_writes_to_is_refused(model, policy, tmp_pat
 
 SECONDS = 300  # starting Python with transformers takes a minute on a busy machine
 WORKER = """
-import sys, time
+import functools, sys, time
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
@@ -159,6 +193,7 @@ model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float
 
 scored = set()
 
+@functools.wraps(score)
 def slowly(example, answer):
     time.sleep(pause)
     scored.add((example.task, example.number))

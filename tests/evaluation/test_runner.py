@@ -15,12 +15,14 @@ from lkv.evaluation.report.score_tables import TableRequest, build_table
 from lkv.evaluation.runner import _share_of
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import read_prompt
+from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.registry import parse_method
 from lkv.methods.selectors import LearnedScores
 from lkv.methods.selectors import kvzip as second_pass
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds
+from tests.families import build
 from tests.methods.test_kvzip import kvzip
 
 METHODS = ("lkv", "lkv-t", "ada+lkv-t", "snapkv", "expected", "kvzip", "lkv-h+kvzip", "random")
@@ -64,6 +66,42 @@ def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
             different.add(answer)
         assert rows["full", 1.0]["kl"] == 0 and rows["full", 1.0]["hidden_error"] == 0
     assert len(different) > 10
+
+
+def test_bytes_are_spent_as_the_policy_of_a_method_says(model, policy, tmp_path):
+    examples, out = make_examples(1, ["alpha"], tokens=300), tmp_path / "x.jsonl"
+    policy.card["tiers"] = TierTable.single(Precision(8, 8)).to_json()
+    header, (line,) = run(model, policy, out, examples, ["lkv", "snapkv"], [0.03], by_memory=True)
+    assert header["budget"] == "memory" and header["tiers"] == {"": policy.card["tiers"]}
+    patch_attention(model)
+    given = make_prompt(examples[0], Letters(), "kvpress", 512)
+    prompt = read_prompt(model, torch.tensor([given.context]), queries=True)
+    rows = {row["method"]: row for row in line["rows"]}
+    for name, learned in (("lkv", policy), ("snapkv", None)):
+        cache = RaggedCache(model, policy=learned, memory=0.03, method=name)
+        cache.fill(prompt)
+        assert rows[name]["realised"] == pytest.approx(cache.realised_retention(), abs=1e-6)
+        assert 0.02 < rows[name]["nbytes"] / rows[name]["full_nbytes"] < 0.032
+    # The default has fewer bits, so more entries.
+    assert rows["lkv"]["realised"] < 0.8 * rows["snapkv"]["realised"]
+    del policy.card["tiers"]
+    with pytest.raises(DataError, match=r"settings \(tiers "):
+        run(model, policy, out, examples, ["lkv"], [0.03], by_memory=True)
+
+
+def test_a_method_that_takes_no_memory_is_refused_before_the_first_sample(model, policy, tmp_path):
+    with pytest.raises(LkvError, match="pyramidkv-kvpress"):
+        run(model, policy, tmp_path / "x.jsonl", make_examples(1), ["lkv", "pyramidkv-kvpress"], [0.3], by_memory=True)
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+@torch.no_grad()
+def test_sliding_windows_count_in_no_budget(tmp_path):
+    model = build("Gemma3")
+    examples = make_examples(1, ["alpha"], tokens=200)
+    (line,) = run(model, None, tmp_path / "x.jsonl", examples, ["knorm"], [0.1], by_memory=True)[1]
+    (row,) = (row for row in line["rows"] if row["method"] == "knorm")
+    assert 0.05 < row["nbytes"] / row["full_nbytes"] < 0.11
 
 
 def test_fidelity_is_measured_by_teacher_forcing_the_true_answer(model, policy, tmp_path):

@@ -49,6 +49,23 @@ def test_one_sample_a_task_is_drawn_by_whole_tasks():
     assert macro_mean([[v] for v in values]) == pytest.approx(bootstrap([[v] for v in values]))
 
 
+def test_a_task_of_one_sample_varies_as_the_others_do():
+    """The whole of it: one mean of 80 values, and one value of the same spread, each counting half."""
+    random = np.random.default_rng(1)
+    many, one = random.normal(50, 10, 80), [120.0]
+    mean = macro_mean([many, one], draws=20_000)
+    error = 0.5 * np.sqrt(many.var(ddof=1) * (1 + 1 / 80))
+    assert mean.value == pytest.approx((many.mean() + 120) / 2)
+    assert mean.high - mean.low == pytest.approx(2 * stats.t.ppf(0.975, 79) * error, rel=0.1)
+    held = 0
+    for _ in range(400):
+        means = random.uniform(0, 1, 5)
+        groups = [random.normal(own, 0.3, size) for own, size in zip(means, (1, 4, 4, 4, 4), strict=True)]
+        found = macro_mean(groups, draws=200)
+        held += found.low <= means.mean() <= found.high
+    assert 0.9 <= held / 400 <= 0.98  # 0.93 to 0.94 in 1,500 draws; drawing whole tasks: 1.0
+
+
 def test_macro_interval_is_that_of_the_normal_limit():
     random = np.random.default_rng(3)
     groups = [random.normal(50, 10, 400), random.normal(20, 5, 100)]

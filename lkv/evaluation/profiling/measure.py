@@ -70,6 +70,12 @@ class Profiler:
         self._spec = patch_attention(model).spec
         self._policy = policy and policy.on(self._device)
 
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU, or of the processor with its cores."""
+        is_gpu = devices.is_gpu(self._device)
+        return devices.runtime(self._device).get_device_name(self._device) if is_gpu else describe_machine()
+
     def measure(self, tokens: int, methods: Sequence[str]) -> list[dict[str, Any]]:
         """One row a method for a context of `tokens` tokens.
 
@@ -168,10 +174,10 @@ class Profiler:
         full: Sequence[ProfileRun] | None = None,
     ) -> dict[str, Any]:
         """The row of a method from its `first` run, or its reason, and its timed `runs`; a missing number is None."""
-        settings, is_gpu = self._settings, devices.is_gpu(self._device)
+        settings = self._settings
         row: dict[str, Any] = {
             "model": self._name,
-            "device": devices.runtime(self._device).get_device_name(self._device) if is_gpu else describe_machine(),
+            "device": self.device_name,
             "dtype": devices.dtype_name(self._model.dtype),
             "method": method,
             "tokens": tokens,

@@ -13,7 +13,7 @@ from lkv.errors import ReportError
 from lkv.evaluation.report import names
 from lkv.evaluation.report.names import AVERAGE, FULL, RULES, SELECTORS, is_lkv, method_label
 from lkv.evaluation.report.profile_table import ProfileResults
-from lkv.evaluation.report.results_frame import DEFAULT_RETENTION
+from lkv.evaluation.report.results_frame import DEFAULT_RETENTION, MEMORY
 from lkv.evaluation.report.tables import MEASURED, PUBLISHED, Table
 from lkv.methods.registry import METHODS, find_method
 from lkv.utils.extras import optional_import
@@ -150,12 +150,14 @@ def _plot_curves(table: Table) -> "Figure":
     places = {column.name: column.x for column in table.columns if column.x is not None}
     styles = method_styles(list(table.cells.method))
     cells = table.cells.assign(place=table.cells.column.map(places)).dropna(subset=["value", "place"])
-    by_retention = cells.assign(x=cells.realised.fillna(cells.place) if table.name == "sweep" else cells.realised)
-    panels = [("", by_retention)]
+    requested, is_memory = cells.place if table.name == "sweep" else cells.retention, table.amount == MEMORY
+    by_budget = cells.assign(x=requested if is_memory else cells.realised.fillna(requested))
+    budget = "memory (of the full cache's bytes)" if is_memory else "retention (kept / all entries)"
+    panels = [("", by_budget)]
     if table.name == "ruler":
         last = list(places)[-1]
         has_retentions = table.cells.group.nunique() > 1 or len(places) == 1
-        panels = [(last, by_retention[cells.column == last])] if has_retentions else []
+        panels = [(last, by_budget[cells.column == last])] if has_retentions else []
         if len(places) > 1:
             groups = cells[cells.method != FULL].groupby("group", sort=False).retention.first()
             gap = {name: abs(groups.get(name, 1.0) - DEFAULT_RETENTION) for name in cells.group.unique()}
@@ -167,7 +169,7 @@ def _plot_curves(table: Table) -> "Figure":
         is_length = panel.x.max() > 1
         _draw_curves(axes, panel, styles, full_is_flat=not is_length)
         axes.set_title(title)
-        axes.set_xlabel(table.axis if is_length else "retention (kept / all entries)")
+        axes.set_xlabel(table.axis if is_length else budget)
         if is_length:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(places.values()), [f"{x / 1024:g}k" for x in places.values()])

@@ -1,8 +1,9 @@
 """Result files of `lkv eval`: read into one DataFrame, checked, and averaged over the samples that methods share."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ Unit = tuple[str, int | None]  # (task, length): what an average counts once
 # Files of one table agree in these and in the versions of all packages but Python itself.
 _COMMON = ("suite", "protocol", "model", "revision", "fingerprint", "policy", "pattern", "dtype", "lkv")
 _REQUIRED = ("suite", "protocol", "model", "revision", "dtype", "lkv")  # the others may be absent from some files
-_COLUMNS = ("key", "task", "length", "number", "method", "retention", "realised", *ROW_METRICS)
+_COLUMNS = ("key", "task", "length", "number", "method", "retention", "realised", "bytes", *ROW_METRICS)
 _RANGES = {"score": (0, 100), "kl": (0, inf), "agreement": (0, 1), "hidden_error": (0, inf)}
 _FULL = (FULL, 1.0)
 
@@ -36,13 +37,16 @@ class Results:
     Attributes:
         header: The first file's settings.
         frame: One row a sample, method and retention: key, task, length (tokens, or missing), number, method,
-            retention, realised (kept / all KV entries), score (0..100), kl (nats), agreement (0..1), hidden_error.
+            retention, realised (kept / all KV entries), bytes (of k and v, by the full cache's), score (0..100), kl
+            (nats), agreement (0..1), hidden_error.
         notes: What a reader of the tables must know.
+        reasons: Why a method at a retention ran on no sample, for those that did not.
     """
 
     header: Mapping[str, Any]
     frame: pd.DataFrame
     notes: tuple[str, ...]
+    reasons: Mapping[Pair, str] = field(default_factory=dict)
 
     @property
     def amount(self) -> str:
@@ -71,6 +75,7 @@ def read_results(paths: Sequence[Path]) -> Results:
     samples: dict[str, dict[str, Any]] = {}
     counts = dict.fromkeys(("torn", "unusable", "truncated", "answer_lost"), 0)
     repeated, notes = [], []
+    skipped: dict[Pair, Counter[str]] = {}
     for path in paths:
         lines, torn = read_journal(path, ReportError, "give a file as `lkv eval` wrote it")
         counts["torn"] += torn
@@ -81,6 +86,8 @@ def read_results(paths: Sequence[Path]) -> Results:
                 counts["unusable"] += 1
                 continue
             sample = _read_sample(f"{path}, line {number}", line)
+            for pair, reason in _read_skipped(f"{path}, line {number}", line):
+                skipped.setdefault(pair, Counter())[reason] += 1
             key, rows = sample["key"], sample["rows"]
             previous_rows = rows_of_file.get(key, {})
             rows_of_file[key] = rows
@@ -127,7 +134,14 @@ def read_results(paths: Sequence[Path]) -> Results:
         for (method, retention), values in sample["rows"].items()
     ]
     frame = pd.DataFrame(rows, columns=list(_COLUMNS))
-    return Results(header, frame.astype(dict.fromkeys(("realised", *ROW_METRICS), float)), tuple(notes))
+    measured = set(zip(frame.method, frame.retention, strict=True))
+    reasons = {pair: counter.most_common(1)[0][0] for pair, counter in skipped.items() if pair not in measured}
+    results = Results(header, frame.astype(dict.fromkeys(("realised", "bytes", *ROW_METRICS), float)), (), reasons)
+    notes += [
+        f"{_format_pair(pair, results.amount)} ran on no sample: {reason.rstrip('.')}."
+        for pair, reason in reasons.items()
+    ]
+    return replace(results, notes=tuple(notes))
 
 
 def _describe_counts(counts: Mapping[str, int], num_samples: int) -> list[str]:
@@ -158,14 +172,14 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
             f"{path} has format {header['format']!r}, but this version reads {JOURNAL_FORMAT}; make the file anew with "
             "`lkv eval`, or use the lkv-cache version that wrote it."
         )
-    for field in ("suite", "protocol", "model", "lkv"):
-        if field not in header:
-            raise ReportError(f"{path}, line 1: the header has no field {field!r}; make the file anew with `lkv eval`.")
+    for name in ("suite", "protocol", "model", "lkv"):
+        if name not in header:
+            raise ReportError(f"{path}, line 1: the header has no field {name!r}; make the file anew with `lkv eval`.")
     kinds = {"versions": (dict,), "methods": (list,), "retentions": (list,), "planned": (list, int)}
-    for field, allowed in kinds.items():
-        if field in header and not isinstance(header[field], allowed):
+    for name, allowed in kinds.items():
+        if name in header and not isinstance(header[name], allowed):
             raise ReportError(
-                f"{path}, line 1: the header's {field!r} is {header[field]!r}; make the file anew with `lkv eval`."
+                f"{path}, line 1: the header's {name!r} is {header[name]!r}; make the file anew with `lkv eval`."
             )
     return header
 
@@ -173,22 +187,31 @@ def _check_header(path: Path, header: dict[str, Any]) -> dict[str, Any]:
 def _check_agreement(headers: Mapping[Path, Mapping[str, Any]]) -> None:
     values: dict[str, dict[Path, Any]] = {}
     for path, header in headers.items():
-        facts = {field: header.get(field) for field in _COMMON}
-        facts["budget"] = header.get("budget", "retention")
+        facts = {name: header.get(name) for name in _COMMON}
+        facts["budget"], facts["tiers"] = header.get("budget", "retention"), header.get("tiers") or "default"
         facts |= {name: version for name, version in header.get("versions", {}).items() if name != "python"}
         facts |= {f"policy {name}": digest for name, digest in (header.get("policies") or {}).items()}
-        for field, value in facts.items():
-            if value is not None or field in _REQUIRED:
-                values.setdefault(field, {})[path] = value
+        for name, value in facts.items():
+            if value is not None or name in _REQUIRED:
+                values.setdefault(name, {})[path] = value
     differences = [
-        f"{field} ({', '.join(f'{path}: {value}' for path, value in by_path.items())})"
-        for field, by_path in values.items()
+        f"{name} ({', '.join(f'{path}: {value}' for path, value in by_path.items())})"
+        for name, by_path in values.items()
         if len({json.dumps(value) for value in by_path.values()}) > 1
     ]
     if differences:
         raise ReportError(
             f"these files do not belong in one table; they differ in {'; '.join(differences)}. Report them separately."
         )
+
+
+def _read_skipped(where: str, line: Mapping[str, Any]) -> list[tuple[Pair, str]]:
+    """The methods and retentions that could not run on a file's sample, each with the reason."""
+    try:
+        rows = line.get("skipped") or ()
+        return [((str(row["method"]), float(row["retention"])), str(row.get("reason", "unknown"))) for row in rows]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ReportError(f"{where} is malformed ({error!r}); make the file anew with `lkv eval`.") from None
 
 
 def _read_sample(where: str, line: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +231,8 @@ def _read_sample(where: str, line: Mapping[str, Any]) -> dict[str, Any]:
             if pair in rows:
                 raise ReportError(f"{where}: the method {pair[0]!r} occurs twice at retention {pair[1]:g}.")
             rows[pair] = {"realised": finite("realised", row["realised"])}
+            if row.get("full_nbytes"):
+                rows[pair]["bytes"] = finite("nbytes", row["nbytes"]) / finite("full_nbytes", row["full_nbytes"])
             rows[pair] |= {name: None if row.get(name) is None else finite(name, row[name]) for name in ROW_METRICS}
         return {
             "key": str(line["key"]),
@@ -230,7 +255,11 @@ def method_pairs(results: Results, methods: Sequence[str] = (), retentions: Sequ
     amounts = retentions_of(measured)
     for name in methods:
         if name not in names:
-            raise ReportError(f"the files hold no method {name!r}; they hold {', '.join(names)}.")
+            reasons = [reason for (method, _), reason in results.reasons.items() if method == name]
+            raise ReportError(
+                f"{name!r} ran on no sample: {reasons[0]}" if reasons
+                else f"the files hold no method {name!r}; they hold {', '.join(names)}."
+            )  # fmt: skip
     for retention in retentions:
         if retention not in amounts:
             listing = ", ".join(f"{amount:g}" for amount in amounts)
@@ -303,16 +332,16 @@ class Scores:
                 self._samples[unit], self._able[unit] = shared, able
         if not self._samples:
             raise ReportError(
-                f"no sample has the {' and '.join(metrics)} of all of {', '.join(map(_format_pair, pairs))}; choose "
+                f"no sample has the {' and '.join(metrics)} of all of {', '.join(map(self._format, pairs))}; choose "
                 "fewer with --methods or --retention."
             )
         for pair in pairs:
             if units := [unit for unit in self.units if pair not in self._able[unit]]:
                 where = join_some([task if at is None else f"{task} at {at:,}" for task, at in units])
-                self.notes.append(f"{_format_pair(pair)} is not there for {where}, and in no average that counts them.")
+                self.notes.append(f"{self._format(pair)} is not there for {where}, and in no average that counts them.")
         total = results.frame.key.nunique()
         if left_out := total - sum(self.sizes):
-            short = ", ".join(f"{_format_pair(pair)} {count}" for pair, count in missing.items() if count)
+            short = ", ".join(f"{self._format(pair)} {count}" for pair, count in missing.items() if count)
             self.notes.append(f"{left_out} of {total} samples left out, which not all methods have (missing: {short}).")
         if min_full > 0:
             self._drop_hard_tasks(min_full)
@@ -372,6 +401,9 @@ class Scores:
         means = [sum(numbers := np.concatenate(groups).tolist()) / len(numbers) for groups in values if groups]
         return sum(means) / len(means) if len(means) == len(pairs) else None
 
+    def _format(self, pair: Pair) -> str:
+        return _format_pair(pair, self.amount)
+
     def _ran(self, pairs: Iterable[Pair], units: Sequence[Unit]) -> bool:
         return all(pair in self._able[unit] for pair in pairs for unit in units)
 
@@ -408,5 +440,5 @@ def _by_unit(frame: pd.DataFrame, suite: str) -> dict[Unit, pd.DataFrame]:
     return dict(sorted(units.items(), key=lambda item: (item[0][1] or 0, places.get(item[0][0], len(order)))))
 
 
-def _format_pair(pair: Pair) -> str:
-    return pair[0] if pair[0] == FULL else f"{pair[0]} at R = {pair[1]:g}"
+def _format_pair(pair: Pair, amount: str) -> str:
+    return pair[0] if pair[0] == FULL else f"{pair[0]} at {amount} = {pair[1]:g}"

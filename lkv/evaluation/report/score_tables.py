@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lkv.errors import ReportError
 from lkv.evaluation.report import names
@@ -69,12 +68,20 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
     amounts, sizes = retentions_of(pairs), sorted({min(scores.sizes), max(scores.sizes)})
     notes = [
         f"{header['model']}, protocol {header['protocol']}, lkv {header['lkv']}.",
-        f"Intervals are 95%, by bootstrap over the {' to '.join(map(str, sizes))} samples of each task, widened where "
-        f"they are few; fewer than {MIN_SAMPLES} samples have none. An interval has no width where all samples of a "
-        "task scored alike. Two intervals that overlap show no difference.",
+        f"Intervals are 95%, by bootstrap over the {_describe_draws(sizes)}; fewer than {MIN_SAMPLES} samples have "
+        "none. An interval has no width where all samples of a task scored alike. Two intervals that overlap show no "
+        "difference.",
     ]
     if results.amount == MEMORY:
         notes.append("memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each.")
+        shares = results.frame.groupby(["method", "retention"])["bytes"].mean()
+        excesses = [
+            f"{method} {shares[method, budget]:.3g} at {budget:g}"
+            for method, budget in pairs
+            if method != FULL and shares[method, budget] > 1.05 * budget
+        ]
+        if excesses:
+            notes.append(f"What these methods keep at least takes more bytes than the budget: {', '.join(excesses)}.")
     if scores.against:
         notes.append(
             f"Differences are to {method_label(scores.against)}, on the same samples: an interval without 0 shows one."
@@ -100,6 +107,14 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         caption=f"{header['model']}; {results.amount} = {', '.join(f'{r:g}' for r in amounts)}; "
         f"n = {sum(scores.sizes)} samples",
     )
+
+
+def _describe_draws(sizes: Sequence[int]) -> str:
+    """What intervals are drawn from, where tasks have these numbers of samples."""
+    if max(sizes) == 1:
+        return "tasks, each of one sample"
+    single = ", and a task of one sample as if it varied as the others do" if min(sizes) == 1 else ""
+    return f"{' to '.join(map(str, sizes))} samples of each task, widened where they are few{single}"
 
 
 def _build_main(scores: Scores) -> Table:
@@ -140,11 +155,8 @@ def _build_sweep(scores: Scores) -> Table:
         cells = {columns[r].name: scores.value(p, scores.units) for r, p in pairs.items() if p in scores.pairs}
         rows.append(TableRow(method, method_label(method), cells, retention=1.0 if method == FULL else None))
     notes = ("After @: the realised retention (kept / all entries).",)
-    by_memory = scores.amount == MEMORY
-    axis = "memory (of the full cache's bytes)" if by_memory else "retention (kept / all entries)"
-    title = f"{AVERAGE} over {'memory' if by_memory else 'retention'}"
-    more: dict[str, Any] = {"notes": notes, "axis": axis, "shows_realised": True}
-    return make_table("sweep", title, list(columns.values()), rows, **more)
+    title = f"{AVERAGE} over {'memory' if scores.amount == MEMORY else 'retention'}"
+    return make_table("sweep", title, list(columns.values()), rows, notes=notes, shows_realised=True)
 
 
 def _build_ruler(scores: Scores) -> Table:
@@ -255,7 +267,7 @@ def _make_row(
         cells[_difference_title(scores)] = difference
     if metric == "score" and (FULL, 1.0) in scores.pairs and pair[0] != FULL:
         cells[_SHARE] = scores.share_of_full(pair, units[AVERAGE])
-    return TableRow(pair[0], method_label(pair[0]), cells, group, pair[1], scores.realised([pair], scores.units))
+    return TableRow(pair[0], method_label(pair[0]), cells, group, pair[1], scores.realised([pair], units[AVERAGE]))
 
 
 def _make_columns(titles: Iterable[str], scores: Scores) -> list[Column]:

@@ -25,7 +25,7 @@ from lkv.evaluation.report.profile_table import build_prefill, read_profile
 from lkv.evaluation.report.score_tables import with_published
 from lkv.evaluation.report.training_table import build_training, read_curves
 from lkv.methods import registry
-from tests.results import GRID, cells, many, mean_of_means, table_of, values
+from tests.results import GRID, cells, line, many, mean_of_means, row, table_of, values
 
 
 def legend(figure):
@@ -60,6 +60,22 @@ def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     cell = cells(table, "lkv")["R = 0.5"]
     edge = {y for x, y in band.get_paths()[0].vertices if x == pytest.approx(0.495)}
     assert min(edge) == pytest.approx(cell.low) and max(edge) == pytest.approx(cell.high)
+
+
+def test_equal_bytes_stand_at_one_place(tmp_path):
+    rows = [row("full", 1.0, 90.0), *(row("lkv", share, 80.0, 5 * share) for share in (0.1, 0.05))]
+    lines = [line("trec", number, rows) for number in range(5)]
+    (axes,) = plot_table(table_of(tmp_path, "sweep", lines, header={"budget": "memory"})).axes
+    np.testing.assert_allclose(lines_of(axes)["LKV"].get_xdata(), [0.05, 0.1])
+    assert axes.get_xlabel() == "memory (of the full cache's bytes)"
+    lines = [item | {"length": length} for length in (2048, 4096) for item in lines]
+    lines = [item | {"task": "vt", "key": f"vt-{item['length']}-{item['number']}"} for item in lines]
+    figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler", header={"budget": "memory"}))
+    np.testing.assert_allclose(lines_of(figure.axes[1])["LKV"].get_xdata(), [0.05, 0.1])
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "context length (tokens)",
+        "memory (of the full cache's bytes)",
+    ]
 
 
 def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):

@@ -221,6 +221,53 @@ def test_tasks_by_length(tmp_path):
         assert found["Avg."].value == pytest.approx(np.mean([v.mean() for (_, at), v in own.items() if at == length]))
 
 
+def test_what_is_kept_of_a_length_is_that_of_its_samples(tmp_path):
+    lines = [
+        line("vt", number, [row("full", 1.0, 90.0), row("lkv", 0.15, 50.0, realised)], length)
+        for length, realised in ((2048, 0.3), (4096, 0.2))
+        for number in range(2)
+    ]
+    table = table_of(tmp_path, "tasks", lines, suite="ruler")
+    kept = {own.group: own.row_realised for own, _ in table.rows() if own.method == "lkv"}
+    assert kept == pytest.approx({"2,048 tokens": 0.3, "4,096 tokens": 0.2})
+
+
+def test_a_method_that_ran_nowhere_is_named_with_the_reason(tmp_path):
+    skipped = [{"method": "kvzip", "retention": 0.15, "reason": "the text is too long."}]
+    lines = [item | {"skipped": skipped} for item in scores_of("trec", [1, 2])]
+    assert "kvzip at R = 0.15 ran on no sample: the text is too long." in table_of(tmp_path, "main", lines).notes
+    with pytest.raises(ReportError, match="'kvzip' ran on no sample: the text is too long"):
+        table_of(tmp_path, "main", lines, methods=("kvzip",))
+    lines[0]["rows"] += [row("kvzip", 0.15, 5.0)]
+    assert not any("ran on no sample" in note for note in table_of(tmp_path, "main", lines).notes)
+    with pytest.raises(ReportError, match="line 2 is malformed"):
+        table_of(tmp_path, "main", [lines[0] | {"skipped": [3]}])
+
+
+def test_methods_above_their_bytes_are_named(tmp_path):
+    rows = [row("full", 1.0, 90.0)]
+    rows += [row(name, 0.1, 80.0, nbytes=held, full_nbytes=1000) for name, held in (("lkv", 101), ("duo", 187))]
+    lines = [line("trec", number, rows) for number in range(5)]
+    notes = table_of(tmp_path, "main", lines, header={"budget": "memory", "pattern_from": "a"}).notes
+    assert "What these methods keep at least takes more bytes than the budget: duo 0.187 at 0.1." in notes
+    assert not any("more bytes than the budget" in note for note in table_of(tmp_path, "main", lines).notes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((1, 1), "bootstrap over the tasks, each of one sample; fewer"),
+        ((1, 5), "over the 1 to 5 samples of each task, widened where they are few, and a task of one sample as if"),
+        ((5, 5), "over the 5 samples of each task, widened where they are few; fewer"),
+    ],
+)
+def test_a_note_says_what_intervals_are_drawn_from(tmp_path, sizes, says):
+    lines = [
+        item for task, size in zip(("trec", "qasper"), sizes, strict=True) for item in scores_of(task, range(size))
+    ]
+    assert any(says in note for note in table_of(tmp_path, "main", lines).notes)
+
+
 def test_sweep_over_retention_with_the_realised_one(tmp_path):
     lines = many(retentions=(0.05, 0.15, 0.5))
     table = table_of(tmp_path, "sweep", lines)
