@@ -95,7 +95,12 @@ def save_rows(
 
 def method_of(row: dict[str, Any]) -> str:
     """A row's method without its precision; empty where it has none."""
-    return str(row.get("method", "")).partition(" (")[0]
+    return plain_name(str(row.get("method", "")))
+
+
+def plain_name(method: str) -> str:
+    """A method's name without its precision."""
+    return method.partition(" (")[0]
 
 
 def row_label(method: str) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from benchmarks.common import interleaved, paired_ratio, parse_options
+from benchmarks.common import command_of, interleaved, paired_ratio, parse_options
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.prefill import LayerKV
@@ -140,7 +140,9 @@ def main() -> None:
             about = {"dtype": dtype_name(dtype), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    write_results(options.out, "decode", rows, 0, "python -m benchmarks.decode", measured=collect_provenance())
+    write_results(
+        options.out, "decode", rows, 0, command_of("benchmarks.decode", options), measured=collect_provenance()
+    )
 
 
 if __name__ == "__main__":

@@ -81,6 +81,8 @@ def _command(results: Results) -> str:
     words += [*map(str, header["retentions"]), "--protocol", header["protocol"], "--dtype", header["dtype"]]
     if header["model"] != DEFAULT:
         words += ["--model", header["model"]]
+    if header.get("seed"):
+        words += ["--seed", str(header["seed"])]
     tasks = list(results.frame.task.unique())
     if set(tasks) < {task for names in CATEGORIES[header["suite"]].values() for task in names}:
         words += ["--tasks", *tasks]

@@ -68,10 +68,13 @@ def _ratio_table(file: str) -> list[str]:
     }
     titles = _fit_titles(rows)
     body = [
-        [f"{title}, by {titles[against, None]}", *(cells[*key, against, *column] for column in columns)]
+        [
+            f"{title}, by {titles[against, None]}",
+            *(cells.get((*key, against, *column), "cannot run") for column in columns),
+        ]
         for against in dict.fromkeys(row["against"] for row in rows)
         for key, title in titles.items()
-        if (*key, against, *columns[0]) in cells
+        if any((*key, against, *column) in cells for column in columns)
     ]
     lead = "Their KL by that of KVzip and of the shipped policy on the same samples:"
     return [lead, table([f"{tokens(length)}, R = {retention:g}" for length, retention in columns], body)]

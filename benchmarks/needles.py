@@ -17,7 +17,6 @@ from benchmarks.common import SUBJECT, method_grids, parse_options, per_length, 
 from benchmarks.heldout import make_needles
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.integrations.transformers.prefill import read_prompt
-from lkv.methods.memory_budget import DEFAULT_TABLE
 from lkv.methods.registry import FULL
 from lkv.utils.prompts import encode_question
 from lkv.utils.statistics import bootstrap
@@ -38,7 +37,7 @@ def main() -> None:
     options.out = options.out or subject.results(options.name)
     scale = 2 / model.dtype.itemsize if options.by_memory else 1
     if options.by_memory:
-        shares, tables = [share * scale for share in options.retention], {"": DEFAULT_TABLE}
+        shares, tables = [share * scale for share in options.retention], {"": None}
         grids = {"": MethodGrid(model, tokenizer, options.methods, shares, subject.policy, tier_tables=tables)}
     else:
         grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import PAPER_SCORER, RESULTS, method_of
+from benchmarks.common import PAPER_SCORER, RESULTS, method_of, plain_name
 from lkv.errors import LkvError, ReportError
 from lkv.evaluation.report.names import FULL
 from lkv.methods.registry import parse_method
@@ -87,7 +87,7 @@ def command_for(
 
     By default those that read a policy; of these, only LKV itself for a policy with the paper's scorer.
     """
-    words = list[str]()
+    words, reads_policy = list[str](), not command.startswith("lkv ")  # `lkv eval` refuses one that no method reads
     for option, values in _grouped(shlex.split(command)):
         if option == "--methods":
             if methods:
@@ -96,6 +96,7 @@ def command_for(
                 values = [name for name in values if (name == "lkv" if is_paper else parse_method(name).needs_policy)]
             if not values:
                 raise ReportError(f"`{command}` has no such method; there is nothing to measure again.")
+            reads_policy |= any(name != FULL and parse_method(name).needs_policy for name in values)
         elif option == "--data":
             values = [str(data)]
         elif option == "--model" and model:
@@ -103,7 +104,7 @@ def command_for(
         elif option == "--pattern":  # which no method with a policy reads
             continue
         words += [*([option] if option else []), *values]
-    return [*words, "--policy", str(policy)]
+    return [*words, "--policy", str(policy)] if reads_policy else words
 
 
 def _grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -133,8 +134,8 @@ def merge(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     document |= {key: measured[key] for key in (*_PROVENANCE, "policy")}
     if others:
         provenance = earlier.get("kept", earlier)
-        earlier_names = {_plain(name) for name in provenance.get("methods", others)}
-        later = [name for name in others if _plain(name) not in earlier_names]
+        earlier_names = {plain_name(name) for name in provenance.get("methods", others)}
+        later = [name for name in others if plain_name(name) not in earlier_names]
         document["kept"] = {"methods": others, **{key: provenance[key] for key in _PROVENANCE}}
         if later:  # measured beside the policy of that time
             document["kept"]["later"] = {"methods": later, **{key: earlier[key] for key in _PROVENANCE}}
@@ -178,13 +179,9 @@ def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Se
 
 def _without(provenance: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """What a file says of earlier rows, without those of `methods`, whatever their precision."""
-    others = {**provenance, "methods": [name for name in provenance["methods"] if _plain(name) not in methods]}
+    others = {**provenance, "methods": [name for name in provenance["methods"] if plain_name(name) not in methods]}
     later = _without(others.pop("later"), methods) if "later" in others else {"methods": []}
     return others | ({"later": later} if later["methods"] else {})
-
-
-def _plain(name: str) -> str:
-    return name.partition(" (")[0]
 
 
 def _check_samples(new: dict[tuple[Any, ...], Any], old: dict[tuple[Any, ...], Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
-from benchmarks.common import RESULTS, method_of, row_label
+from benchmarks.common import RESULTS, method_of, plain_name, row_label
 from lkv.methods.registry import find_method
 from lkv.models.loading import DEFAULT
 from lkv.policy.policy import Policy
@@ -71,7 +71,7 @@ def date_of(method: str, name: str) -> str:
     of_file = document(name)
     kept = of_file.get("kept", {})
     for about in (of_file.get("again", {}).get(method), kept.get("later"), kept):
-        if about and method in (own.partition(" (")[0] for own in about.get("methods", [method])):
+        if about and method in map(plain_name, about.get("methods", [method])):
             return str(about["date"])
     return str(of_file["date"])
 

@@ -66,14 +66,18 @@ def measure_tiers(
 
 
 def best_table(measured: Sequence[dict[tuple[float, TierTable], float]]) -> TierTable:
-    """The table with the way of the least KL (its mean logarithm over samples) at each budget."""
+    """The table with the way of the least KL (its mean logarithm over samples) at each budget.
+
+    A way holds from the geometric mean of its first budget and the one before: a budget is looked up without the few
+    bits that all entries share, and so lies below the number that was measured.
+    """
     rows: list[Any] = []
     budgets = sorted({budget for budget, _ in measured[0]})
-    for budget in budgets:
+    for before, budget in zip([0.0, *budgets], budgets, strict=False):
         scores = {table: sum(math.log(max(1e-6, sample[budget, table])) for sample in measured) for table in CANDIDATES}
         ((_, row),) = min(scores, key=lambda table: scores[table]).rows
         if not rows or rows[-1][1] != row:
-            rows.append((0.0 if not rows else budget, row))
+            rows.append((math.sqrt(before * budget) if rows else 0.0, row))
     return TierTable(tuple(rows))
 
 

@@ -16,7 +16,7 @@ import sys
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -28,8 +28,9 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = ("tiny", "embedded")
 RETENTIONS = (0.5, 0.15)
-SECOND_PASS = ("kvzip",)  # methods that read the text twice
-_TOKENS = {"tiny": 300, "embedded": 300}  # characters are tokens of the tiny model
+_TOKENS = 300  # of a text
+# Of a text for methods with a pattern, whose windows alone are 384; the tiny model reads its own text as twice as many.
+WINDOWS_TOKENS = {"tiny": 500, "embedded": 1000}
 _MEASURES = ("realised", "nbytes", "score", "kl", "agreement", "hidden_error")
 _QUESTION = "What is this text about?"
 Compressing = Callable[[str, float], Any]
@@ -106,11 +107,15 @@ def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, tokenizer, policy = tiny(folder / "model") if kind == "tiny" else embedded()
-        texts = [text_of(number, tokenizer, _TOKENS[kind]) for number in range(samples)]
+        texts = [text_of(number, tokenizer, _TOKENS) for number in range(samples)]
         results: dict[str, torch.Tensor] = {}
         for number, text in enumerate(texts):
-            compressed = compressing(model, tokenizer, policy, text, kind == "embedded")
+            compressed = compressing(model, tokenizer, policy, methods, text, kind == "embedded")
             results |= kept_and_predicted(compressed, methods, f"text {number}", text, folder / "context.kv")
+        text = text_of(0, tokenizer, WINDOWS_TOKENS[kind])
+        windowed = [name for name, spec in methods.items() if spec.needs_pattern]
+        compressed = compressing(model, tokenizer, policy, methods, text, kind == "embedded")
+        results |= kept_and_predicted(compressed, windowed, "longer text", text, folder / "context.kv")
         results |= fidelity(model, tokenizer, policy, list(methods), texts, folder / "eval.jsonl")
         return results | (training(folder) if kind == "tiny" else {})
 
@@ -123,7 +128,9 @@ def text_of(number: int, tokenizer: Any, tokens: int) -> str:
     return tokenizer.decode(ids[number : number + tokens])
 
 
-def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) -> Compressing:
+def compressing(
+    model: Any, tokenizer: Any, policy: Any, methods: Mapping[str, Any], text: str, once: bool
+) -> Compressing:
     """What gives the context of `text` under a method at a retention. `once`: a method that needs no second pass evicts
     from what was read before, because reading takes nearly all of the time."""
     import lkv
@@ -133,10 +140,10 @@ def compressing(model: Any, tokenizer: Any, policy: Any, text: str, once: bool) 
     prompt = read_prompt(model, torch.tensor([full.ids]), queries=True) if once else None
 
     def context(method: str, retention: float) -> Any:
-        pattern = pattern_of(model) if method == "duo" else None
         if method == "full":
             return full
-        if prompt is None or method in SECOND_PASS:
+        pattern = pattern_of(model) if methods[method].needs_pattern else None
+        if prompt is None or methods[method].needs_second_pass:
             return lkv.compress(
                 model, tokenizer, text, method=method, retention=retention, policy=policy, pattern=pattern
             )
@@ -151,7 +158,7 @@ def kept_and_predicted(
     compressed: Compressing, methods: Iterable[str], title: str, text: str, path: Path
 ) -> dict[str, torch.Tensor]:
     """The indices that each method keeps of a text, layer by layer and head by head, and what it then predicts."""
-    import lkv
+    prompt_error: type[Exception] = import_module("lkv.errors").PromptError
 
     results: dict[str, torch.Tensor] = {}
     full: list[Any] = list(compressed("full", 1.0).cache.layers)
@@ -159,7 +166,7 @@ def kept_and_predicted(
         name = f"{method} at {retention:g}, {title}"
         try:
             context = compressed(method, retention)
-        except lkv.LkvError:  # the text is too short for what the method always keeps
+        except prompt_error:  # the text is too short for what the method always keeps
             results[f"{name}: refused"] = torch.ones(1, dtype=torch.int64)
             continue
         context.save(path)

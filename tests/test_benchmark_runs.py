@@ -11,6 +11,8 @@ import torch
 
 from benchmarks import common, data_build, fit, remeasure, ship
 from benchmarks.common import RESULTS, Subject
+from lkv.cli.main import parse_arguments
+from lkv.cli.options import check_policy_is_read
 from lkv.errors import DataError, ReportError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import DEFAULT
@@ -137,6 +139,11 @@ def test_another_policy_is_measured_by_each_file_s_command(tmp_path):
         remeasure.command_for("lkv eval ruler --methods snapkv", tmp_path, tmp_path)
     words = remeasure.command_for("x --methods lkv snapkv kvzip --seed 0", tmp_path, tmp_path, methods=["kvzip"])
     assert words == ["x", "--methods", "kvzip", "--seed", "0", "--policy", str(tmp_path)]
+    for methods, ending in ((["kvzip"], ["kvzip"]), (["kvzip", "lkv"], ["lkv", "kvzip", "--policy", str(tmp_path)])):
+        words = remeasure.command_for("lkv eval ruler --methods lkv kvzip", tmp_path, tmp_path, methods=methods)
+        options = parse_arguments([*words[1:], "--out", "x.jsonl"])
+        check_policy_is_read(options, options.methods)
+        assert words == ["lkv", "eval", "ruler", "--methods", *ending]
 
 
 def test_rows_of_another_policy_take_the_place_of_those_that_read_it():

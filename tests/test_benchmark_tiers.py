@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch
 from benchmarks import tiers
 from benchmarks.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.config import MemoryTarget
 from lkv.errors import LkvError
 from lkv.integrations.transformers.attention import patch_attention
-from lkv.methods.memory_budget import Precision, TierTable
+from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierTable, TierTarget
 from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
@@ -61,4 +63,18 @@ def test_the_least_divergence_over_all_samples_wins_at_each_budget():
         for scale in (0.001, 10.0)
     ]
     samples[1][0.8, best[0.8]] = 10.1
-    assert best_table(samples) == TierTable(((0.0, best[0.8].rows[0][1]), (2.4, best[2.4].rows[0][1])))
+    found = best_table(samples)
+    assert found == TierTable(((0.0, best[0.8].rows[0][1]), (math.sqrt(1.6 * 2.4), best[2.4].rows[0][1])))
+    # Each budget is spent in the way that was best for it, without the bits that all of a head's entries share.
+    for bits, table in best.items():
+        target = TierTarget(
+            memory=MemoryTarget(share=bits / 16), shape=KVShape(6, 64, 64, 2), table=found, precision=UNQUANTIZED
+        )
+        ((_, way),) = table.rows
+        shares = target.shares(1000)
+        used = [
+            each
+            for each, (better, share) in zip(shares, pairwise([0.0, *shares.values()]), strict=True)
+            if share > better
+        ]
+        assert used == [precision for precision, _ in way]

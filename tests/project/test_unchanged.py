@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from benchmarks import unchanged
 from benchmarks.unchanged import RETENTIONS, compressing, differences, indices_of, kept_and_predicted, text_of, tiny
+from lkv.errors import LkvError
+from lkv.methods.registry import METHODS
 
 
 def test_a_change_of_a_kept_index_or_of_a_number_is_told():
@@ -32,8 +35,20 @@ def test_kept_indices_are_read_from_k():
 def test_a_text_read_once_for_all_methods_gives_what_each_reading_gives(tmp_path):
     model, tokenizer, policy = tiny(tmp_path / "model")
     text = text_of(0, tokenizer, 120)
-    ways = [compressing(model, tokenizer, policy, text, once) for once in (False, True)]
-    methods = ("lkv", "snapkv", "kvzip")
+    methods = ("lkv", "snapkv", "kvzip", "lkv-h+kvzip")
+    ways = [compressing(model, tokenizer, policy, METHODS, text, once) for once in (False, True)]
     results = [kept_and_predicted(way, methods, "a text", text, tmp_path / "context.kv") for way in ways]
     assert len(results[0]) == 2 * len(methods) * len(RETENTIONS)
     assert differences(*results, 1e-5) == []
+
+
+def test_methods_with_windows_are_compared_on_a_text_that_is_long_enough(tmp_path, monkeypatch):
+    model, tokenizer, policy = tiny(tmp_path / "model")
+    text = text_of(0, tokenizer, unchanged.WINDOWS_TOKENS["tiny"])
+    way = compressing(model, tokenizer, policy, METHODS, text, once=True)
+    results = kept_and_predicted(way, ("duo", "duo-kvpress"), "a text", text, tmp_path / "context.kv")
+    refused = [name for name in results if name.endswith("refused")]
+    assert refused == ["duo at 0.15, a text: refused"] and len(results) == 7
+    monkeypatch.setattr(unchanged, "pattern_of", lambda model: None)
+    with pytest.raises(LkvError, match="pattern"):  # which is not a text that is too short
+        kept_and_predicted(way, ("duo",), "a text", text, tmp_path / "context.kv")
