@@ -16,6 +16,7 @@ from lkv.cli.options import (
     check_policy_is_read,
 )
 from lkv.errors import LkvError, ServerError
+from lkv.serving import LOOPBACK
 
 _KEY_VARIABLE = "LKV_API_KEY"
 _NOT_FOR_VLLM = (
@@ -79,7 +80,7 @@ class Serve(PolicyOptions, RunOptions):
         import uvicorn
 
         from lkv.serving.app import make_app
-        from lkv.serving.middleware import LOOPBACK, BoundedProtocol
+        from lkv.serving.middleware import BoundedProtocol
         from lkv.serving.service import make_service
 
         service = make_service(self.model_dump())
@@ -107,7 +108,7 @@ class Serve(PolicyOptions, RunOptions):
 def read_api_key(host: str) -> str | None:
     """Return the key that clients must send. Raises ServerError if `host` needs one and none is set."""
     key = os.environ.get(_KEY_VARIABLE) or None
-    if host not in ("localhost", "127.0.0.1", "::1") and key is None:
+    if host not in LOOPBACK and key is None:
         raise ServerError(
             f"{host} can be reached by others: set {_KEY_VARIABLE} to a key that clients must send, or leave --host "
             "out."

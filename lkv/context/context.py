@@ -23,6 +23,7 @@ from lkv.context.generation import (
     generate,
     is_assisted,
     is_truncated,
+    longest_answer,
     stream_text,
     without_padding,
 )
@@ -152,7 +153,8 @@ class Context:
             self.answer_tokens, self.is_truncated = sum(map(len, answers)), truncated
             return answers
         rows = [self.ids + ids for ids in questions]
-        length = answer_length(self.model, max(map(len, rows)), max_new_tokens, generation)
+        tightest = min(map(len, rows), key=partial(longest_answer, self.model))
+        length = answer_length(self.model, tightest, max_new_tokens, generation)
         options = {"max_new_tokens": length, **generation}
         with self._exclusive():
             out = generate(self.model, self.tokenizer, rows, self.tokens, SharedCache(self._ragged()), **options)

@@ -13,6 +13,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.integrations.transformers.attention import input_device
 from lkv.integrations.transformers.cache_argument import NAMES, cache_argument
+from lkv.integrations.transformers.positions import frequency_change
 from lkv.integrations.transformers.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
@@ -69,15 +70,28 @@ def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: 
         max_new_tokens = _requested(options or {}, "max_new_tokens")
     if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
         raise PromptError(f"max_new_tokens is {max_new_tokens!r}; give a whole number of tokens, 1 or more.")
-    limit, length = max_positions(model), max_new_tokens or 1
-    free = limit + 1 - tokens  # the last token of an answer is never read
+    length, free = max_new_tokens or 1, longest_answer(model, tokens)
     if free < length:
         advice = f"ask for at most {free} new tokens" if free > 0 else "shorten the question or the text"
+        limit, most = max_positions(model), tokens + free - 1
+        cause = f"the model reads at most {limit}"
+        if most < limit:
+            cause = f"beyond {most} this model's rotary embedding (LongRoPE) changes"
         raise PromptError(
-            f"text, question and {length} new tokens would reach {tokens + length - 1} tokens, but the model reads at "
-            f"most {limit}; {advice}."
+            f"text, question and {length} new tokens would reach {tokens + length - 1} tokens, but {cause}; {advice}."
         )
     return min(_DEFAULT_LENGTH, free) if max_new_tokens is None else max_new_tokens
+
+
+def longest_answer(model: Any, tokens: int) -> int:
+    """The number of new tokens, at most, that the model can generate after `tokens`; below 1 if there are none.
+
+    The last one is never read. Where the length lies at which LongRoPE rotates all of a text with other frequencies,
+    an answer ends there.
+    """
+    change = frequency_change(model.config.get_text_config(decoder=True))
+    limit = max_positions(model)
+    return (limit if change is None or tokens > change else min(limit, change)) + 1 - tokens
 
 
 def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int, cache: Any, **options: Any) -> Tensor:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from transformers import (
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
-from lkv.context.generation import answer_length, end_tokens, generate
+from lkv.context.generation import answer_length, end_tokens, generate, longest_answer
 from lkv.errors import BusyError
-from lkv.integrations.transformers.spec import max_positions
+from lkv.integrations.transformers.attention import is_rope_by_length
+from lkv.integrations.transformers.positions import check_frequencies
 
 # Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.
 LEAST_TEMPERATURE = 1e-3
@@ -142,9 +143,15 @@ class AnswerWorker:
     when its context has the next turn; its questions, and the answers so far, are then read again.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40):
-        """At most `requests` are open and `rows` answered together; their contexts take about `memory_bytes`."""
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40,
+        passes: AbstractContextManager[Any] | None = None,
+    ):  # fmt: skip
+        """At most `requests` are open and `rows` answered together; their contexts take about `memory_bytes`.
+
+        `passes` is a lock that is held while the model runs.
+        """
+        self.model, self.tokenizer, self._passes = model, tokenizer, passes or nullcontext()
         self._requests, self._rows, self._memory = requests, rows, memory_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[Context | None, deque[Answer]] = OrderedDict()
@@ -181,7 +188,9 @@ class AnswerWorker:
             PromptError: If question and answer do not fit.
             BusyError: If too many requests are open, their contexts take too much memory, or the worker is stopping.
         """
-        length = answer_length(self.model, (0 if context is None else context.tokens) + len(question), length)
+        read = 0 if context is None else context.tokens
+        check_frequencies(self.model.config.get_text_config(decoder=True), read, read + len(question))
+        length = answer_length(self.model, read + len(question), length)
         sampling = sampling or SamplingParams()
         answer = Answer(self.tokenizer, question, context, length, sampling, stops or [], notify)
         with self._changed:
@@ -246,7 +255,10 @@ class AnswerWorker:
             context, waiting = self._waiting.popitem(last=False)
             batch, rows = [waiting.popleft()], self._rows
             cache = None if context is None else context.cache
-            if cache is not None and not (isinstance(cache, RaggedCache) and cache.is_rewindable):
+            if cache is None:
+                # Without a context a short conversation would get the rotations of a long one.
+                rows = 1 if is_rope_by_length(self.model) else rows
+            elif not (isinstance(cache, RaggedCache) and cache.is_rewindable):
                 rows = 1
             longest = len(batch[0].row)
             while waiting and len(batch) < rows and not (batch[0].is_alone or waiting[0].is_alone):
@@ -261,7 +273,8 @@ class AnswerWorker:
     def _answer(self, batch: list[Answer]) -> None:
         """Answer a batch for one turn. What raises ends one request: those of a batch are tried again one by one."""
         try:
-            self._generate(batch)
+            with self._passes:
+                self._generate(batch)
         except BaseException as error:
             self.failures += 1
             _LOG.warning("%d requests could not be answered: %s", len(batch), error)
@@ -280,8 +293,9 @@ class AnswerWorker:
         context = batch[0].context
         rows = [answer.row for answer in batch]
         before, longest = 0 if context is None else context.tokens, max(map(len, rows))
-        free = max_positions(self.model) + 1 - before - longest
-        length = min(free, max(answer.length - len(answer.ids) for answer in batch))
+        length = min(
+            longest_answer(self.model, before + longest), max(answer.length - len(answer.ids) for answer in batch)
+        )
         turn = _Turn(self, batch, before + longest)
         options: dict[str, Any] = {
             "max_new_tokens": length, "stopping_criteria": StoppingCriteriaList([turn]),
@@ -387,8 +401,12 @@ class IncrementalDetokenizer:
     def _decode(self, ids: list[int], ended: bool) -> str:
         if self._backend is None or ended:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-        for token in ids[self._read :]:
-            self._text += self._stream.step(self._backend, token) or ""
+        try:
+            for token in ids[self._read :]:
+                self._text += self._stream.step(self._backend, token) or ""
+        except Exception:  # bytes that were a character are none before the next ones
+            self._backend = None
+            return self._decode(ids, ended)
         self._read = len(ids)
         return self._text
 

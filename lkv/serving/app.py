@@ -23,7 +23,7 @@ from lkv.serving.answers import Answer
 from lkv.serving.middleware import RequestGuard
 from lkv.serving.page import page_response
 from lkv.serving.schemas import ChatRequest, error_object, error_response, parse_chat, parse_context
-from lkv.serving.service import Job, Service
+from lkv.serving.service import Service
 from lkv.serving.store import StoredContext, unknown_context
 
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
@@ -91,17 +91,12 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
-        jobs = {job.id: job for job in service.jobs()}  # first: what becomes ready meanwhile is in the store
-        stored = await asyncio.to_thread(service.store.list_contexts)
-        ready = [context for context in stored if context.id not in jobs]
-        contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
+        contexts = await asyncio.to_thread(service.list_contexts)
         return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def describe(name: str) -> dict[str, Any]:
-        context: StoredContext | Job | None = service.job(name)
-        if context is None:
-            context = await asyncio.to_thread(service.store.describe, name)
+        context = await asyncio.to_thread(service.find, name)
         if context is None:
             raise unknown_context(name)
         return context.as_object()

@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
+from lkv.serving import LOOPBACK
 from lkv.serving.schemas import error_object
 
 _PUBLIC = ("/", "/healthz")  # without a key: the page has none, and asks for it
 _FREE_CHUNKS, _LEAST_CHUNK = 1000, 1024  # chunks of any size; bytes of further ones, on average
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class BoundedConnection(h11.Connection):

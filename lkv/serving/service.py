@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
+from lkv.context.generation import longest_answer
 from lkv.context.input_checks import check_characters, check_text
 from lkv.context.protection import protected_tokens
 from lkv.errors import (
@@ -26,7 +27,7 @@ from lkv.errors import (
     UnknownContextError,
     check_retention,
 )  # fmt: skip
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.attention import is_rope_by_length, patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
 from lkv.models.loading import DEFAULT, load_model
@@ -35,6 +36,7 @@ from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import find_device, torch_dtype
+from lkv.utils.fair_lock import FairLock
 from lkv.utils.files import cache_folder, short_name
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
@@ -84,6 +86,10 @@ class Job:
             "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
         }  # fmt: skip
 
+    def is_older_than(self, stored: StoredContext | None) -> bool:
+        """Whether the context was stored after this job began."""
+        return stored is not None and stored.created > self.created
+
     def pending_error(self) -> ContextPendingError:
         """The error of a question about this context."""
         if self.error is not None:
@@ -114,7 +120,11 @@ class Service:
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
-        self.answers = AnswerWorker(model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes)
+        # A pass changes such a model's rotations, which a pass of the other thread may be using.
+        self._passes = FairLock() if is_rope_by_length(model) else nullcontext()
+        self.answers = AnswerWorker(
+            model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes, self._passes
+        )
         self._jobs: dict[str, Job] = {}
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the jobs; never held during input or output
@@ -187,14 +197,34 @@ class Service:
         if self.store.nbytes() >= self.limits.store_bytes:
             raise StoreError(f"the store is full ({self.limits.store_bytes:,} bytes); delete contexts first.")
 
-    def job(self, name: str) -> Job | None:
-        """The job of a context that waits, is being compressed or could not be."""
-        return self._jobs.get(name)
+    def find(self, name: str) -> StoredContext | Job | None:
+        """A stored context, or the job of one that waits, is being compressed or could not be; None for neither."""
+        job = self._jobs.get(name)
+        return self.store.describe(name) if job is None or self._is_outdated(job) else job
+
+    def list_contexts(self) -> list[StoredContext | Job]:
+        """All contexts that are stored, wait, are being compressed or could not be."""
+        jobs = {job.id: job for job in self.jobs()}  # first: what becomes ready meanwhile is in the store
+        stored = self.store.list_contexts()
+        for context in stored:
+            job = jobs.get(context.id)
+            if job is not None and job.error is not None and job.is_older_than(context):
+                del jobs[context.id]
+        return [*jobs.values(), *(context for context in stored if context.id not in jobs)]
 
     def jobs(self) -> list[Job]:
         """All jobs."""
         with self._lock:
             return list(self._jobs.values())
+
+    def _is_outdated(self, job: Job) -> bool:
+        """Whether a job failed and another server has stored its context since; it is dropped then."""
+        if job.error is None or not job.is_older_than(self.store.describe(job.id)):
+            return False
+        with self._lock:
+            if self._jobs.get(job.id) is job:
+                del self._jobs[job.id]
+        return True
 
     def delete(self, name: str) -> bool:
         """Delete a context, or the job that makes it; running answers continue. False if there is none."""
@@ -209,7 +239,7 @@ class Service:
     def context(self, name: str) -> Context:
         """A stored context. Raises UnknownContextError, or ContextPendingError for one that is being compressed."""
         job = self._jobs.get(name)
-        if job is not None:
+        if job is not None and not self._is_outdated(job):
             raise job.pending_error()
         return self.store.get(name)
 
@@ -251,11 +281,12 @@ class Service:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
                 protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
-            context = compress_ids(
-                self.model, self.tokenizer, ids, method=settings.method,
-                retention=settings.retention if settings.memory is None else None, memory=settings.memory,
-                policy=self._policy, progress=progress, text=job.text, protected=protected,
-            )  # fmt: skip
+            with self._passes:
+                context = compress_ids(
+                    self.model, self.tokenizer, ids, method=settings.method,
+                    retention=settings.retention if settings.memory is None else None, memory=settings.memory,
+                    policy=self._policy, progress=progress, text=job.text, protected=protected,
+                )  # fmt: skip
             self._check_quota()
             if not job.is_cancelled:
                 described = StoredContext.describe(job.id, job.title, context, settings)
@@ -317,8 +348,7 @@ class Service:
         context = self.context(name) if name else None
         length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
         if max_tokens is None:
-            free = max_positions(self.model) + 1 - len(ids) - (0 if context is None else context.tokens)
-            length = max(1, min(length, free))
+            length = max(1, min(length, longest_answer(self.model, len(ids) + (context.tokens if context else 0))))
         return self.answers.submit(ids, context, length, sampling, stops, notify)
 
     def stop(self, seconds: float = 30.0) -> None:

@@ -23,6 +23,7 @@ from lkv.config import MemoryTarget
 from lkv.context.context import Context
 from lkv.context.protection import Span
 from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
 
@@ -92,6 +93,7 @@ class StoredContext(BaseModel):
     retention: float | None
     realised_retention: float
     memory: str | None = None
+    model: str | None = None  # digest of its fingerprint; older files have none
 
     @classmethod
     def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
@@ -140,6 +142,7 @@ class ContextStore:
         Raises StoreError for a place that cannot be used.
         """
         self._model, self._tokenizer, self._policy, self._limit = model, tokenizer, policy, memory_bytes
+        self._fingerprint = patch_attention(model).spec.digest()
         try:
             # Other servers of the same store add and delete files.
             self._files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
@@ -158,6 +161,7 @@ class ContextStore:
 
     def put(self, stored: StoredContext, context: Context) -> None:
         """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
+        stored = stored.model_copy(update={"model": self._fingerprint})
         with self._store_errors("written", "free some space, or give another place for contexts"):
             with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
                 context.save(path)
@@ -214,7 +218,7 @@ class ContextStore:
         """Give a stored context another title; no title, or its own, changes nothing. Raises StoreError."""
         if title in ("", stored.name):
             return stored
-        renamed = stored.model_copy(update={"name": title})
+        renamed = stored.model_copy(update={"name": title, "model": self._fingerprint})
         with self._describing:
             self._rewrite(renamed)
         return renamed
@@ -243,10 +247,14 @@ class ContextStore:
         return stored if stored.id == name else None
 
     def list_contexts(self) -> list[StoredContext]:
-        """Descriptions of all stored contexts that can be read, the newest first."""
+        """Descriptions of all stored contexts of this model that can be read, the newest first."""
+        own = [stored for stored in self._descriptions() if stored.model in (None, self._fingerprint)]
+        return sorted(own, key=lambda stored: stored.created, reverse=True)
+
+    def _descriptions(self) -> list[StoredContext]:
+        """Descriptions of all stored contexts that can be read, those of other models among them."""
         names = [name for name, file in self._listing().items() if name.endswith(_DESCRIPTION) and _is_file(file)]
-        contexts = [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
-        return sorted(contexts, key=lambda stored: stored.created, reverse=True)
+        return [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
 
     def nbytes(self) -> int:
         """Bytes of all files of the store."""
@@ -323,7 +331,7 @@ class ContextStore:
                 yield self._delete_file, name
         if seconds is None:
             return
-        for stored in self.list_contexts():
+        for stored in self._descriptions():
             last_use = _modified(files.get(stored.id + _DESCRIPTION, {}), 0.0)
             if max(stored.created, last_use, self._last_asked.get(stored.id, 0.0)) < time.time() - seconds:
                 yield self.delete, stored.id

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.attention import input_device, is_rope_by_length, patch_attention
 from lkv.integrations.transformers.cache_argument import cache_argument
 from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
 from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 _EVICTED = -1e4  # a log-mask whose exponential is exactly zero
 _MIN_LENGTH_RATIO = 0.75  # of contexts that share a pass, shortest to longest: padding costs as much as text
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
 
 
 class FrozenPrompt(BaseCache):
@@ -336,11 +335,6 @@ def distillation_losses(
     hidden = run.hidden_distance(teacher, student, config.hidden_norm)
     kl = run.kl(teacher, student, torch.cat(weights), config.kl_scale)
     return kl * group.is_counted, hidden * group.is_counted
-
-
-def is_rope_by_length(model: "PreTrainedModel") -> bool:
-    """Whether the model's rotations follow the longest text of a forward pass, so that texts go one by one."""
-    return any(kind in patch_attention(model).spec.rope for kind in _LENGTH_DEPENDENT_ROPE)
 
 
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:

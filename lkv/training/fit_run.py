@@ -14,7 +14,7 @@ import torch
 
 from lkv.config import TrainingConfig
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import input_device, patch_attention
+from lkv.integrations.transformers.attention import input_device, is_rope_by_length, patch_attention
 from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
@@ -28,7 +28,6 @@ from lkv.training.distillation import (
     Schedule,
     distillation_losses,
     group_samples,
-    is_rope_by_length,
     schedule,
 )
 from lkv.training.fit_plan import (

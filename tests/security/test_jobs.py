@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from lkv.errors import StoreError
+from lkv.errors import ContextPendingError, StoreError
+from lkv.integrations.transformers.spec import inspect_model
 from lkv.serving import service as service_module
 from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, until
@@ -35,9 +36,9 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
-    assert service.job("a") is second
+    assert service._jobs["a"] is second
     service._compress(second)
-    assert service.job("a") is None
+    assert "a" not in service._jobs
 
 
 def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
@@ -56,6 +57,8 @@ def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypat
     name = service.add(TEXT, "first").id
     until(lambda: not service.jobs())
     assert service.store.describe(name).name == "third"
+    assert [stored.id for stored in service.store.list_contexts()] == [name]
+    assert service.store.describe(name).model == inspect_model(service.model).digest()
 
 
 def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
@@ -144,10 +147,17 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
     first, second = make(), make()
     job = failed_job(first, monkeypatch)
+    assert first.find(job.id) is job and first.list_contexts() == [job]
+    with pytest.raises(ContextPendingError, match="could not be made"):
+        first.context(job.id)
     second.add(TEXT)
     until(lambda: second.store.describe(job.id))
-    assert isinstance(first.add(TEXT), StoredContext)
-    assert first.job(job.id) is None and first.context(job.id).tokens
+    assert [stored.as_object()["status"] for stored in first.list_contexts()] == ["ready"]
+    assert first.context(job.id).tokens and first.jobs() == []
+    first._jobs[job.id] = job
+    assert isinstance(first.find(job.id), StoredContext) and first.jobs() == []
+    first._jobs[job.id] = job
+    assert isinstance(first.add(TEXT), StoredContext) and first.jobs() == []
 
 
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):

@@ -1,8 +1,30 @@
 """Text that grows with the tokens of an answer: what was sent stays."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
 
 from lkv.serving.answers import IncrementalDetokenizer
+
+
+def test_bytes_that_were_a_character_and_are_none_do_not_end_an_answer():
+    """As a tokenizer with byte fallback decodes them: the stream refuses what its prefix has become."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    backend = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    ids = [1 + 0xC3, 1 + 0xA9, 1 + 0xFF, 257, 257]
+    stream, refused = DecodeStream(skip_special_tokens=True), False
+    for token in ids:
+        try:
+            stream.step(backend, token)
+        except Exception:
+            refused = True
+    assert refused
+    detokenizer = IncrementalDetokenizer(tokenizer, [])
+    sent = "".join(detokenizer.push(ids[:end], end == len(ids)) for end in range(1, len(ids) + 1))
+    assert sent.endswith("aa")
 
 
 class Bytes:

@@ -54,6 +54,22 @@ def test_contexts_outlive_the_store(model, tmp_path, remote):
         other.get(name)
 
 
+def test_contexts_of_other_models_are_not_listed(model, tmp_path):
+    name, _ = add(made(tmp_path, model), model, TEXT)
+    other = tiny_llama(7, dtype=torch.float32)
+    of_other = made(tmp_path, other)
+    assert of_other.list_contexts() == []
+    own, _ = add(of_other, other, TEXT[::-1])
+    assert [stored.id for stored in of_other.list_contexts()] == [own] and of_other.usage()[0] == 2
+    # One that is asked for by its id is refused with the reason.
+    with pytest.raises(ContextFileError, match="was saved by a model with"):
+        of_other.get(name)
+    # Descriptions of before have no model.
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "model"}))
+    assert {stored.id for stored in of_other.list_contexts()} == {own, name}
+
+
 def test_what_another_process_deleted_is_not_answered(model, tmp_path):
     one, two = made(tmp_path, model), made(tmp_path, model)
     name, _ = add(one, model, TEXT)

@@ -43,6 +43,7 @@ _PREFIX = "lkv_"
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _BASES = ("sdpa", "eager", *_FLASH)
 _PATCH = "_lkv_patch"
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,14 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
     finally:
         if not was_patched:
             unpatch_attention(model)
+
+
+def is_rope_by_length(model: PreTrainedModel) -> bool:
+    """Whether rotations follow the longest text of a forward pass.
+
+    Texts cannot share one then, and two passes must not run at once.
+    """
+    return any(kind in patch_attention(model).spec.rope for kind in _LENGTH_DEPENDENT_ROPE)
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

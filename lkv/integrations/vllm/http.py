@@ -29,7 +29,7 @@ from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
-from lkv.serving.middleware import LOOPBACK
+from lkv.serving import LOOPBACK
 from lkv.serving.page import page_response
 from lkv.serving.schemas import ContextRequest, error_object, error_response, parse_context
 from lkv.serving.schemas import Message as ChatMessage
@@ -111,13 +111,22 @@ class ContextRoutes:
             store = (await self.contexts()).store
             jobs = dict(self._jobs)  # first: what becomes ready meanwhile is in the store
             stored = await asyncio.to_thread(store.list_contexts)
+            for context in stored:
+                job = jobs.get(context.id)
+                if job is not None and job.error is not None and job.is_older_than(context):
+                    del jobs[context.id]  # which another server stored since
             ready = [context for context in stored if context.id not in self._deleted and context.id not in jobs]
             contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
             return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
         async def describe(name: str) -> dict[str, Any]:
-            return (self._jobs.get(name) or await self._stored(name)).as_object()
+            job = self._jobs.get(name)
+            if job is not None and job.error is not None and name not in self._deleted:
+                stored = await asyncio.to_thread((await self.contexts()).store.describe, name)
+                if stored is not None and job.is_older_than(stored):
+                    return stored.as_object()
+            return (job or await self._stored(name)).as_object()
 
         @app.delete("/v1/contexts/{name}")
         async def delete(name: str) -> dict[str, Any]:

@@ -77,6 +77,23 @@ def test_a_question_beyond_longropes_change_is_refused(method):
         context.predict("and then " * 10, "so it is")
 
 
+@pytest.mark.parametrize("method", ["full", "knorm"])
+def test_an_answer_ends_where_longropes_change_begins(method):
+    model, question = longrope_model(), [5, 9, 7]
+    context = compress_ids(model, Words(), TEXT[:50], method=method, retention=1.0)
+    # 64 tokens are read, and the last one of an answer is not.
+    assert len(context.complete(question, eos_token_id=None)) == 12
+    assert [len(ids) for ids in context.batch_complete([question, question * 2], eos_token_id=None)] == (
+        [12, 9] if method == "full" else [9, 9]
+    )
+    with pytest.raises(
+        PromptError, match=r"would reach 65 tokens, but beyond 64 .* \(LongRoPE\) changes; ask for at most 12"
+    ):
+        context.complete(question, 13)
+    longer = compress_ids(model, Words(), TEXT[:70], method=method, retention=1.0)
+    assert len(longer.complete(question, 20, eos_token_id=None)) == 20
+
+
 @torch.no_grad()
 def test_a_forward_pass_across_longropes_change_is_refused():
     model = longrope_model()

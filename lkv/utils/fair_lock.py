@@ -1,0 +1,24 @@
+"""A lock that threads get in the order in which they asked for it."""
+
+import threading
+from collections import deque
+from typing import Any
+
+
+class FairLock:
+    """A lock for `with` blocks: who releases it and asks again at once comes after those who wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()  # the first one holds the lock
+
+    def __enter__(self) -> None:
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket)
+
+    def __exit__(self, *_: Any) -> None:
+        with self._changed:
+            self._waiting.popleft()
+            self._changed.notify_all()
