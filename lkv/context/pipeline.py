@@ -1,15 +1,17 @@
 """The pipeline `lkv-text-generation`: a context and questions in, answers out."""
 
 from inspect import signature
+from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
-from lkv.errors import PromptError
+from lkv.errors import LkvError, PromptError
 from lkv.models.loading import DEFAULT, load_model
 
 TASK = "lkv-text-generation"
@@ -69,15 +71,24 @@ def pipeline(model: Any = None, tokenizer: Any = None, **options: Any) -> Contex
     ```
 
     Args:
-        model: A model, its folder or its hub id; the embedded one by default.
-        tokenizer: Its tokenizer; that of the folder or hub id by default.
+        model: A model, or what `lkv.load_model` loads (a folder, GGUF file or hub id); the embedded one by default.
+        tokenizer: Its tokenizer; that of the folder, file or hub id by default.
         **options: Those of transformers' `pipeline`, and defaults of each call: options of `lkv.compress` and of
-            `Context.ask`.
+            `Context.ask`. For a model by name `dtype`, `revision` and `device_map` (as `device`) go to
+            `lkv.load_model`.
 
     Returns:
         A pipeline to call with a context, or a list of contexts, and `question=` or `questions=`.
     """
-    if model is None:
-        model, tokenizer = load_model(DEFAULT)
+    if model is None or isinstance(model, str | Path):
+        dtype, revision, device = (options.pop(name, None) for name in ("dtype", "revision", "device_map"))
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+        if not isinstance(dtype, torch.dtype | None):
+            raise LkvError(f"dtype is {dtype!r}; give one of torch, such as torch.bfloat16 or 'bfloat16'.")
+        if not isinstance(device, str | torch.device | None):
+            raise LkvError(f"device_map is {device!r}; give 'auto' or one device, or load the model yourself.")
+        model, own_tokenizer = load_model(DEFAULT if model is None else str(model), dtype, revision, device)
+        tokenizer = own_tokenizer if tokenizer is None else tokenizer
     make: Any = transformers.pipeline  # its overloads know the tasks of transformers alone
     return make(TASK, model=model, tokenizer=tokenizer, **options)

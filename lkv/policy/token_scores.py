@@ -285,8 +285,7 @@ class TokenScores(nn.Module):
     def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
         self.inputs = inputs or ScorerInputs()
-        self._folded: dict[Any, ScoreWeights] = {}
-        self._folded_from: Any = None
+        self._folded: tuple[dict[Any, ScoreWeights], Any] = {}, None  # by place, and the versions they are from
         shape = (layers, kv_heads)
         self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
         self.register_buffer("std", torch.ones(*shape, 2 * head_dim))
@@ -385,12 +384,14 @@ class TokenScores(nn.Module):
         """The weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""
         tensors = (*self.parameters(), *self.buffers())
         versions = tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
-        if self._folded_from != versions:
-            self._folded, self._folded_from = {}, versions
+        folded, folded_from = self._folded
+        if folded_from != versions:
+            folded = {}
+            self._folded = folded, versions  # at once, as other threads may read them
         place = layer, heads.start, heads.stop, like.device, like.dtype
-        if place not in self._folded:
-            self._folded[place] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
-        return self._folded[place]
+        if (weights := folded.get(place)) is None:
+            weights = folded[place] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
+        return weights
 
     def _positions(self, prompt: LayerKV) -> Tensor:
         """The positions [T] of the tokens, where a component reads them."""

@@ -74,6 +74,7 @@ def build_library(source: Path, flags: Sequence[str] = (), rebuild: bool = False
         # would end every process that loads it.
         with open(unfinished, "rb") as written:
             os.fsync(written.fileno())
+        os.chmod(unfinished, 0o755)  # other users of a shared folder load it
         os.replace(unfinished, target)
     finally:
         Path(unfinished).unlink(missing_ok=True)

@@ -51,7 +51,13 @@ def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
         {"role": "assistant", "content": _ANSWER},
         {"role": "user", "content": _QUESTION},
     ]
-    between, after = _apply_template(tokenizer, turns).split(_ANSWER)[1].split(_QUESTION)
+    text = _apply_template(tokenizer, turns)
+    if text.count(_ANSWER) != 1 or text.count(_QUESTION) != 1 or text.index(_ANSWER) > text.index(_QUESTION):
+        raise PromptError(
+            "the tokenizer's chat template does not carry an earlier answer and the next question, so a conversation "
+            "cannot continue after its compressed text; use a tokenizer with another template, or with none."
+        )
+    between, after = text.split(_ANSWER)[1].split(_QUESTION)
     return between, after
 
 

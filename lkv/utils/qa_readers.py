@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_records, require_field, require_pair
 
 
@@ -24,6 +25,23 @@ class HotpotQuestion(NamedTuple):
     answer: str
     paragraphs: tuple[tuple[str, str], ...]
     supporting_titles: frozenset[str]
+
+
+def _require_text(value: Any, name: str, position: str) -> str:
+    """A text of the field `name`, or of an entry with its text. Raises DataError for anything else."""
+    text = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise DataError(f"{position}: field {name!r} must hold texts, but has {value!r:.60}.")
+    return text
+
+
+def _join_paragraph(title: Any, sentences: Any, position: str) -> tuple[str, str]:
+    """A title and the text of its sentences. Raises DataError where they are none."""
+    parts = [sentences] if isinstance(sentences, str) else sentences or []
+    if not isinstance(parts, list):
+        raise DataError(f"{position}: field 'context' must hold lists of sentences, but has {parts!r:.60}.")
+    text = "".join(_require_text(part, "context", position) for part in parts)
+    return _require_text(title, "context", position), text
 
 
 def read_squad(path: Path) -> Iterator[SquadQuestion]:
@@ -51,6 +69,7 @@ def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
         answers = require_field(row, "answers", (list, dict), position)
         if isinstance(answers, dict):
             answers = require_field(answers, "text", list, position)
+        answers = [_require_text(answer, "answers", position) for answer in answers]
         context, title = require_field(row, "context", str, position), row.get("title") or ""
         question = require_field(row, "question", str, position)
         yield SquadQuestion(question, tuple(dict.fromkeys(answers)), context, title, title)
@@ -63,14 +82,16 @@ def hotpot_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[HotpotQuestion
         context = require_field(row, "context", (list, dict), position)
         if isinstance(facts, dict) and isinstance(context, dict):
             titles = set(require_field(facts, "title", list, position))
-            columns = [require_field(context, name, list, position) for name in ("title", "sentences")]
-            paragraphs = list(zip(*columns, strict=True))
+            names, texts = (require_field(context, name, list, position) for name in ("title", "sentences"))
+            if len(names) != len(texts):
+                raise DataError(f"{position}: 'context' has {len(names)} titles and {len(texts)} lists of sentences.")
+            paragraphs = list(zip(names, texts, strict=True))
         else:
             titles = {require_pair(fact, "supporting_facts", position)[0] for fact in facts}
             paragraphs = [require_pair(entry, "context", position) for entry in context]
         yield HotpotQuestion(
             require_field(row, "question", str, position),
             require_field(row, "answer", str, position),
-            tuple((title, "".join(sentences)) for title, sentences in paragraphs),
+            tuple(_join_paragraph(title, sentences, position) for title, sentences in paragraphs),
             frozenset(titles),
         )

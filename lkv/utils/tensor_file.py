@@ -11,6 +11,7 @@ from safetensors.torch import _TYPES, load
 from torch import Tensor
 
 from lkv.errors import LkvError
+from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import atomic_write, error_reason
 
 _DIGEST = "sha256"
@@ -55,6 +56,8 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.remedy}.") from error
     except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
+    except MemoryError as error:
+        raise _too_large(path, kind) from error
     oldest = kind.version if kind.oldest is None else kind.oldest
     if type(version) is not int or not oldest <= version <= kind.version:
         readable = f"{kind.version}" if oldest == kind.version else f"{oldest} to {kind.version}"
@@ -64,11 +67,17 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
         )
     try:
         tensors = parse_tensors(data)
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise _too_large(path, kind) from error
         raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
     if digest != _digest(tensors, text):
         raise kind.error(f"{path} was damaged or changed after it was saved; {kind.remedy}.")
     return tensors, about
+
+
+def _too_large(path: Path, kind: FileKind) -> LkvError:
+    return kind.error(f"{path} takes more memory than is free; free some, or read it on another machine.")
 
 
 def parse_tensors(data: bytes) -> dict[str, Tensor]:

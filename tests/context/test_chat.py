@@ -14,6 +14,7 @@ from lkv.utils.prompts import (
     encode_context,
     encode_next_question,
     encode_question,
+    next_turn_parts,
     render_messages,
 )  # fmt: skip
 from tests.conftest import save_model, tiny_llama
@@ -178,6 +179,20 @@ def test_a_system_prompt_stands_before_the_text(saved):
     tokenizer.chat_template = TEMPLATE
     with pytest.raises(PromptError, match="system prompt is empty"):
         compress(model, tokenizer, "some text", method="knorm", system=" ")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set m = messages[-1] %}[{{ m.role }}]{{ m.content }}</s>",  # the last turn alone
+        "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}</s>{% endfor %}",  # no answers
+    ],
+)
+def test_a_template_without_earlier_turns_cannot_go_on(saved, monkeypatch, template):
+    tokenizer = saved[1]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(PromptError, match="does not carry an earlier answer and the next question"):
+        next_turn_parts(tokenizer)
 
 
 def test_without_a_template_a_system_message_begins_the_turn_after_the_context():

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers import pipeline as stock_pipeline
 
 import lkv
-from lkv.errors import CacheError, LkvError, PromptError
+from lkv.errors import CacheError, LkvError, ModelLoadError, PromptError
 from lkv.integrations.transformers.cache_argument import NAMES
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama
@@ -114,6 +114,21 @@ def test_a_pipeline_answers_as_a_context_does(folder):
     less = lkv.compress(model, tokenizer, TEXT, method="knorm", memory=0.5, protect=["lamp"]).ask("Who?", 3)
     own = stock_pipeline("lkv-text-generation", model=model, tokenizer=tokenizer, method="knorm", max_new_tokens=6)
     assert own(TEXT, question="Who?", memory=0.5, protect=["lamp"], max_new_tokens=3) == {"answer": less}
+
+
+def test_a_pipeline_of_a_name_reads_safetensors_alone(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    pickled = tmp_path / "pickled"
+    model.config.save_pretrained(pickled)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(pickled)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"\(.*no file named model\.safetensors"):
+        lkv.pipeline(str(pickled), method="knorm")
+    for option, says in (({"dtype": "fp16"}, "dtype is 'fp16'; give one"), ({"device_map": {"": 0}}, "give 'auto'")):
+        with pytest.raises(LkvError, match=says):
+            lkv.pipeline(folder, method="knorm", **option)
+    pipe = lkv.pipeline(folder, method="knorm", dtype="bfloat16")
+    assert pipe.model.dtype == torch.bfloat16 and pipe(TEXT, question="Who?")["answer"] is not None
 
 
 def test_a_pipeline_takes_every_option_of_compress(folder):

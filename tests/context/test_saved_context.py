@@ -255,6 +255,26 @@ def test_a_forged_file_takes_no_memory(saved):
 
 
 @pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        ("pathlib.Path.read_bytes", MemoryError()),
+        ("lkv.utils.tensor_file.load", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")),
+        ("lkv.utils.tensor_file.load", MemoryError()),
+    ],
+)
+def test_a_file_larger_than_memory_is_no_damage(saved, monkeypatch, place, problem):
+    path, model = saved
+
+    def refuse(*_, **__):
+        raise problem
+
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(ContextFileError, match="takes more memory than is free; free some") as caught:
+        Context.load(path, model, Words())
+    assert is_out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize(
     "problem",
     [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(),
      RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],

@@ -225,6 +225,7 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("named") or replace(*paths))
     library = build.build_library(source)
     assert order == [library.stat().st_size, "named"]
+    assert library.stat().st_mode & 0o777 == 0o755  # whoever shares the folder loads it
 
 
 def test_a_library_is_compiled_once_and_again_where_damaged(monkeypatch, tmp_path):
