@@ -7,6 +7,7 @@ import pytest
 from lkv.errors import ContextPendingError, StoreError
 from lkv.integrations.transformers.spec import inspect_model
 from lkv.serving import service as service_module
+from lkv.serving.answers import SamplingParams
 from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, until
 
@@ -181,3 +182,15 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
     assert service.is_healthy
     service.stop(0)
     until(lambda: not service.is_healthy)
+
+
+def test_passes_that_change_rotations_take_turns(make, monkeypatch):
+    monkeypatch.setattr(service_module, "is_rope_by_length", lambda model: True)
+    service = make()
+    with service._passes:
+        job = service.add(TEXT)
+        answer = service.ask([{"role": "user", "content": "Who?"}], "", 3, SamplingParams())
+        assert not answer.done.wait(0.3) and service.find(job.id) is job and job.progress == 0
+    assert answer.done.wait(20) and answer.error is None
+    until(lambda: not service.jobs())
+    assert service.context(job.id).tokens
