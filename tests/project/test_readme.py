@@ -56,7 +56,7 @@ def test_what_compensation_changes_is_what_the_result_files_say(page):
             in text
         )
         changes = compensation_changes(QWEN.format("refit"), "retention", 0.15)
-        assert f"it rises by {changes[2000]:.0%} at 2,000 tokens and falls by {-changes[4000]:.0%} at 4,000" in text
+        assert f"it falls by {-changes[2000]:.0%} at 2,000 tokens and by {-changes[4000]:.0%} at 4,000" in text
 
 
 def test_every_method_is_named_and_no_file_that_is_not_there():
