@@ -28,6 +28,7 @@ from lkv.context.generation import answer_length, end_tokens, generate, longest_
 from lkv.errors import BusyError
 from lkv.integrations.transformers.attention import is_rope_by_length
 from lkv.integrations.transformers.positions import check_frequencies
+from lkv.utils.fair_lock import FairLock
 
 # Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.
 LEAST_TEMPERATURE = 1e-3
@@ -143,15 +144,12 @@ class AnswerWorker:
     when its context has the next turn; its questions, and the answers so far, are then read again.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40,
-        passes: AbstractContextManager[Any] | None = None,
-    ):  # fmt: skip
-        """At most `requests` are open and `rows` answered together; their contexts take about `memory_bytes`.
-
-        `passes` is a lock that is held while the model runs.
-        """
-        self.model, self.tokenizer, self._passes = model, tokenizer, passes or nullcontext()
+    def __init__(self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40):
+        """At most `requests` are open and `rows` answered together; their contexts take about `memory_bytes`."""
+        self.model, self.tokenizer = model, tokenizer
+        self._is_rope_by_length = is_rope_by_length(model)
+        # Held while the model runs: a pass changes such a model's rotations, which that of another thread may be using.
+        self.passes: AbstractContextManager[Any] = FairLock() if self._is_rope_by_length else nullcontext()
         self._requests, self._rows, self._memory = requests, rows, memory_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[Context | None, deque[Answer]] = OrderedDict()
@@ -257,7 +255,7 @@ class AnswerWorker:
             cache = None if context is None else context.cache
             if cache is None:
                 # Without a context a short conversation would get the rotations of a long one.
-                rows = 1 if is_rope_by_length(self.model) else rows
+                rows = 1 if self._is_rope_by_length else rows
             elif not (isinstance(cache, RaggedCache) and cache.is_rewindable):
                 rows = 1
             longest = len(batch[0].row)
@@ -273,7 +271,7 @@ class AnswerWorker:
     def _answer(self, batch: list[Answer]) -> None:
         """Answer a batch for one turn. What raises ends one request: those of a batch are tried again one by one."""
         try:
-            with self._passes:
+            with self.passes:
                 self._generate(batch)
         except BaseException as error:
             self.failures += 1

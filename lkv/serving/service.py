@@ -5,8 +5,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from lkv.errors import (
     UnknownContextError,
     check_retention,
 )  # fmt: skip
-from lkv.integrations.transformers.attention import is_rope_by_length, patch_attention
+from lkv.integrations.transformers.attention import patch_attention
 from lkv.integrations.transformers.spec import max_positions
 from lkv.methods.registry import parse_method
 from lkv.models.loading import DEFAULT, load_model
@@ -36,7 +36,6 @@ from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.devices import find_device, torch_dtype
-from lkv.utils.fair_lock import FairLock
 from lkv.utils.files import cache_folder, short_name
 from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
 
@@ -86,9 +85,9 @@ class Job:
             "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
         }  # fmt: skip
 
-    def is_older_than(self, stored: StoredContext | None) -> bool:
-        """Whether the context was stored after this job began."""
-        return stored is not None and stored.created > self.created
+    def is_superseded_by(self, stored: StoredContext | None) -> bool:
+        """Whether the job failed, and another server has stored its context since it began."""
+        return self.error is not None and stored is not None and stored.created > self.created
 
     def pending_error(self) -> ContextPendingError:
         """The error of a question about this context."""
@@ -97,6 +96,13 @@ class Job:
         return ContextPendingError(
             f"the context {self.id!r} is still being compressed; ask again when its status is 'ready'."
         )
+
+
+def merge_jobs(jobs: Iterable[Job], stored: Sequence[StoredContext]) -> list[StoredContext | Job]:
+    """The jobs, but for superseded ones, then the stored contexts without a job."""
+    contexts = {context.id: context for context in stored}
+    current = {job.id: job for job in jobs if not job.is_superseded_by(contexts.get(job.id))}
+    return [*current.values(), *(context for context in stored if context.id not in current)]
 
 
 class _CancelledError(Exception):
@@ -120,11 +126,7 @@ class Service:
             method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
-        # A pass changes such a model's rotations, which a pass of the other thread may be using.
-        self._passes = FairLock() if is_rope_by_length(model) else nullcontext()
-        self.answers = AnswerWorker(
-            model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes, self._passes
-        )
+        self.answers = AnswerWorker(model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes)
         self._jobs: dict[str, Job] = {}
         self._waiting: queue.Queue[Job | None] = queue.Queue()
         self._lock = threading.Lock()  # of the jobs; never held during input or output
@@ -204,13 +206,8 @@ class Service:
 
     def list_contexts(self) -> list[StoredContext | Job]:
         """All contexts that are stored, wait, are being compressed or could not be."""
-        jobs = {job.id: job for job in self.jobs()}  # first: what becomes ready meanwhile is in the store
-        stored = self.store.list_contexts()
-        for context in stored:
-            job = jobs.get(context.id)
-            if job is not None and job.error is not None and job.is_older_than(context):
-                del jobs[context.id]
-        return [*jobs.values(), *(context for context in stored if context.id not in jobs)]
+        jobs = self.jobs()  # first: what becomes ready meanwhile is in the store
+        return merge_jobs(jobs, self.store.list_contexts())
 
     def jobs(self) -> list[Job]:
         """All jobs."""
@@ -219,7 +216,7 @@ class Service:
 
     def _is_outdated(self, job: Job) -> bool:
         """Whether a job failed and another server has stored its context since; it is dropped then."""
-        if job.error is None or not job.is_older_than(self.store.describe(job.id)):
+        if job.error is None or not job.is_superseded_by(self.store.describe(job.id)):
             return False
         with self._lock:
             if self._jobs.get(job.id) is job:
@@ -281,7 +278,7 @@ class Service:
                 ids = encode_context(self.tokenizer, job.text, settings.system)
                 protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
-            with self._passes:
+            with self.answers.passes:
                 context = compress_ids(
                     self.model, self.tokenizer, ids, method=settings.method,
                     retention=settings.retention if settings.memory is None else None, memory=settings.memory,

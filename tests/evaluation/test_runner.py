@@ -74,8 +74,8 @@ def test_bytes_are_spent_as_the_policy_of_a_method_says(model, policy, tmp_path)
     header, (line,) = run(model, policy, out, examples, ["lkv", "snapkv"], [0.03], by_memory=True)
     assert header["budget"] == "memory" and header["tiers"] == {"": policy.card["tiers"]}
     patch_attention(model)
-    given = make_prompt(examples[0], Letters(), "kvpress", 512)
-    prompt = read_prompt(model, torch.tensor([given.context]), queries=True)
+    example_prompt = make_prompt(examples[0], Letters(), "kvpress", 512)
+    prompt = read_prompt(model, torch.tensor([example_prompt.context]), queries=True)
     rows = {row["method"]: row for row in line["rows"]}
     for name, learned in (("lkv", policy), ("snapkv", None)):
         cache = RaggedCache(model, policy=learned, memory=0.03, method=name)

@@ -6,6 +6,7 @@ import pytest
 
 from lkv.errors import ContextPendingError, StoreError
 from lkv.integrations.transformers.spec import inspect_model
+from lkv.serving import answers
 from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
 from lkv.serving.store import StoredContext
@@ -185,9 +186,9 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
 
 def test_passes_that_change_rotations_take_turns(make, monkeypatch):
-    monkeypatch.setattr(service_module, "is_rope_by_length", lambda model: True)
+    monkeypatch.setattr(answers, "is_rope_by_length", lambda model: True)
     service = make()
-    with service._passes:
+    with service.answers.passes:
         job = service.add(TEXT)
         answer = service.ask([{"role": "user", "content": "Who?"}], "", 3, SamplingParams())
         assert not answer.done.wait(0.3) and service.find(job.id) is job and job.progress == 0

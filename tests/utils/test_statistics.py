@@ -57,13 +57,13 @@ def test_a_task_of_one_sample_varies_as_the_others_do():
     error = 0.5 * np.sqrt(many.var(ddof=1) * (1 + 1 / 80))
     assert mean.value == pytest.approx((many.mean() + 120) / 2)
     assert mean.high - mean.low == pytest.approx(2 * stats.t.ppf(0.975, 79) * error, rel=0.1)
-    held = 0
+    hits = 0
     for _ in range(400):
         means = random.uniform(0, 1, 5)
         groups = [random.normal(own, 0.3, size) for own, size in zip(means, (1, 4, 4, 4, 4), strict=True)]
         found = macro_mean(groups, draws=200)
-        held += found.low <= means.mean() <= found.high
-    assert 0.9 <= held / 400 <= 0.98  # 0.93 to 0.94 in 1,500 draws; drawing whole tasks: 1.0
+        hits += found.low <= means.mean() <= found.high
+    assert 0.9 <= hits / 400 <= 0.98  # 0.93 to 0.94 in 1,500 draws; drawing whole tasks: 1.0
 
 
 def test_macro_interval_is_that_of_the_normal_limit():

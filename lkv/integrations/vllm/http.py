@@ -33,7 +33,7 @@ from lkv.serving import LOOPBACK
 from lkv.serving.page import page_response
 from lkv.serving.schemas import ContextRequest, error_object, error_response, parse_context
 from lkv.serving.schemas import Message as ChatMessage
-from lkv.serving.service import Job
+from lkv.serving.service import Job, merge_jobs
 from lkv.serving.store import StoredContext, unknown_context
 from lkv.utils.prompts import encode, render_messages
 
@@ -109,14 +109,9 @@ class ContextRoutes:
         @app.get("/v1/contexts")
         async def list_contexts() -> dict[str, Any]:
             store = (await self.contexts()).store
-            jobs = dict(self._jobs)  # first: what becomes ready meanwhile is in the store
+            jobs = list(self._jobs.values())  # first: what becomes ready meanwhile is in the store
             stored = await asyncio.to_thread(store.list_contexts)
-            for context in stored:
-                job = jobs.get(context.id)
-                if job is not None and job.error is not None and job.is_older_than(context):
-                    del jobs[context.id]  # which another server stored since
-            ready = [context for context in stored if context.id not in self._deleted and context.id not in jobs]
-            contexts: list[StoredContext | Job] = [*jobs.values(), *ready]
+            contexts = merge_jobs(jobs, [context for context in stored if context.id not in self._deleted])
             return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
@@ -124,7 +119,7 @@ class ContextRoutes:
             job = self._jobs.get(name)
             if job is not None and job.error is not None and name not in self._deleted:
                 stored = await asyncio.to_thread((await self.contexts()).store.describe, name)
-                if stored is not None and job.is_older_than(stored):
+                if stored is not None and job.is_superseded_by(stored):
                     return stored.as_object()
             return (job or await self._stored(name)).as_object()
 

@@ -228,8 +228,8 @@ def test_what_is_kept_of_a_length_is_that_of_its_samples(tmp_path):
         for number in range(2)
     ]
     table = table_of(tmp_path, "tasks", lines, suite="ruler")
-    kept = {own.group: own.row_realised for own, _ in table.rows() if own.method == "lkv"}
-    assert kept == pytest.approx({"2,048 tokens": 0.3, "4,096 tokens": 0.2})
+    shares = {own.group: own.row_realised for own, _ in table.rows() if own.method == "lkv"}
+    assert shares == pytest.approx({"2,048 tokens": 0.3, "4,096 tokens": 0.2})
 
 
 def test_a_method_that_ran_nowhere_is_named_with_the_reason(tmp_path):
