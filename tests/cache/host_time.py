@@ -69,7 +69,7 @@ def stub(arch: int) -> None:
                              device=lambda device: nullcontext())  # fmt: skip
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
-    for cached in (api._chosen, launch._launch, launch._shared_memory, launch._multiprocessors):
+    for cached in (api._chosen, launch._launch, launch.shared_memory, launch._multiprocessors):
         cached.cache_clear()
 
 

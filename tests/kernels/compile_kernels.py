@@ -96,7 +96,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.device_guard = lambda device: nullcontext()
-        for cached in (ragged._launch, ragged._shared_memory, ragged._multiprocessors, soft.tiles_on):
+        for cached in (ragged._launch, ragged.shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit, arch = self._run, self.rows, GPUS[self._arch][0], self._arch
 

@@ -184,9 +184,9 @@ def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
     properties = SimpleNamespace(name="Small", major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(triton, "interpreted", lambda: False)
-    monkeypatch.setattr(triton, "_shared_memory", lambda device: 48 * 1024)
+    monkeypatch.setattr(triton, "shared_memory", lambda device: 48 * 1024)
     assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
-    monkeypatch.setattr(triton, "_shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(triton, "shared_memory", lambda device: 227 * 1024)
     assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
     properties.major = 7
     assert "Small has compute capability 7.9" in triton.refusal(torch.device("cuda", 0), torch.float16, 64, 64)

@@ -159,7 +159,7 @@ def gpu(monkeypatch, major, shared):
     """A CUDA device with these properties, and kernels that are not interpreted."""
     properties = SimpleNamespace(name="TestGPU", major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(triton, "_shared_memory", lambda _: shared)
+    monkeypatch.setattr(triton, "shared_memory", lambda _: shared)
     monkeypatch.setattr(triton, "interpreted", lambda: False)
     api._chosen.cache_clear()
     triton.tiles_on.cache_clear()

@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 import lkv.kernels.ragged_attention.triton_kernels as kernels
 from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV, check_entering
 from lkv.kernels.ragged_attention.basis import Basis
+from lkv.kernels.triton_devices import gpu_refusal, is_interpreted, shared_memory
 from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,7 +82,7 @@ class Launch:
 
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return not isinstance(kernels.slice_kernel, triton.JITFunction)
+    return is_interpreted(kernels.slice_kernel)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
@@ -94,11 +95,11 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
     if not devices.is_gpu(device) or interpreted():
         return None
-    gpu = devices.runtime(device).get_device_properties(device)
-    if gpu.major < 8:
-        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
-    if not pipeline_stages(16, dim, value_dim, dtype, _shared_memory(device)):
-        return f"{gpu.name} has too little shared memory for heads of {dim} in {dtype}."
+    if reason := gpu_refusal(device):
+        return reason
+    if not pipeline_stages(16, dim, value_dim, dtype, shared_memory(device)):
+        name = devices.runtime(device).get_device_properties(device).name
+        return f"{name} has too little shared memory for heads of {dim} in {dtype}."
     return None
 
 
@@ -243,7 +244,7 @@ def _launch(
 ) -> Launch:  # fmt: skip
     """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
     gpu = devices.is_gpu(device) and not interpreted()
-    memory = _shared_memory(device) if gpu else 2**20
+    memory = shared_memory(device) if gpu else 2**20
     # More rows of float32 than that do not fit a program's registers.
     block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
     while not pipeline_stages(block_m, dim, value_dim, dtype, memory):
@@ -315,9 +316,3 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return devices.runtime(device).get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one block may use, as Triton checks them."""
-    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

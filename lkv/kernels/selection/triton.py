@@ -8,6 +8,7 @@ from torch import Tensor
 
 import lkv.kernels.selection.triton_kernels as kernels
 from lkv.kernels.selection import ScoreWeights
+from lkv.kernels.triton_devices import gpu_refusal, is_interpreted
 from lkv.utils import devices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,14 +60,12 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
         return f"the entries are on {device.type!r}, but Triton needs a CUDA device."
     if dtype not in DTYPES or not 0 < max(dim, value_dim) <= LARGEST_DIM:
         return f"{dtype} heads of {dim} and {value_dim} were given, but the kernels take {DTYPES} up to {LARGEST_DIM}."
-    if not interpreted() and (gpu := devices.runtime(device).get_device_properties(device)).major < 8:
-        return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
-    return None
+    return None if interpreted() else gpu_refusal(device)
 
 
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return not isinstance(kernels.rank_kernel, triton.JITFunction)
+    return is_interpreted(kernels.rank_kernel)
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lkv.kernels.soft_mask_attention.triton_kernels as kernels
+from lkv.kernels.triton_devices import gpu_refusal, is_interpreted, shared_memory
 from lkv.utils import devices
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -62,7 +63,7 @@ _TILES = {
 
 def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return not isinstance(kernels.forward, triton.JITFunction)
+    return is_interpreted(kernels.forward)
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
@@ -74,12 +75,11 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
     if devices.is_gpu(device) and not interpreted():
-        gpu = devices.runtime(device).get_device_properties(device)
-        if gpu.major < 8:
-            return f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, but the Triton kernels need 8.0."
+        if reason := gpu_refusal(device):
+            return reason
         if tiles_on(device, dtype, dim) is None:
-            size = _shared_memory(device)
-            return f"{gpu.name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
+            name, size = devices.runtime(device).get_device_properties(device).name, shared_memory(device)
+            return f"{name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
     return None
 
 
@@ -97,13 +97,8 @@ def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
     if interpreted():
         return options[0]
-    memory, major = _shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    memory, major = shared_memory(device), devices.runtime(device).get_device_properties(device).major
     return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one block may use, as Triton checks them."""
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 class _SoftMaskAttention(torch.autograd.Function):
