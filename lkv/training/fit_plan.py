@@ -94,7 +94,7 @@ def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0
     if left < 0 and not stage:
         least = math.ceil((spent + statistics + table) / 60 * 1.2)
         raise TrainingError(
-            f"{seconds / 60:g} minutes are too short: reading the texts for the statistics alone, and comparing the "
+            f"--minutes {seconds / 60:g} is too short: reading the texts for the statistics alone, and comparing the "
             f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
         )
     share = _REGRESSION_SHARE * seconds

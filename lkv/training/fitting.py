@@ -5,6 +5,7 @@ forward passes only; then distillation for the time that is left. A killed run r
 """
 
 import math
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHORTEST = 256  # tokens of a context, below which memory is too small
-_PROBE_TOKENS = 256
+_PROBE_TOKENS = 256  # of the text whose reading is timed
+_PROBE_SHARE, _PROBE_SECONDS = 0.01, 2.0  # of the time, at most, that these readings take
 
 clock = time.perf_counter  # the time that is counted
 
@@ -109,7 +111,9 @@ def fit_to(
         torch.enable_grad(),
     ):
         log("measuring how fast the model reads here")
-        per_token = _seconds_per_token(model, min(_PROBE_TOKENS, spec.max_positions))
+        per_token = _seconds_per_token(
+            model, min(_PROBE_TOKENS, spec.max_positions), min(_PROBE_SECONDS, _PROBE_SHARE * minutes * 60)
+        )
         interrupted, earlier = _interrupted_run(folder / RUN / "state")
         longest = interrupted or longest_context(minutes * 60 / per_token)
 
@@ -193,12 +197,22 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @torch.no_grad()
-def _seconds_per_token(model: "PreTrainedModel", tokens: int) -> float:
-    """How long the model reads a token of a text of `tokens` tokens, on this machine as it is now."""
+def _seconds_per_token(model: "PreTrainedModel", tokens: int, seconds: float) -> float:
+    """How long the model reads a token of a text of `tokens` tokens, on this machine as it is now.
+
+    The text is read twice at least, and until that has taken `seconds`: on a busy machine a single reading can take
+    twenty times as long as the next.
+    """
     ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
-    seconds = []
-    for length in (min(32, tokens), tokens, tokens):  # the first call prepares what later ones find
+    decoder = model.get_decoder()
+
+    def read(length: int) -> float:
         start = clock()
-        model.get_decoder()(input_ids=ids[:, :length], use_cache=False).last_hidden_state.sum().item()
-        seconds.append(clock() - start)
-    return min(seconds[1:]) / tokens
+        decoder(input_ids=ids[:, :length], use_cache=False).last_hidden_state.sum().item()
+        return clock() - start
+
+    read(min(32, tokens))  # the first call prepares what later ones find
+    taken = [read(tokens), read(tokens)]
+    while sum(taken) < seconds:
+        taken.append(read(tokens))
+    return statistics.median_low(taken) / tokens

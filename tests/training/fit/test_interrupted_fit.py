@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def run_out_of_memory(*_):
 
 
 def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monkeypatch):
-    with pytest.raises(TrainingError, match=r"0.5 minutes are too short.*give --minutes 5 or more"):
+    with pytest.raises(TrainingError, match=r"--minutes 0.5 is too short.*give --minutes 5 or more"):
         make_plan(10.0, 30.0)
     plan = make_plan(2.0, 600.0)
     assert plan.regression_texts == 16 and plan.statistics + plan.regression + plan.distillation + plan.table == 600
@@ -173,15 +174,31 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     resumed = make_plan(2.0, 600.0, 500.0, 2)
     assert resumed.statistics == resumed.regression == 0 and resumed.distillation == 100 - resumed.table
     assert make_plan(2.0, 600.0, 599.0, 2).distillation == 0
-    with pytest.raises(TrainingError, match=r"10 minutes are too short.*give --minutes 14 or more"):
+    with pytest.raises(TrainingError, match=r"--minutes 10 is too short.*give --minutes 14 or more"):
         make_plan(2.0, 600.0, 599.0)
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
     monkeypatch.setattr(fitting, "_seconds_per_token", lambda *_: 1.0)
-    with pytest.raises(TrainingError, match="are too short"):
+    with pytest.raises(TrainingError, match="is too short"):
         fit(*loaded, minutes=1)
     assert not list((cache / "policies").rglob("*"))
+
+
+def test_one_slow_reading_of_a_busy_machine_does_not_count(loaded, monkeypatch):
+    model, _ = loaded
+    now, costs = 0.0, iter([9.0, 5.0, 0.25, 0.5, 0.25, 0.25])  # seconds of each reading, the first a warm-up
+
+    def read(input_ids, use_cache):
+        nonlocal now
+        now += next(costs)
+        return SimpleNamespace(last_hidden_state=torch.zeros(1, input_ids.shape[1], 4))
+
+    monkeypatch.setattr(model, "get_decoder", lambda: read)
+    monkeypatch.setattr(fitting, "clock", lambda: now)
+    assert fitting._seconds_per_token(model, 100, 6.2) == 0.25 / 100
+    costs = iter([9.0, 2.0, 3.0])
+    assert fitting._seconds_per_token(model, 100, 0.1) == 2.0 / 100
 
 
 @pytest.mark.usefixtures("ticking")
