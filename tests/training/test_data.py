@@ -7,13 +7,14 @@ import random
 
 import pytest
 
-from lkv.errors import DataError
+from lkv.errors import DataError, MissingPackageError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
 from lkv.training.data.packing import Lengths, ask_to_repeat, find_answer, split_to_continue
 from lkv.training.data.public_datasets import index_folder, read_name_map
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.utils import extras
 from lkv.utils.data_files import read_records, split_lines
 
 
@@ -338,7 +339,7 @@ def test_every_file_is_named_taken_or_left(folder):
     assert found.used["own"] == [folder / "latest/more.jsonl", folder / "mine.jsonl"]
     assert len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
-        "README.md": "describes the folder",
+        "README.md": "describes the data sets",
         "dev-v1.1.json": "not a training split",
         "mmlu_test.jsonl": "not a training split",
         "mmlu_val.jsonl": "not a training split",
@@ -352,9 +353,31 @@ def test_every_file_is_named_taken_or_left(folder):
     assert {*found.skipped, *(path for paths in found.used.values() for path in paths)} == every
     assert (
         "squad: squad_train_subset.jsonl.gz" in said
-        and "skipped (describes the folder): README.md" in said
+        and "skipped (describes the data sets): README.md" in said
         and "and 32 more" in said
     )
+
+
+def test_a_readme_beside_own_documents_is_one_of_them(tmp_path):
+    for name in ("README.md", "notes.md", "LICENSE.txt"):
+        (tmp_path / name).write_text("The tide table hangs beside the door of the boat house.")
+    found = index_folder(tmp_path)
+    assert found.used == {"text": [tmp_path / "README.md", tmp_path / "notes.md"]}
+    assert found.skipped == {tmp_path / "LICENSE.txt": "a licence"}
+
+
+def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_path, monkeypatch):
+    find = extras.find_spec
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "inscriptis" else find(name))
+    (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
+    (tmp_path / "page.html").write_text("<p>The key is under the third stone.</p>")
+    (tmp_path / "empty.txt").write_text(" \n")
+    said = Mixture(tmp_path, 100, 200, skip_unknown=True).lines
+    assert said[0] == "used as text: notes.md" and "skipped (empty): empty.txt" in said
+    needs = next(line for line in said if line.endswith(": page.html"))
+    assert needs.startswith("skipped (needs `pip install") and "documents" in needs
+    with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*inscriptis"):
+        Mixture(tmp_path, 100, 200)
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.context.document_reader import read_document
-from lkv.errors import DataError, DocumentError
+from lkv.errors import DataError, DocumentError, MissingPackageError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
 from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, split_lines
+from lkv.utils.extras import install_command
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
@@ -105,11 +106,11 @@ def read_dataset(
 ) -> list[Item]:
     """Read all items of the set `name` from its files, in order. Raises DataError for a file of another form.
 
-    Where `unreadable` is given, documents without readable text are entered there, with the reason, and left out.
+    Where `unreadable` is given, files without readable text are entered there, with the reason, and left out.
     """
     items: list[Item] = []
     for path in paths:
-        plain_name = path.name.removesuffix(".gz")
+        plain_name, earlier = path.name.removesuffix(".gz"), len(items)
         try:
             if name in FILE_READERS:
                 items += FILE_READERS[name](path, folder)
@@ -125,11 +126,18 @@ def read_dataset(
             if unreadable is None:
                 raise DataError(f"{str(error).rstrip('.')}, or remove it from the folder.") from error
             unreadable[path] = "no text that can be read"
+        except MissingPackageError as error:
+            if unreadable is None:
+                raise MissingPackageError(f"{path} cannot be read: {error}") from error
+            unreadable[path] = f"needs `{install_command('documents')}`"
         except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(
                 f"{path} is not as the data set {name!r} has it ({type(error).__name__}: {error}); download it again, "
                 "or remove it from the folder."
             ) from error
+        if unreadable is not None and not any(text.strip() for item in items[earlier:] for text in item_texts(item)):
+            unreadable.setdefault(path, "empty")
+            del items[earlier:]
     return items
 
 

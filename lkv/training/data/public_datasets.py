@@ -204,6 +204,10 @@ def index_folder(
             skipped[path] = reason or "not used by this recipe"
         else:
             unknown.append(path)
+    if {*used} - {"own", "text", "code"}:
+        about = [path for path in used.get("text", ()) if path.name.startswith("README")]
+        used["text"] = [path for path in used.get("text", ()) if path not in about]
+        skipped |= dict.fromkeys(about, "describes the data sets")
     if skip_unknown:
         skipped |= dict.fromkeys(unknown, "data of unknown form")
     elif unknown:
@@ -212,15 +216,15 @@ def index_folder(
             "official names, write own data as JSON lines {context, question, answer} or {text}, name each in the "
             "--map of `lkv data`, or move what should not be trained on elsewhere."
         )
-    return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
+    return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if used.get(name)}, skipped)
 
 
 def _classify(path: Path, relative: Path) -> tuple[str, str]:
     """The set of a file, else the reason to skip it; both empty for data that is not recognised."""
     if name := match_dataset(relative):
         return name, ""
-    if path.name.startswith(("README", "LICENSE", "LICENCE")):
-        return "", "describes the folder"
+    if path.name.startswith(("LICENSE", "LICENCE")):
+        return "", "a licence"
     plain_name = path.name.removesuffix(".gz")
     if plain_name.endswith(".tgt") and path.with_name(path.name.replace(".tgt", ".src.cleaned")).exists():
         return "", "read with its source file"
