@@ -55,6 +55,11 @@ def build(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> An
     return model(config(**(SHAPE | FAMILIES.get(family, {}) | changes))).to(dtype).eval()
 
 
+def tiny_gpt2() -> Any:
+    """A model without rotary positions, whose projections are transposed."""
+    return next(family for family in SERVED if family.name == "GPT2").build()
+
+
 def longrope_model(change: int = 64, **changes: Any) -> Any:
     """A tiny Phi-3 whose frequencies change at `change` tokens."""
     scaling = {

@@ -113,7 +113,7 @@ def _describe_model(name: str) -> str:
     from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes
     from lkv.methods.registry import methods
     from lkv.models.loading import load_model
-    from lkv.policy.lookup import estimate_fit_minutes
+    from lkv.policy.lookup import estimate_fit_minutes, fit_refusal
     from lkv.policy.model_match import model_difference
     from lkv.utils.devices import dtype_name
     from lkv.utils.durations import format_duration
@@ -124,13 +124,14 @@ def _describe_model(name: str) -> str:
     matching = [policy for policy in stored if model_difference(policy.spec, spec) is None]
     if matching:
         return "\n\n".join(map(_describe_policy, matching))
+    fit = fit_refusal(model) or f"`lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
     free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
     return (
         f"There is no policy for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"
         f"  reading   1,000 tokens take {format_duration(estimate_reading_seconds(model, 1000))} here, and "
         f"{full_cache_nbytes(model, 1000) / 1e6:,.1f} MB uncompressed in {dtype_name(model.dtype)}\n"
         f"  methods   without a policy: {free}\n"
-        f"  fit       `lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
+        f"  fit       {fit}"
     )
 
 
@@ -138,7 +139,6 @@ def _describe_policy(policy: StoredPolicy) -> str:
     lines = describe_card(policy.spec, policy.card)
     if fit := policy.card.get("fit"):
         fate = "" if policy.is_preferred else ", not the default: another one, or SnapKV, was better"
-        lines.append(
-            f"fitted    here in {fit.get('minutes')} minutes on {fit.get('contexts')} contexts{fate}; {policy.folder}"
-        )
+        means = f"on {fit['contexts']} contexts" if fit.get("contexts") else "without a distillation"
+        lines.append(f"fitted    here in {fit.get('minutes')} minutes {means}{fate}; {policy.folder}")
     return "\n".join([policy.name, *(f"  {line}" for line in lines)])

@@ -6,8 +6,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from lkv.config import ModelSpec
-from lkv.errors import PolicyFileError, PolicyMismatchError
+from lkv.errors import PolicyFileError, PolicyMismatchError, UnsupportedModelError
 from lkv.integrations.transformers.attention import patch_attention
+from lkv.integrations.transformers.prefill import query_rotations
 from lkv.integrations.transformers.progress import estimate_reading_seconds
 from lkv.models.loading import DEFAULT
 from lkv.policy.model_match import model_difference
@@ -158,7 +159,18 @@ def estimate_fit_minutes(model: "PreTrainedModel") -> int:
     return max(_FIT_MINUTES, math.ceil(estimate_reading_seconds(model, _FIT_TOKENS) / 60))
 
 
+def fit_refusal(model: "PreTrainedModel") -> str | None:
+    """Why `lkv fit` makes no policy for the model, in one sentence; None where it does."""
+    try:
+        query_rotations(model, "`lkv fit`")
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
+
+
 def _no_policy(about: str, worse: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:
+    if model is not None and (refusal := fit_refusal(model)):
+        return f"there is no policy for {about}, and `lkv fit` makes none: {refusal}"
     minutes = f"--minutes {estimate_fit_minutes(model)}" if model is not None else f"about {_FIT_MINUTES} minutes"
     return (
         f"there is no policy for {about} yet{worse}; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your "

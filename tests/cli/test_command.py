@@ -9,9 +9,12 @@ import pytest
 from lkv.cli.command import Command
 from lkv.cli.main import COMMANDS, build_parser, find_command, main, parse_arguments
 from lkv.config import SETTINGS
+from lkv.errors import PolicyMismatchError
 from lkv.methods import registry
 from lkv.methods.registry import METHODS
+from lkv.policy.lookup import policy_for
 from tests.conftest import save_model
+from tests.families import tiny_gpt2
 
 LOADING = ("ask", "eval", "inspect", "profile", "serve", "train")  # commands that load a model
 
@@ -117,6 +120,17 @@ def test_policies_list_what_is_shipped_and_the_alternatives(capsys):
     assert "KL 0.098, top-1 agreement 0.857 to the full cache at R 0.15, 1,000 tokens" in output
     for command in ("`lkv methods`", "`lkv fit NAME`", "`lkv policies --model NAME`"):
         assert command in output
+
+
+def test_a_model_that_cannot_be_fitted_is_not_sent_to_fit(tmp_path, capsys):
+    model = tiny_gpt2()
+    with pytest.raises(PolicyMismatchError, match=r"this model .* makes none: GPT2LMHeadModel has no rotary embedding"):
+        policy_for(model)
+    model.save_pretrained(save_model(tmp_path))
+    assert main(["policies", "--model", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "  fit       GPT2LMHeadModel has no rotary embedding that LKV can undo" in output
+    assert "lkv fit" not in output
 
 
 def test_the_alternatives_for_a_model_without_a_policy_are_listed(tmp_path, capsys):

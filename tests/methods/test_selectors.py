@@ -31,7 +31,7 @@ from lkv.methods.selectors import (
 )
 from tests.cache.helpers import ids, padded
 from tests.conftest import tiny_llama
-from tests.families import FAMILIES, build
+from tests.families import FAMILIES, build, tiny_gpt2
 
 SCALE = 0.3
 shapes = given(
@@ -275,6 +275,15 @@ def test_criticalkv_keeps_what_its_two_stages_choose(batch, tokens, share, seed)
                 rest = sorted((t for t in range(tokens) if t not in first), key=lambda t: -float(refined[b, h, t]))
                 # In order: of those kept, the better tiers of a memory budget take the best.
                 assert ranking[b, h].topk(count).indices.tolist() == [*first, *rest[: count - len(first)]]
+
+
+def test_output_projections_of_gpt2_are_transposed_back():
+    model = tiny_gpt2()
+    x = torch.randn(5, model.config.hidden_size, dtype=model.dtype)
+    expected = [block.attn.c_proj for block in model.transformer.h]
+    for weight, projection in zip(output_projections(model), expected, strict=True):
+        with torch.no_grad():
+            assert torch.allclose(x @ weight.T + projection.bias, projection(x), rtol=1e-12)
 
 
 def test_output_projections_are_those_of_the_layers_that_are_evicted_from():

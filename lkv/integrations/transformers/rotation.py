@@ -35,7 +35,7 @@ class Rotation:
         if apply is None or rotary is None or [*signature(apply).parameters][2:4] != ["cos", "sin"]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
-                "Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
+                "Qwen3, Mistral, Phi-3 or Gemma-3, or a method that needs none, such as 'kvzip' or 'snapkv'."
             )
         self._apply, self._rotary = apply, rotary
         # Some attention modules pass only the rotated part of a head to `apply`, others pass all of it.

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lkv.config import ModelSpec
 from lkv.errors import UnsupportedModelError
@@ -15,7 +16,7 @@ from lkv.integrations.transformers.fingerprint import read_directions, read_norm
 
 _KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
-_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
@@ -154,7 +155,7 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
                 f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
                 "model without quantisation, or use a method that needs no weights."
             )
-        weights.append(weight.detach())
+        weights.append(weight.detach().T if isinstance(getattr(module, name), Conv1D) else weight.detach())
     return weights
 
 
