@@ -115,6 +115,26 @@ def test_commands_keep_what_transformers_imports_to_itself():
     assert done.returncode == 0 and not done.stderr and "share of the tokens" in done.stdout
 
 
+@pytest.mark.parametrize(("given", "spins"), [(None, "20000"), ("7", "7")])
+def test_threads_that_wait_for_work_soon_leave_their_core(given, spins, monkeypatch):
+    """GNU's OpenMP reads the variable when PyTorch loads it."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if given:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    program = """
+import os, sys
+from lkv.cli.main import main
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Finder())
+main(["inspect"])
+"""
+    assert run(program).stdout.startswith(f"{spins}\n")
+
+
 @pytest.mark.parametrize(("variable", "enabled"), [(None, False), ("0", True)])
 def test_logs_have_no_bars_of_transformers(variable, enabled, monkeypatch):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
