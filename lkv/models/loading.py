@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from importlib.util import find_spec
-from os.path import isdir
+from os.path import exists, isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +147,8 @@ def _load(
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not exists(name):
+        reason = "there is no such folder"
     return ModelLoadError(
         f"no {kind} could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
         f"file, or {DEFAULT!r} ({reason})."

@@ -88,10 +88,14 @@ def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
         f"overlap   {describe_overlap(card)}",
         *(
             f"fidelity  KL {row['kl']:.3f}, top-1 agreement {row['agreement']:.3f} to the full cache at R "
-            f"{row['retention']:g}, {text_lengths(row)} tokens"
+            f"{row['retention']:g}, {text_lengths(row)} tokens{_number_of_texts(row)}"
             for row in card.get("fidelity", [])
         ),
     ]
+
+
+def _number_of_texts(row: dict[str, Any]) -> str:
+    return f", {row['texts']} text{'s' * (row['texts'] != 1)}" if "texts" in row else ""
 
 
 def _describe_memory(spec: ModelSpec) -> str:

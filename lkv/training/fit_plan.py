@@ -94,8 +94,8 @@ def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0
     if left < 0 and not stage:
         least = math.ceil((spent + statistics + table) / 60 * 1.2)
         raise TrainingError(
-            f"--minutes {seconds / 60:g} is too short: reading the texts for the statistics alone, and comparing the "
-            f"result, takes {format_duration(statistics + table)} here; give --minutes {least} or more."
+            f"--minutes {seconds / 60:g} is too short here: loading took {format_duration(spent)}, and the statistics "
+            f"and the comparison take {format_duration(statistics + table)}; give --minutes {least} or more."
         )
     share = _REGRESSION_SHARE * seconds
     if left - share < _LEAST_CONTEXTS * _CONTEXT_READINGS * reading:
@@ -103,4 +103,7 @@ def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0
     fitting_texts = min(_REGRESSION_TEXTS, int(share / (_REGRESSION_READINGS * reading)))
     regression_texts = max(0, fitting_texts) if stage < 2 else 0
     regression = regression_texts * _REGRESSION_READINGS * reading
-    return Plan(statistics, regression, max(0.0, left - regression), table, regression_texts, table_texts)
+    distillation = left - regression
+    if distillation < RECIPE.batch * _CONTEXT_READINGS * reading:  # not even one update
+        distillation = 0.0
+    return Plan(statistics, regression, distillation, table, regression_texts, table_texts)

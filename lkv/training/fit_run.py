@@ -209,10 +209,9 @@ class FitRun:
         if self._stage < 2:
             read = _texts(plan.regression_texts)
             log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
-        log(
-            f"3. distillation on contexts of {self._lengths.least:,} to {self._lengths.most:,} tokens: "
-            f"{format_duration(plan.distillation)}"
-        )
+        lengths = f"{self._lengths.least:,} to {self._lengths.most:,}"
+        distillation = f"distillation on contexts of {lengths} tokens: {format_duration(plan.distillation)}"
+        log(f"3. {distillation if plan.distillation else 'no distillation: there is no time for it'}")
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
     def _draw(
@@ -354,7 +353,7 @@ class FitRun:
         }  # fmt: skip
         card["fidelity"] = [
             {"retention": row["retention"], "tokens": [min(lengths), max(lengths)], "kl": row["kl"],
-             "agreement": row["agreement"]}
+             "agreement": row["agreement"], "texts": row["texts"]}
             for row in rows if row["method"] == "lkv"
         ]  # fmt: skip
         folder = _free_folder(self._folder) if self._keeps_earlier else self._folder
@@ -364,7 +363,7 @@ class FitRun:
         print(f"the policy is in {folder}, after {self._elapsed() / 60:.1f} minutes")
         for line in describe_better_baselines(better):
             print(line)
-        if not card["fit"]["preferred"]:
+        if self._keeps_earlier and not card["fit"]["preferred"]:
             cause = "SnapKV" if is_worse_than_snapkv else "the policy that was this model's default"
             print(f"{cause} is better, so the new one is not the default; to use it, give it as the policy: {folder}")
         return policy

@@ -115,6 +115,8 @@ def test_broken_conversion_is_redone(tmp_path, monkeypatch, loaded, capsys):
 def test_missing_models_are_named(tmp_path, monkeypatch):
     with pytest.raises(ModelLoadError, match="no model could be loaded from"):
         load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(ModelLoadError, match=r"\(there is no such folder\)"):
+        load_model(str(tmp_path / "nowhere"))
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     monkeypatch.setattr("lkv.models.loading.metadata.files", lambda name: None)
     monkeypatch.setattr(

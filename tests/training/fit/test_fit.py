@@ -157,7 +157,7 @@ def test_the_command_fits_and_asks(folder, tmp_path, capsys):
     assert "fitted    here in" in capsys.readouterr().out
 
 
-def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(loaded, capsys, monkeypatch):
+def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
     rows = comparison_rows({"lkv": (0.2, 0.9), "kvzip": (0.3, 0.5), "snapkv": (0.1, 0.8)})
     monkeypatch.setattr(fit_run, "compare", lambda *_: rows)
@@ -174,6 +174,9 @@ def test_a_policy_that_is_worse_than_snapkv_is_saved_but_is_not_the_default(load
     assert said.out.splitlines()[-1].endswith(
         f"so the new one is not the default; to use it, give it as the policy: {folder}"
     )
+    assert "3. no distillation: there is no time for it" in said.err
+    fit(model, tokenizer, [TEXT], minutes=0.1, out=cache / "elsewhere")
+    assert "default" not in capsys.readouterr().out  # which a policy elsewhere never is
     for wanted in (model, "owner/tiny"):
         with pytest.raises(PolicyMismatchError, match=f"{folder} was worse than SnapKV"):
             default_policy(wanted)
