@@ -7,7 +7,8 @@ Each file's own command is run with the methods that read a policy. Rows of the 
 samples. So do rows with a policy that the command does not make. It resumes: measured files stay in --work.
 
 A policy with the paper's scorer is measured as LKV alone: its rows take the place of those of "lkv-paper". With
---methods, these are measured instead, and named under "again" with their date, machine and versions.
+--methods, these are measured instead, and named under "again" with their date, machine and versions; with all methods
+of a file it is made anew, which it has to be where another machine's full cache is good at other tasks.
 """
 
 import argparse
@@ -51,7 +52,9 @@ def main() -> None:
         if not measured.is_file():
             _measure(document["command"], measured, options, policy.inputs.is_paper)
         results = json.loads(measured.read_text(encoding="utf-8"))
-        if options.methods:
+        if {method_of(row) for row in document["rows"]} <= {FULL, *(options.methods or ())}:
+            merged = measured_anew(document, results)
+        elif options.methods:
             merged = merge_methods(document, results, options.methods)
         else:
             merged = (merge_paper_scorer if policy.inputs.is_paper else merge)(document, results)
@@ -177,6 +180,12 @@ def merge_methods(earlier: dict[str, Any], measured: dict[str, Any], methods: Se
     return {**document, "rows": [row for row in rows if row]}
 
 
+def measured_anew(earlier: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The result `earlier`, of which all methods were measured again."""
+    described = {key: measured[key] for key in (*_PROVENANCE, "policy") if key in measured}
+    return {**{key: earlier[key] for key in ("name", "command", "seed")}, **described, "rows": measured["rows"]}
+
+
 def _without(provenance: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
     """What a file says of earlier rows, without those of `methods`, whatever their precision."""
     others = {**provenance, "methods": [name for name in provenance["methods"] if plain_name(name) not in methods]}
@@ -187,7 +196,9 @@ def _without(provenance: dict[str, Any], methods: Sequence[str]) -> dict[str, An
 def _check_samples(new: dict[tuple[Any, ...], Any], old: dict[tuple[Any, ...], Any]) -> None:
     for key, row in new.items():
         if row["method"] == FULL and key in old and any(old[key].get(n) != row.get(n) for n in ("n", "contexts")):
-            raise ReportError(f"{key} was measured on other samples: {old[key]}, {row}.")
+            raise ReportError(
+                f"{key} was measured on other samples: {old[key]}, {row}; give all its methods as --methods."
+            )
 
 
 def _by_key(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:

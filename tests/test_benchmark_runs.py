@@ -3,6 +3,8 @@
 import argparse
 import json
 import shutil
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from benchmarks import common, data_build, fit, remeasure, ship
 from benchmarks.common import RESULTS, Subject
 from lkv.cli.main import parse_arguments
 from lkv.cli.options import check_policy_is_read
+from lkv.config import ScorerInputs
 from lkv.errors import DataError, ReportError
 from lkv.integrations.transformers.attention import patch_attention
 from lkv.models.loading import DEFAULT
@@ -191,6 +194,25 @@ def test_rows_of_another_policy_take_the_place_of_those_that_read_it():
     assert merged["again"] == {"snapkv": provenance} and merged["kept"]["methods"] == ["keydiff"]
     with pytest.raises(ReportError, match="on other samples"):
         remeasure.merge_methods(merged, measured | {"rows": [row("full", 0) | {"n": 4}]}, ["snapkv"])
+
+
+def test_a_file_of_which_all_methods_are_measured_again_keeps_its_command_alone(tmp_path, monkeypatch):
+    rows = [{"method": name, "task": "able", "n": 3, "value": 1.0} for name in ("full", "snapkv", "lkv")]
+    earlier = {"name": "x", "command": "lkv eval x --methods snapkv lkv", "seed": 0, "date": "1", "machine": "a"}
+    earlier |= {"versions": {}, "policy": "old", "kept": {"methods": ["snapkv"]}, "rows": rows}
+    now = {"date": "2", "machine": "b", "versions": {"torch": "2"}, "policy": "new"}
+    measured = now | {"rows": [row | {"n": 4} for row in rows], "command": "lkv eval x", "name": "y"}
+    monkeypatch.setattr(remeasure, "RESULTS", tmp_path)
+    monkeypatch.setattr(remeasure, "_measure", lambda command, out, *_: out.write_text(json.dumps(measured)))
+    monkeypatch.setattr(Policy, "from_pretrained", lambda _: SimpleNamespace(digest=lambda: "d", inputs=ScorerInputs()))
+    words = ["remeasure", "x", "--data", ".", "--policy", ".", "--work", str(tmp_path / "work"), "--methods", "lkv"]
+    for methods, refused in (([], True), (["snapkv"], False)):
+        (tmp_path / "x.json").write_text(json.dumps(earlier))
+        monkeypatch.setattr(sys, "argv", [*words, *methods])
+        with pytest.raises(ReportError, match="on other samples") if refused else nullcontext():
+            remeasure.main()
+    made = json.loads((tmp_path / "x.json").read_text())
+    assert made == {"name": "x", "command": earlier["command"], "seed": 0, **now, "rows": measured["rows"]}
 
 
 def test_methods_measured_again_are_not_kept_in_any_precision():
