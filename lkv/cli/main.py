@@ -36,9 +36,10 @@ _MODULES = {"policies": "methods"}
 _EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
 
 _USER_ERROR = 2  # as argparse exits; 1 is left to tracebacks
-# How often a thread of GNU's OpenMP looks for work before it sleeps. Its default of 300,000 is some 15 ms, taken
-# from other programs and from its own threads that wait for a core: beside others everything took three times as long.
-_SPINS = "20000"
+# How often a thread of GNU's OpenMP looks for work before it sleeps, on a machine where other programs run. By default
+# it does so for up to 15 ms, which it takes from them and from its own threads that wait for a core: reading took three
+# times as long. On an idle machine sleeping costs a tenth of the time of an answer.
+_SPINS_WHEN_BUSY = "20000"
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _CLOSED_PIPE = 141  # as shells report SIGPIPE
 # Loggers whose warnings concern kernels and types that LKV does not use; transformers imports torchao if installed.
@@ -63,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = parse_arguments(sys.argv[1:] if arguments is None else arguments)
             if not sys.stderr.isatty():
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # keep progress bars out of logs
-            os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # before PyTorch, which no command has imported yet
+            if _is_busy():
+                os.environ.setdefault("GOMP_SPINCOUNT", _SPINS_WHEN_BUSY)  # which PyTorch reads when it is imported
             for name in _IRRELEVANT_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
             command.run()
@@ -82,6 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lkv: the system refuses to read or write ({error}); give another place.", file=sys.stderr)
         return _USER_ERROR
     return 0
+
+
+def _is_busy() -> bool:
+    """Whether other programs use half of the cores or more."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2
 
 
 def _flush_output() -> None:

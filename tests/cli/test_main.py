@@ -115,24 +115,25 @@ def test_commands_keep_what_transformers_imports_to_itself():
     assert done.returncode == 0 and not done.stderr and "share of the tokens" in done.stdout
 
 
-@pytest.mark.parametrize(("given", "spins"), [(None, "20000"), ("7", "7")])
-def test_threads_that_wait_for_work_soon_leave_their_core(given, spins, monkeypatch):
+@pytest.mark.parametrize(("load", "given", "spins"), [(0.2, None, "None"), (99.0, None, "20000"), (99.0, "7", "7")])
+def test_beside_other_programs_threads_that_wait_for_work_soon_leave_their_core(load, given, spins, monkeypatch):
     """GNU's OpenMP reads the variable when PyTorch loads it."""
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if given:
         monkeypatch.setenv("GOMP_SPINCOUNT", given)
     program = """
 import os, sys
-from lkv.cli.main import main
+from lkv.cli import main as command_line
 class Finder:
     def find_spec(self, name, path, target=None):
         if name == "torch":
             print(os.environ.get("GOMP_SPINCOUNT"))
             sys.meta_path.remove(self)
 sys.meta_path.insert(0, Finder())
-main(["inspect"])
+os.cpu_count, os.getloadavg = lambda: 4, lambda: (LOAD, 0.0, 0.0)
+command_line.main(["inspect"])
 """
-    assert run(program).stdout.startswith(f"{spins}\n")
+    assert run(program.replace("LOAD", str(load))).stdout.startswith(f"{spins}\n")
 
 
 @pytest.mark.parametrize(("variable", "enabled"), [(None, False), ("0", True)])
