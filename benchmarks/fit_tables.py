@@ -31,7 +31,7 @@ FITTED_ON = {
 def fits() -> list[str]:
     """Policies of `lkv fit` against KVzip and the shipped policy, by kind of own text, and the KL over the minutes."""
     parts = [part for file in fit_files() for part in _fits(file)]
-    where = "evaluation texts of two kinds, {} contexts of each a length, with a regression on KVzip's scores as it was"
+    where = "evaluation texts of two kinds, {} contexts of each a length"
     own = _fit_table("fit_domains", ("code", "meetings"), where)
     figure = "![fit](benchmarks/results/small/fit.png)"
     return ["## A policy in minutes", *parts, figure, *own] if parts else []
