@@ -2,6 +2,8 @@
 
 python -m benchmarks.fit --data EVAL_FOLDER --train TRAIN_FOLDER    (writes fit.json; fit-NAME.json with --model NAME)
 
+fit_ten_minutes.json and fit_domains.json are of this command with other --fits and --out.
+
 --fits names policies as KIND:MINUTES: from no data ("none"), from texts of one kind ("meetings", "code": what such
 a user would have) and from all of TRAIN_FOLDER ("mixture"; "clean": without what overlaps with the evaluation
 files, as for texts of one kind). They are measured on the evaluation files, which no stage reads. Minutes of one
@@ -22,7 +24,7 @@ import torch
 
 from benchmarks.common import SUBJECT, digest_of_names, parse_options, per_length, run_cases, subject_of
 from benchmarks.fidelity import Sample, measure, summarise
-from benchmarks.fit_tables import CURVE, FITS, RATIO
+from benchmarks.fit_tables import CURVE, RATIO
 from benchmarks.heldout import HeldOut, cases_by_length, cut_targets
 from benchmarks.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
@@ -75,7 +77,7 @@ def main() -> None:
 
     run_cases(
         "benchmarks.fit", options, options.out.stem, cases, measure_case, rows_of_samples, subject.policy,
-        ("contexts", "tokens"), {FITS: {fit: policy.digest() for fit, policy in policies.items()}},
+        ("contexts", "tokens"), {"fits": {fit: policy.digest() for fit, policy in policies.items()}},
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from benchmarks.tables import (
     counted,
     document,
     interval,
-    items_not_removed,
     kl_and_agreement,
     other_models,
     read,
@@ -18,7 +17,6 @@ from lkv.evaluation.report.names import FULL, method_label
 
 # The task of rows that compare two methods on the same samples, and of those of the held-out KL by minutes.
 RATIO, CURVE = "ratio", "held-out texts of the fit"
-FITS = "fits"  # the digests of the fitted policies; files without them are of before short texts were compared
 FITTED_ON = {
     "lkv@none": "without own texts",
     "lkv@code": "with code",
@@ -38,7 +36,7 @@ def fits() -> list[str]:
 
 
 def fit_files() -> list[str]:
-    """The result files of `benchmarks.fit`: ten minutes as they are now, an hour before, and other models."""
+    """The result files of `benchmarks.fit`: ten minutes, an hour, and other models."""
     return ["fit_ten_minutes", "fit", *(f"fit-{name}" for name in other_models())]
 
 
@@ -109,17 +107,6 @@ def _fit_table(file: str, tasks: tuple[str, ...], where: str) -> list[str]:
         f"{rows[0]['model'].rpartition('/')[2]}, `lkv fit` by the minutes of {minutes_of(file)} "
         f"({document(file)['machine']}): {KL} and top-1 agreement on {contexts} ({source(file)})."
     )
-    if FITS not in document(file):
-        lead += (
-            " `lkv fit` has changed since: it also reads stories, meetings and articles that were written for LKV, "
-            "counts a continuation's KL by its logarithm, learns from more short contexts and some of up to 4,000 "
-            "tokens, updates its weights twice as often, and learns from more contexts in the same time (`dev/LOG.md`)."
-        )
-    if any(row["method"] == "lkv@clean" for row in rows) and FITS not in document(file):
-        lead += (
-            f" What was left out of the mixture did not include {items_not_removed()} items with a short text inside "
-            "an evaluated one, which were found later."
-        )
     columns = dict.fromkeys((row["task"], row["tokens"], row["retention"]) for row in rows if row["method"] != FULL)
     order = sorted(columns, key=lambda column: (tasks.index(column[0]), *_length_first(column[1:])))
     cells = {

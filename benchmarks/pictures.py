@@ -72,12 +72,13 @@ def draw_fits(path: Path) -> None:
         points = read(file, task=CURVE)
         # The last of a kind's fits, by minutes.
         longest = {row["method"]: row["minutes"] for row in sorted(points, key=lambda row: row["minutes"])}
-        for number, (method, minutes) in enumerate(longest.items()):
+        for method, minutes in longest.items():
+            colour = f"C{[*FITTED_ON].index(method)}"  # the same in all panels
             own = [row for row in points if (row["method"], row["minutes"]) == (method, minutes)]
             for retention, line in zip(PROGRESS_RETENTIONS, ("-", "--"), strict=True):
                 curve = [row for row in own if row["retention"] == retention]
                 axes.plot(
-                    [row["seconds"] / 60 for row in curve], [row["value"] for row in curve], line, color=f"C{number}",
+                    [row["seconds"] / 60 for row in curve], [row["value"] for row in curve], line, color=colour,
                     marker="o", markersize=3, label=FITTED_ON[method] if line == "-" else "",
                 )  # fmt: skip
         axes.set_title(points[0]["model"].rpartition("/")[2])

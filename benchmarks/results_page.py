@@ -79,9 +79,8 @@ def results_page() -> str:
             f"its scores, in {names} are of that time."
         )
     least = (
-        "LKV-H leaves each head 5 tokens at least; all files but `fit.json`, `fit_ten_minutes.json` and "
-        "`fit-qwen2.5-coder-0.5b-instruct.json` were measured before that. With the shipped policies it changes little "
-        "(`dev/LOG.md`)."
+        "LKV-H leaves each head 5 tokens at least; files whose `date` is before 2026-11-27 were measured without that. "
+        "With the shipped policies it changes little (`dev/LOG.md`)."
     )
     refit = (
         "`METHOD+refit` adjusts the kept keys and values by least squares, at no extra memory, so that attention "

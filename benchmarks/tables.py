@@ -85,16 +85,11 @@ def overlapping_items() -> str:
     """How many items of the training data overlap with evaluated texts and what became of them, by the card."""
     sets = _decontamination()["sets"].values()
     compared, overlapping = (sum(own[key] for own in sets) for key in ("compared", "overlapping"))
-    left = items_not_removed()
+    left = sum(_decontamination().get("not_removed", {}).values())  # found only after the training
     return (
         f"{overlapping} of its {compared:,} items overlapped with evaluated texts and were left out"
         + f", but not {left} more with a short text inside an evaluated one" * bool(left)
     )
-
-
-def items_not_removed() -> int:
-    """How many of these were found only after the training, by the card."""
-    return sum(_decontamination().get("not_removed", {}).values())
 
 
 def _decontamination() -> dict[str, Any]:
