@@ -23,7 +23,7 @@ from lkv.errors import ModelLoadError
 from lkv.models.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.devices import find_device
 from lkv.utils.extras import require
-from lkv.utils.files import as_path, cache_folder
+from lkv.utils.files import as_path, cache_folder, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -147,7 +147,7 @@ def _load(
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not exists(name):
+    if is_path(name) and not exists(name):
         reason = "there is no such folder"
     return ModelLoadError(
         f"no {kind} could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "

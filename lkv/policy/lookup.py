@@ -15,7 +15,7 @@ from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import StoredPolicy, fitted_policies, named_policy, shipped_policies
-from lkv.utils.files import as_path
+from lkv.utils.files import as_path, is_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,7 @@ def _published_policy(model: str, spec: ModelSpec | None = None) -> Policy | Non
     One that is for another model than `spec`, of the same name, is none.
     """
     publisher = os.environ.get("LKV_POLICY_HUB", "lkv-policies")
-    if not publisher or model.count("/") != 1 or os.path.exists(model) or model.startswith((".", "/", "~")):
+    if not publisher or "/" not in model or is_path(model) or os.path.exists(model):
         return None
     name = f"{publisher}/{model.partition('/')[2]}"
     try:

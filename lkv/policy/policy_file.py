@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lkv.errors import PolicyFileError
 from lkv.utils import tensor_file
-from lkv.utils.files import as_path, error_reason, write_text
+from lkv.utils.files import as_path, error_reason, is_path, write_text
 from lkv.utils.tensor_file import FileKind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
@@ -83,7 +83,7 @@ def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tu
         if revision is not None:
             raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
         return folder, None
-    if text.count("/") != 1 or text.startswith((".", "/", "~")):
+    if "/" not in text or is_path(text):
         raise PolicyFileError(
             f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name' (a shipped policy "
             "comes by its name from lkv.default_policy)."

@@ -212,7 +212,7 @@ def _seconds_per_token(model: "PreTrainedModel", tokens: int, seconds: float) ->
         return clock() - start
 
     read(min(32, tokens))  # the first call prepares what later ones find
-    taken = [read(tokens), read(tokens)]
-    while sum(taken) < seconds:
-        taken.append(read(tokens))
-    return statistics.median_low(taken) / tokens
+    durations = [read(tokens), read(tokens)]
+    while sum(durations) < seconds:
+        durations.append(read(tokens))
+    return statistics.median_low(durations) / tokens

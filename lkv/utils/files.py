@@ -23,6 +23,11 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     raise error(f"{subject} is {name!r}, but it must be a path: give a str or a pathlib.Path.")
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can be that of a file or folder alone, and not of anything on the hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
 def name_without_place(model: str) -> str:
     """A model's name for what others read: of a local folder or file, its own name and not where it is."""
     return Path(os.path.abspath(model)).name if os.path.exists(model) else model

@@ -361,9 +361,9 @@ def test_every_file_is_named_taken_or_left(folder):
 def test_a_readme_beside_own_documents_is_one_of_them(tmp_path):
     for name in ("README.md", "notes.md", "LICENSE.txt"):
         (tmp_path / name).write_text("The tide table hangs beside the door of the boat house.")
-    found = index_folder(tmp_path)
-    assert found.used == {"text": [tmp_path / "README.md", tmp_path / "notes.md"]}
-    assert found.skipped == {tmp_path / "LICENSE.txt": "a licence"}
+    index = index_folder(tmp_path)
+    assert index.used == {"text": [tmp_path / "README.md", tmp_path / "notes.md"]}
+    assert index.skipped == {tmp_path / "LICENSE.txt": "a licence"}
 
 
 def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_path, monkeypatch):

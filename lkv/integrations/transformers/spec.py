@@ -147,15 +147,16 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
     """
     weights = []
     for module, name in full_attention_modules(model):
+        projection = getattr(module, name)
         # GPTQ's and AWQ's layers have no weight at all, only codes.
-        weight: Any = getattr(getattr(module, name), "weight", None)
+        weight: Any = getattr(projection, "weight", None)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
             raise UnsupportedModelError(
                 f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
                 "model without quantisation, or use a method that needs no weights."
             )
-        weights.append(weight.detach().T if isinstance(getattr(module, name), Conv1D) else weight.detach())
+        weights.append(weight.detach().T if isinstance(projection, Conv1D) else weight.detach())
     return weights
 
 

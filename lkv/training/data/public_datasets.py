@@ -204,10 +204,6 @@ def index_folder(
             skipped[path] = reason or "not used by this recipe"
         else:
             unknown.append(path)
-    if {*used} - {"own", "text", "code"}:
-        about = [path for path in used.get("text", ()) if path.name.startswith("README")]
-        used["text"] = [path for path in used.get("text", ()) if path not in about]
-        skipped |= dict.fromkeys(about, "describes the data sets")
     if skip_unknown:
         skipped |= dict.fromkeys(unknown, "data of unknown form")
     elif unknown:
@@ -216,7 +212,11 @@ def index_folder(
             "official names, write own data as JSON lines {context, question, answer} or {text}, name each in the "
             "--map of `lkv data`, or move what should not be trained on elsewhere."
         )
-    return DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if used.get(name)}, skipped)
+    index = DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
+    if not {*used} - {"own", "text", "code"}:
+        return index
+    about = [path for path in used.get("text", ()) if path.name.startswith("README")]
+    return index.skip(dict.fromkeys(about, "describes the data sets"))
 
 
 def _classify(path: Path, relative: Path) -> tuple[str, str]:
