@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason
 
 STDIN = "-"
+_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# What browsers display as blocks and list items, beside what inscriptis knows of.
+_BLOCKS = (
+    "caption center dd details dialog dir dl dt fieldset form frameset hr legend menu optgroup option search section "
+    "select summary tbody tfoot thead tr"
+).split()
 
 
 def read_document(name: str | os.PathLike[str]) -> str:
@@ -41,7 +48,7 @@ def read_document(name: str | os.PathLike[str]) -> str:
         elif name.lower().endswith((".html", ".htm", ".xhtml")) or start.startswith((b"<!doctype html", b"<html")):
             text = _html(data, label)
         else:
-            text = data.decode("utf-8-sig")
+            text = _decode(data, label)
     except UnicodeDecodeError as error:
         raise DocumentError(
             f"{label} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
@@ -51,19 +58,35 @@ def read_document(name: str | os.PathLike[str]) -> str:
     return text
 
 
+def _decode(data: bytes, name: str) -> str:
+    """Decode UTF-8, or UTF-16 with a byte order mark. Raises UnicodeDecodeError, and DocumentError for NULs."""
+    text = data.decode("utf-16" if data.startswith(_BYTE_ORDER_MARKS) else "utf-8-sig")
+    if "\0" in text:
+        raise DocumentError(
+            f"{name} holds NUL characters, so it is UTF-16 without a byte order mark or no text; save it as UTF-8."
+        )
+    return text
+
+
 def _html(data: bytes, name: str) -> str:
     """The text that a browser shows; tables and lists keep their layout."""
     require("documents", "reading HTML")
+    from inscriptis.css_profiles import CSS_PROFILES
     from inscriptis.html_engine import Inscriptis
+    from inscriptis.html_properties import Display
     from inscriptis.model.config import ParserConfig
+    from inscriptis.model.html_element import HtmlElement
     from lxml.etree import ParserError
     from lxml.html import HTMLParser, document_fromstring
 
-    content = data.decode("utf-8-sig").strip()
+    # Browsers append what follows these end tags to the body; the parser drops it.
+    content = re.sub(r"</(?:body|html)\s*>", "", _decode(data, name), flags=re.IGNORECASE).strip()
+    block = HtmlElement(display=Display.block)
+    css = CSS_PROFILES["relaxed"] | {tag: block for tag in _BLOCKS if tag not in CSS_PROFILES["relaxed"]}
     try:
         # Without huge_tree the parser silently drops what is nested in more than 254 elements.
         tree = document_fromstring(content.encode(), parser=HTMLParser(huge_tree=True, encoding="utf-8"))
-        return Inscriptis(tree, ParserConfig()).get_text()
+        return Inscriptis(tree, ParserConfig(css=css)).get_text()
     except ParserError:  # an empty document
         return ""
     except RecursionError:

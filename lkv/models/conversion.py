@@ -175,7 +175,41 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
             f"{source} lacks {len(missing)} of the model's tensors ({missing[0]}, ...); give the whole model, not one "
             "part of it."
         )
+    if unread := _unread_parts(reader, model):
+        raise ModelLoadError(
+            f"{source} holds {unread[0]}, which transformers does not read from GGUF, so that the model would compute "
+            "something else; give the folder or hub id of the model itself."
+        )
+    _add_end_tokens(reader, model)
     return model, tokenizer
+
+
+def _unread_parts(reader: Any, model: Any) -> list[str]:
+    """Name the tensors and settings of a GGUF file that change what the model computes but are not in `model`."""
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    unread = []
+    settings = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if settings.get("rope_type", "default") == "default":
+        unread += [name for name in sizes if name.startswith("rope_f")]  # rope_freqs, rope_factors_long and _short
+        kinds = [field for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")]
+        factors = [field for name, field in reader.fields.items() if ".rope.scal" in name and "factor" in name]
+        factors += [field for name, field in reader.fields.items() if name.endswith(".rope.scale_linear")]
+        unread += [field.name for field in kinds if field.contents() != "none"]
+        unread += [field.name for field in factors if field.contents() not in (0, 1)]
+    biases = [name for name in sizes if name.endswith("bias")]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if sum(sizes[name] for name in biases) > sum(tensor.numel() for name, tensor in tensors if name.endswith("bias")):
+        unread += biases
+    return unread
+
+
+def _add_end_tokens(reader: Any, model: Any) -> None:
+    """Let generation also end at the end of a turn (eot) and of a message (eom), where the file names them."""
+    fields = [reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
+    own = model.generation_config.eos_token_id
+    own = [] if own is None else own if isinstance(own, list) else [own]
+    ends = list(dict.fromkeys([*own, *(int(field.contents()) for field in fields if field is not None)]))
+    model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
 
 
 def _without_quantization(model: Any) -> Any:

@@ -185,6 +185,9 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> ContextReq
         except UnicodeDecodeError as error:
             problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
             raise PromptError(f"the form's field {str(name)[:80]!r} {problem}") from None
+        if "\0" in text:
+            problem = "holds NUL characters, so it is UTF-16 or no text; save or send it as UTF-8."
+            raise PromptError(f"the form's field {str(name)[:80]!r} {problem}")
         if name == "file":
             if file is None:
                 raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")

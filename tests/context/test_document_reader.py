@@ -122,3 +122,30 @@ def test_html_with_an_xml_declaration_and_odd_bytes(reading):
 def test_what_is_no_path_is_refused(name):
     with pytest.raises(DocumentError, match="must be a path"):
         read_document(name)
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("<html><body>one</body></html><p>two</p>", ["one", "two"]),
+        ("<html><body>one</BODY ></html\n><html><body><p>two</p></body></html>three", ["one", "two", "three"]),
+        ("<dl><dt>2023</dt><dd>17</dd><dt>2024</dt><dd>18</dd></dl>", ["2023", "17", "2024", "18"]),
+        ("<form>Tel 12<hr>34</form>56", ["Tel", "12", "34", "56"]),
+        ("<details><summary>1</summary>2</details><fieldset><legend>3</legend>4</fieldset>5", list("12345")),
+        ("<select><option>1</option><option>2</option></select><menu><li>3</li></menu>4", ["1", "2", "*", "3", "4"]),
+        ("1<section>2</section>3<center>4</center>5", list("12345")),
+        ("<table><caption>1</caption><thead><tr><th>2<th>3</thead><tr><td>4<td>5</table>", list("12345")),
+    ],
+)
+def test_blocks_of_a_page_are_apart_and_none_is_lost(reading, page, words):
+    assert reading("page.html", page.encode()).split() == words
+
+
+@pytest.mark.parametrize("name", ["log.txt", "log.html"])
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_text_of_two_bytes_a_letter_is_read_by_its_mark_and_else_refused(reading, name, encoding):
+    text = "<html><p>Forty-two steps.</p></html>" if name.endswith("html") else "Forty-two steps."
+    with pytest.raises(DocumentError, match=r"holds NUL characters, .*; save it as UTF-8"):
+        reading(name, text.encode(encoding))
+    if encoding.startswith("utf-16"):
+        assert reading(name, ("\ufeff" + text).encode(encoding)).strip() == "Forty-two steps."

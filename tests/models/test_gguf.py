@@ -30,7 +30,12 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", leave_out: str = "", layers: int | None = None, matrices: str = "Q8_0"
+    path: Path,
+    architecture: str = "llama",
+    leave_out: str = "",
+    layers: int | None = None,
+    matrices: str = "Q8_0",
+    more=lambda writer: None,
 ) -> Path:
     """A tiny random Llama with a byte-level tokenizer, as llama.cpp writes one; `matrices` is the type of these."""
     model, writer = tiny_llama(dtype=torch.float32, **SHAPE), gguf.GGUFWriter(path, architecture)
@@ -67,6 +72,7 @@ def write_gguf(
             continue
         kind = gguf.GGMLQuantizationType[matrices if values.ndim == 2 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -181,3 +187,46 @@ def test_a_cache_folder_of_another_user_is_named(tmp_path, cache, monkeypatch):
     monkeypatch.setattr("lkv.models.conversion._locked", refuse)
     with pytest.raises(ModelLoadError, match=r"belongs to another user or is read-only; name .* LKV_CACHE"):
         load_model(str(path))
+
+
+def frequencies(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", np.array([1, 1, 2, 4, 8, 8, 8, 8], np.float32))
+
+
+def bias(writer: gguf.GGUFWriter) -> None:
+    writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (frequencies, "rope_freqs.weight"),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "llama.rope.scaling.type"),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "llama.rope.scaling.type"),
+        (lambda writer: writer.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor"),
+        (bias, "blk.0.attn_q.bias"),
+    ],
+)
+def test_what_transformers_would_drop_of_a_file_is_refused_by_name(tmp_path, cache, capsys, more, part):
+    path = write_gguf(tmp_path / "tiny.gguf", more=more)
+    with pytest.raises(ModelLoadError, match=f"tiny.gguf holds {part}, which transformers does not read"):
+        load_model(str(path))
+    assert folders(cache) == []
+
+
+def test_settings_that_change_nothing_are_no_reason_to_refuse(tmp_path, cache, capsys):
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
+
+    model, _ = load_model(str(write_gguf(tmp_path / "tiny.gguf", more=more)))
+    assert model.generation_config.eos_token_id == 2
+
+
+def test_generation_also_ends_at_the_turn_s_end_that_a_file_names(tmp_path, cache, capsys):
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_eot_token_id(7)
+        writer.add_eom_token_id(9)
+
+    model, _ = load_model(str(write_gguf(tmp_path / "tiny.gguf", more=more)))
+    assert model.generation_config.eos_token_id == [2, 7, 9]

@@ -68,6 +68,7 @@ FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
     ("body", "more", "says"),
     [
         (form("Brücke".encode("latin-1")), "", "no UTF-8 text (invalid"),
+        (form("Bridge".encode("utf-16-le")), "", "holds NUL characters, so it is UTF-16 or no text"),
         (form(b""), "", "the text is empty; give some"), (b"nonsense", "", "the form is incomplete"),
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),

@@ -6,7 +6,7 @@ which finds that layer by these keys and calls its `attend`. For any other cache
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -209,8 +209,7 @@ def _attention(
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer: the registered attention function."""
     # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
-    eager = base == "eager"
-    function = sys.modules[type(module).__module__].eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[base]
+    function = _eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
     caller = _FlashModule(module, base) if base in _FLASH else module
     stock = partial(function, caller, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -223,6 +222,13 @@ def _attention(
     if has_pending_layer():
         return _attend(base, module, query, key, value, attention_mask, scale, stock)
     return stock()
+
+
+def _eager_attention(module: nn.Module) -> Callable[..., Any]:
+    """Return the eager attention of a module's class, or of the first of its bases whose file defines one."""
+    name = "eager_attention_forward"
+    files = (sys.modules.get(parent.__module__) for parent in type(module).__mro__)
+    return next(getattr(file, name) for file in files if hasattr(file, name))
 
 
 def _mask(base: str, *args: Any, **kwargs: Any) -> Any:

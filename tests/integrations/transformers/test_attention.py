@@ -421,3 +421,16 @@ def test_compression_computes_no_logits_of_a_peft_model(method):
 
     unwrap_model(model).lm_head.register_forward_pre_hook(fail)
     compress(model, Words(), TEXT, method=method, **({} if method == "full" else {"retention": 0.5}))
+
+
+@torch.no_grad()
+def test_eager_attention_of_a_subclassed_module_is_that_of_its_base():
+    """A class of one's own is in a file without `eager_attention_forward`; with a stock cache as with LKV's."""
+    model = tiny_llama(attn_implementation="eager")
+    reference = model.generate(IDS, max_new_tokens=3, do_sample=False)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"__module__": __name__})
+    with attention_patched(model):
+        assert model.generate(IDS, max_new_tokens=3, do_sample=False).equal(reference)
+        cache = RaggedCache(model, method="keydiff", retention=1.0)
+        assert model.generate(IDS, past_key_values=cache, max_new_tokens=3, do_sample=False).equal(reference)
