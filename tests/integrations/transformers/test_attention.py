@@ -426,7 +426,8 @@ def test_compression_computes_no_logits_of_a_peft_model(method):
 @torch.no_grad()
 def test_eager_attention_of_a_subclassed_module_is_that_of_its_base():
     """A class of one's own is in a file without `eager_attention_forward`; with a stock cache as with LKV's."""
-    model = tiny_llama(attn_implementation="eager")
+    model = tiny_llama()
+    model.set_attn_implementation("eager")
     reference = model.generate(IDS, max_new_tokens=3, do_sample=False)
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("Own", (type(layer.self_attn),), {"__module__": __name__})
