@@ -7,6 +7,7 @@ broken conversion is never taken for a model, and a second process waits for the
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from lkv.utils.extras import require
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
+_ROPE_SCALING = re.compile(r"\.rope\.(scaling\.type|scaling\..*factor|scale_linear)$")
 _KEEPS_PACKED = hasattr(transformers, "GgufConfig")
 
 
@@ -191,11 +193,8 @@ def _unread_parts(reader: Any, model: Any) -> list[str]:
     settings = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     if settings.get("rope_type", "default") == "default":
         unread += [name for name in sizes if name.startswith("rope_f")]  # rope_freqs, rope_factors_long and _short
-        kinds = [field for name, field in reader.fields.items() if name.endswith(".rope.scaling.type")]
-        factors = [field for name, field in reader.fields.items() if ".rope.scal" in name and "factor" in name]
-        factors += [field for name, field in reader.fields.items() if name.endswith(".rope.scale_linear")]
-        unread += [field.name for field in kinds if field.contents() != "none"]
-        unread += [field.name for field in factors if field.contents() not in (0, 1)]
+        scaling = [(name, field) for name, field in reader.fields.items() if _ROPE_SCALING.search(name)]
+        unread += [name for name, field in scaling if field.contents() not in ("none", 0, 1)]
     biases = [name for name in sizes if name.endswith("bias")]
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if sum(sizes[name] for name in biases) > sum(tensor.numel() for name, tensor in tensors if name.endswith("bias")):
