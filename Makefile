@@ -13,13 +13,13 @@ TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m "not slow"
 # What depends on the processor: attention and Soft-TopK in C++ and PyTorch, and the caches over them.
 AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) $(addprefix tests/kernels/test_,ragged_attention.py soft_mask_attention.py causal_attention.py soft_topk.py) tests/cache tests/context
 # What calls transformers and kvpress; the other packages are the same as the newest's. OLDEST_TESTS=tests runs all.
-OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/models tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
+OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/hf tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m slow
 
-# The scripts of runs/ from end to end with tiny random models and data, on a CPU: minutes; both models at once with -j2.
+# The scripts of experiments/runs/ from end to end with tiny random models and data, on a CPU: minutes; both models at once with -j2.
 rehearse: rehearse-llama rehearse-qwen
 rehearse-llama rehearse-qwen: rehearse-%: install
-	$(BIN)/python -m runs.rehearse --only $* $(if $(OUT),--out "$(OUT)/$*")
+	$(BIN)/python -m experiments.runs.rehearse --only $* $(if $(OUT),--out "$(OUT)/$*")
 
 .DEFAULT_GOAL := test
 .PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
@@ -67,7 +67,7 @@ release: install
 
 # The site into site/; a warning (a link that leads nowhere, a name that is not there) is an error.
 docs: install
-	$(BIN)/python -m benchmarks.readme --check
+	$(BIN)/python -m experiments.readme --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: install
@@ -80,8 +80,8 @@ check: install
 # Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
 BASE ?= HEAD
 unchanged: install
-	$(BIN)/python benchmarks/unchanged.py $(BASE)
-	$(BIN)/python benchmarks/unchanged.py $(BASE) --model embedded
+	$(BIN)/python experiments/unchanged.py $(BASE)
+	$(BIN)/python experiments/unchanged.py $(BASE) --model embedded
 
 # On a machine with a GPU: correctness against float64, then the times, into gpu-results/NAME-OF-THE-GPU; under 15 minutes.
 # Interrupted, it begins again; GPU_MODEL is the shape (random weights) whose steps are timed, by default as the GPU is large.
@@ -89,7 +89,7 @@ gpu-check: install $(QUANTISATION)
 	$(BIN)/python -m dev.gpu_check $(if $(GPU_MODEL),--model $(GPU_MODEL)) --out gpu-results
 
 # Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again, OUT takes
-# the counts elsewhere than into benchmarks/results/soak.json.
+# the counts elsewhere than into experiments/results/soak.json.
 MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
@@ -114,7 +114,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
 	@test -n "$(RULER)" || { echo "name the folder with RULER's sources: make reproduce-small RULER=FOLDER [LONGBENCH=FOLDER]"; exit 2; }
-	$(BIN)/python -m runs.small --ruler "$(RULER)" $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
+	$(BIN)/python -m experiments.runs.small --ruler "$(RULER)" $(if $(LONGBENCH),--longbench "$(LONGBENCH)")
 
 install: $(INSTALLED)
 

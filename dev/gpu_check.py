@@ -40,10 +40,19 @@ def timings(model: str, out: Path) -> list[tuple[list[str], float]]:
     """The commands that measure, each with the file or folder that it writes, and the seconds that it may take."""
     decode = ["--device", "cuda", "--config", "llama-3.2-1b", "--dtype", "bfloat16", "--tokens", "16384", "65536"]
     return [
-        (["benchmarks.gpu_steps", "--config", model, "--out", f"{out}/gpu_steps.json"], 360),
-        (["benchmarks.ragged_attention", "--out", f"{out}/ragged_attention.json"], 120),
-        (["benchmarks.soft_mask_attention", "--device", "cuda", "--out", f"{out}/soft_mask_attention.json"], 120),
-        (["benchmarks.quantised_decode", *decode, "--out", f"{out}/quantised_decode.json"], 120),
+        (["experiments.gpu_steps", "--config", model, "--out", f"{out}/gpu_steps.json"], 360),
+        (["experiments.ragged_attention", "--out", f"{out}/ragged_attention.json"], 120),
+        (
+            [
+                "experiments.soft_mask_attention",
+                "--device",
+                "cuda",
+                "--out",
+                f"{out}/soft_mask_attention.json",
+            ],
+            120,
+        ),
+        (["experiments.quantised_decode", *decode, "--out", f"{out}/quantised_decode.json"], 120),
     ]
 
 

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from lkv.context.context import Context as Context
     from lkv.context.document_reader import read_document as read_document
     from lkv.context.pipeline import pipeline as pipeline
-    from lkv.integrations.transformers.attention import (
+    from lkv.hf.attention import (
         attention_patched as attention_patched,
     )
-    from lkv.integrations.transformers.attention import (
+    from lkv.hf.attention import (
         patch_attention as patch_attention,
     )
-    from lkv.integrations.transformers.attention import (
+    from lkv.hf.attention import (
         unpatch_attention as unpatch_attention,
     )
+    from lkv.hf.loading import load_default as load_default
+    from lkv.hf.loading import load_model as load_model
     from lkv.methods.budgets import Budget as Budget
     from lkv.methods.method import Method as Method
     from lkv.methods.registry import register_method as register_method
     from lkv.methods.selectors import Selector as Selector
-    from lkv.models.loading import load_default as load_default
-    from lkv.models.loading import load_model as load_model
     from lkv.policy.hub import push_to_hub as push_to_hub
     from lkv.policy.lookup import default_policy as default_policy
     from lkv.policy.lookup import policy_for as policy_for
@@ -46,20 +46,20 @@ _HOMES = {
     "Policy": "lkv.policy.policy",
     "RaggedCache": "lkv.cache.ragged_cache",
     "Selector": "lkv.methods.selectors",
-    "attention_patched": "lkv.integrations.transformers.attention",
+    "attention_patched": "lkv.hf.attention",
     "compress": "lkv.context.compression",
     "compress_prefill": "lkv.context.compress_prefill",
     "default_policy": "lkv.policy.lookup",
     "fit": "lkv.training.fitting",
-    "load_default": "lkv.models.loading",
-    "load_model": "lkv.models.loading",
-    "patch_attention": "lkv.integrations.transformers.attention",
+    "load_default": "lkv.hf.loading",
+    "load_model": "lkv.hf.loading",
+    "patch_attention": "lkv.hf.attention",
     "pipeline": "lkv.context.pipeline",
     "policy_for": "lkv.policy.lookup",
     "push_to_hub": "lkv.policy.hub",
     "read_document": "lkv.context.document_reader",
     "register_method": "lkv.methods.registry",
-    "unpatch_attention": "lkv.integrations.transformers.attention",
+    "unpatch_attention": "lkv.hf.attention",
 }
 __all__ = ["LkvError", "__version__", *_HOMES]
 

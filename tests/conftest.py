@@ -16,7 +16,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.methods import registry
 from lkv.policy.policy import Policy
 

@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
+from experiments.report.results_frame import read_results
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
-from lkv.config import TrainingConfig
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import LkvError
-from lkv.evaluation.report.results_frame import read_results
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.loading import load_model
+from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import read_pattern
 from lkv.methods.method import resolve_method
-from lkv.models.loading import load_model
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, read_checkpoint
+from lkv.training.config import TrainingConfig
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.results import many, write
@@ -365,7 +365,7 @@ def _remove(path: Path) -> None:
 
 def _good_files(folder: Path) -> Path:
     """One good file of each kind."""
-    from tests.models.test_gguf import write_gguf
+    from tests.hf.test_gguf import write_gguf
 
     folder.mkdir()
     (folder / "text.txt").write_text("a few words of text. " * 40)

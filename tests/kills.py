@@ -26,8 +26,8 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import UnknownContextError
 from lkv.evaluation.runner import EvaluationConfig, evaluate
-from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.conversion import convert_once, is_complete
+from lkv.hf.conversion import convert_once, is_complete
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
@@ -226,7 +226,7 @@ class Kills:
         }
         kinds = kinds or tuple(table)
         if "conversions" in kinds:
-            from tests.models.test_gguf import write_gguf
+            from tests.hf.test_gguf import write_gguf
 
             write_gguf(folder / "tiny.gguf")
         for kind in ("trainings", "evaluations", "conversions"):

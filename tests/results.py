@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 
-from lkv.evaluation.report import names
-from lkv.evaluation.report.results_frame import read_results
-from lkv.evaluation.report.score_tables import TableRequest, build_table
+from experiments.report import names
+from experiments.report.results_frame import read_results
+from experiments.report.score_tables import TableRequest, build_table
 
 HEADER = {
     "format": 1, "suite": "longbench", "protocol": "kvpress", "model": "tiny", "methods": [], "retentions": [],

@@ -1,6 +1,6 @@
 """Hours of what the tests do for seconds: `python -m tests.soak --minutes 30`, or `make soak MINUTES=30`.
 
-All parts take turns. After each turn the counts go to benchmarks/results/soak.json, with machine, versions and the
+All parts take turns. After each turn the counts go to experiments/results/soak.json, with machine, versions and the
 seeds of what was run; another run goes on with the next seeds and adds to the counts, where machine and versions are
 the same, or counts into a file of its own (--out, or OUT=FILE for make). The first difference found ends it, and the
 command that finds it again is printed.
@@ -23,11 +23,11 @@ import torch
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from experiments.report.results_frame import read_results
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
 from lkv.errors import LkvError
-from lkv.evaluation.report.results_frame import read_results
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
@@ -42,7 +42,7 @@ from tests.results import many, write
 from tests.test_trust import QUESTIONS
 from tests.training.test_training import train_for, trainer
 
-OUT = Path(__file__).parents[1] / "benchmarks" / "results" / "soak.json"
+OUT = Path(__file__).parents[1] / "experiments" / "results" / "soak.json"
 Counts = dict[str, int]
 
 

@@ -14,8 +14,8 @@ from lkv.context.compression import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal
+from lkv.hf.loading import DEFAULT
 from lkv.methods.method import resolve_method
-from lkv.models.loading import DEFAULT
 from lkv.policy.lookup import load_policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results

@@ -14,7 +14,7 @@ from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
-from lkv.integrations.transformers.masks import PaddingReader
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.hf.masks import PaddingReader
+from lkv.hf.rotation import Rotation
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.memory_budget import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget
 from lkv.methods.method import Method

@@ -13,7 +13,7 @@ from lkv.cache.cache_config import LayerContext
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import KVStore, TieredStore
 from lkv.errors import CacheError
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods.budgets import Budget, drop_tokens
 from lkv.methods.compensation import compensate, reference_queries

@@ -15,10 +15,10 @@ from lkv.cache.eviction import evict_entries, evict_prompt
 from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.saved_state import check_store, restore_store
 from lkv.cache.tiered_store import KVStore, extend_padded
-from lkv.config import ModelSpec
 from lkv.errors import CacheError
-from lkv.integrations.transformers.cache_layers import AttentionCacheLayer
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.budgets import Budget, FixedBudget
 from lkv.methods.memory_budget import tier_counts
 from lkv.methods.selectors import StoredEntries

@@ -16,15 +16,15 @@ from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
 from lkv.cache.token_history import TokenHistory
-from lkv.config import ModelSpec
 from lkv.errors import CacheError, PromptError, RetentionError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.cache_layers import BaseCache, SlidingWindowLayer
-from lkv.integrations.transformers.compiled import register_cache
-from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
-from lkv.integrations.transformers.positions import check_frequencies
-from lkv.integrations.transformers.prefill import LayerKV, as_prompt_kv, query_rotations
-from lkv.integrations.transformers.spec import unwrap_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.cache_layers import BaseCache, SlidingWindowLayer
+from lkv.hf.compiled import register_cache
+from lkv.hf.fingerprint import check_same_adapters, read_adapters
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.positions import check_frequencies
+from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
+from lkv.hf.spec import unwrap_model
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
 from lkv.policy.policy import Policy

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
-from lkv.integrations.transformers.masks import expand_mask
+from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.hf.masks import expand_mask
 from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_attention
 
 

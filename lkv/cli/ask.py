@@ -191,7 +191,7 @@ def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> It
     """
     from tqdm import tqdm
 
-    from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes, report_progress
+    from lkv.hf.progress import estimate_reading_seconds, full_cache_nbytes, report_progress
 
     form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
     bar = tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None)

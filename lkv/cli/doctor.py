@@ -174,7 +174,7 @@ def _distance(computed: "Tensor", expected: "Tensor") -> float:
 
 
 def _check_disk() -> Iterator[Finding]:
-    from lkv.models.loading import DEFAULT
+    from lkv.hf.loading import DEFAULT
     from lkv.utils.files import cache_folder, nearest_folder
 
     folder = cache_folder()

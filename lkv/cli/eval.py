@@ -21,9 +21,9 @@ from lkv.cli.options import (
     find_needs,
     load_pattern,
 )  # fmt: skip
-from lkv.config import MemoryTarget
 from lkv.errors import LkvError
 from lkv.evaluation.example import PROTOCOLS, Example
+from lkv.methods.targets import MemoryTarget
 
 if TYPE_CHECKING:
     from lkv.policy.policy import Policy
@@ -111,11 +111,11 @@ def _evaluate(
     options: Eval, methods: list[str], paths: dict[str, str], make_examples: Callable[[Any], list[Example]]
 ) -> None:
     """Load policies and model, measure, and print the table."""
-    from lkv.evaluation.report.results_frame import read_results
-    from lkv.evaluation.report.score_tables import TableRequest, build_table
-    from lkv.evaluation.report.tables import to_terminal
+    from experiments.report.results_frame import read_results
+    from experiments.report.score_tables import TableRequest, build_table
+    from experiments.report.tables import to_terminal
     from lkv.evaluation.runner import EvaluationConfig, evaluate
-    from lkv.integrations.transformers.attention import patch_attention
+    from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for
     from lkv.utils.devices import distributed_state

@@ -31,7 +31,7 @@ class Fit(Command):
         """Load the model and fit a policy, or continue where an earlier call was interrupted."""
         import torch
 
-        from lkv.models.loading import DEFAULT, load_model
+        from lkv.hf.loading import DEFAULT, load_model
         from lkv.training import fitting
         from lkv.training.fit_texts import open_texts
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype

@@ -101,7 +101,7 @@ def _show_budgets(options: Inspect) -> None:
             print(f"layer {layer:3}: " + " ".join(f"{ratio:.3f}" for ratio in row))
     if options.figure:
         with optional_import("plots", "--figure"):
-            from lkv.evaluation.report.figures import draw_budgets
+            from experiments.report.figures import draw_budgets
         draw_budgets(ratios, retention, options.figure)
         print(f"the figure is in {options.figure}", file=sys.stderr)
 
@@ -120,7 +120,7 @@ def _load_policy(options: Inspect) -> "Policy":
         )
     if options.model is None:
         options.refuse_unread("a policy", "--revision", advice="use --policy-revision, or give --model too")
-    from lkv.models.loading import load_model
+    from lkv.hf.loading import load_model
     from lkv.policy.lookup import default_policy, load_policy, policy_for
 
     if name is not None:
@@ -152,9 +152,9 @@ def _write_page(options: Inspect, source: str) -> None:
     if exists(out) and source != STDIN and out.samefile(source):
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")
     text = read_document(source)
-    from lkv.config import MemoryTarget
     from lkv.context.inspection import inspect_text, is_page, render_page
-    from lkv.integrations.transformers.progress import estimate_reading_seconds
+    from lkv.hf.progress import estimate_reading_seconds
+    from lkv.methods.targets import MemoryTarget
     from lkv.utils.files import check_writable_file, name_without_place, write_text
     from lkv.utils.prompts import encode_context
 

@@ -26,11 +26,8 @@ COMMANDS = {
     "policies": "list the policies, shipped or fitted here: models, training, fidelity",
     "fit": "make a policy for a model in minutes",
     "inspect": "show a policy's budgets, or what is kept of a text",
-    "data": "build training data, the paper's or your own, and show what was built",
     "train": "train a policy with settings of your own, or resume the training",
     "eval": "measure methods on RULER or LongBench, or resume a measurement",
-    "report": "make tables and figures from result files",
-    "profile": "measure prefill and decode latency, peak memory and KV cache size",
 }
 _MODULES = {"policies": "methods"}
 _EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
@@ -46,11 +43,17 @@ _CLOSED_PIPE = 141  # as shells report SIGPIPE
 _IRRELEVANT_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    command: "type[Command] | dict[str, type[Command]] | None" = None,
+    program: str = "lkv",
+) -> int:
     """Run the command line.
 
     Args:
-        arguments: The words after `lkv` (default: those of this process).
+        arguments: The words after the program's name (default: those of this process).
+        command: The only command of a program of its own, or its actions by name (default: the commands of `lkv`).
+        program: The program's name in messages.
 
     Returns:
         The exit status: 0, 2 for errors that the user can fix (one sentence on stderr), 130 after Ctrl-C.
@@ -61,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # answers may have characters that the terminal lacks
     try:
         try:
-            command = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+            words = sys.argv[1:] if arguments is None else arguments
+            requested = parse_arguments(words, command, program)
             if not sys.stderr.isatty():
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # keep progress bars out of logs
             if _is_busy():
                 os.environ.setdefault("GOMP_SPINCOUNT", _SPINS_WHEN_BUSY)  # which PyTorch reads when it is imported
             for name in _IRRELEVANT_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
-            command.run()
+            requested.run()
         finally:
             _flush_output()  # the interpreter would print a traceback if flushing failed at its exit
     except BrokenPipeError:
@@ -107,9 +111,11 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse_arguments(words: Sequence[str]) -> "Command":
+def parse_arguments(
+    words: Sequence[str], command: "type[Command] | dict[str, type[Command]] | None" = None, program: str = "lkv"
+) -> "Command":
     """Return the command that a command line describes, validated. Raises LkvError for a wrong value."""
-    parser = build_parser(words)
+    parser = build_parser(words) if command is None else _build_own_parser(command, program)
     options, rest = parser.parse_known_args(words)
     # argparse splits positional words around options; `ask` takes its questions on both sides of them.
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
@@ -142,16 +148,25 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".", epilog=_EPILOG)
         if name not in words:
             continue
-        from lkv.cli.command import add_arguments
-
-        command = find_command(name)
-        if isinstance(command, dict):
-            actions = subparser.add_subparsers(required=True, metavar="ACTION")
-            for action, part in command.items():
-                add_arguments(actions.add_parser(action, help=part.__doc__, description=part.__doc__), part)
-        else:
-            add_arguments(subparser, command)
+        _add_command(subparser, find_command(name))
     return parser
+
+
+def _build_own_parser(command: "type[Command] | dict[str, type[Command]]", program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, epilog=_EPILOG)
+    _add_command(parser, command)
+    return parser
+
+
+def _add_command(parser: argparse.ArgumentParser, command: "type[Command] | dict[str, type[Command]]") -> None:
+    from lkv.cli.command import add_arguments
+
+    if isinstance(command, dict):
+        actions = parser.add_subparsers(required=True, metavar="ACTION")
+        for action, part in command.items():
+            add_arguments(actions.add_parser(action, help=part.__doc__, description=part.__doc__), part)
+    else:
+        add_arguments(parser, command)
 
 
 def find_command(name: str) -> "type[Command] | dict[str, type[Command]]":

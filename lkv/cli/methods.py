@@ -109,10 +109,10 @@ class Policies(Command):
 
 def _describe_model(name: str) -> str:
     """Load a model, which policies recognise by its weights, and describe its policies or the alternatives."""
-    from lkv.integrations.transformers.attention import patch_attention
-    from lkv.integrations.transformers.progress import estimate_reading_seconds, full_cache_nbytes
+    from lkv.hf.attention import patch_attention
+    from lkv.hf.loading import load_model
+    from lkv.hf.progress import estimate_reading_seconds, full_cache_nbytes
     from lkv.methods.registry import methods
-    from lkv.models.loading import load_model
     from lkv.policy.lookup import estimate_fit_minutes, fit_refusal
     from lkv.policy.model_match import model_difference
     from lkv.utils.devices import dtype_name

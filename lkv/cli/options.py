@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from lkv.cli.command import Command, option
-from lkv.config import MemoryTarget
 from lkv.errors import LkvError, PolicyFileError, check_retention
+from lkv.methods.targets import MemoryTarget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ class ModelOptions(Command):
     @property
     def model_name(self) -> str:
         """The model's name, that of the embedded model by default."""
-        from lkv.models.loading import DEFAULT
+        from lkv.hf.loading import DEFAULT
 
         return self.model or DEFAULT
 
@@ -65,7 +65,7 @@ class RunOptions(ModelOptions):
 
     def load_model(self, device: str | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load model and tokenizer; `device` is the default of --device."""
-        from lkv.models.loading import load_model
+        from lkv.hf.loading import load_model
         from lkv.utils.devices import find_device, torch_dtype
 
         return load_model(self.model_name, torch_dtype(self.dtype), self.revision, find_device(self.device or device))
@@ -151,7 +151,7 @@ def load_pattern(
     path: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", estimate: str = "attention"
 ) -> list[list[float]]:
     """Read DuoAttention's pattern, [layers][KV heads], from a .tsv file, or estimate it on a text."""
-    from lkv.integrations.transformers.attention import patch_attention
+    from lkv.hf.attention import patch_attention
     from lkv.methods.budgets import read_pattern
     from lkv.utils.prompts import encode_context
 

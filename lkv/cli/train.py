@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from lkv.cli.command import option
 from lkv.cli.options import DEVICE, ModelOptions
-from lkv.config import PRESETS, SETTINGS
 from lkv.errors import TrainingError, describe_invalid_value
+from lkv.training.config import PRESETS, SETTINGS
 
 _GROUP = "settings: keys of --config as well; an option takes precedence"
 _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]

@@ -16,7 +16,7 @@ from lkv.context.generation import (
 )
 from lkv.context.input_checks import check_text
 from lkv.errors import CacheError
-from lkv.integrations.transformers.cache_layers import crop_to
+from lkv.hf.cache_layers import crop_to
 from lkv.utils.prompts import encode_next_question, encode_question
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
-from lkv.integrations.transformers.cache_argument import NAMES, cache_argument, find_cache
+from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.utils.overrides import override_method
 
 _OWN = ("slack", "streaming", "decode_eviction", "bits")  # options of a cache that are not part of its method

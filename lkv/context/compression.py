@@ -16,12 +16,12 @@ from lkv.context.context import Context
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.cache_argument import cache_argument
-from lkv.integrations.transformers.positions import check_frequencies
-from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.progress import report_progress
-from lkv.integrations.transformers.spec import unwrap_model
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.positions import check_frequencies
+from lkv.hf.progress import report_progress
+from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget
 from lkv.methods.memory_budget import TierTarget
 from lkv.methods.method import Method, resolve_method

@@ -29,12 +29,12 @@ from lkv.context.generation import (
 )
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
-from lkv.integrations.transformers.attention import input_device
-from lkv.integrations.transformers.cache_argument import cache_argument
-from lkv.integrations.transformers.cache_layers import crop_to, kv_nbytes
-from lkv.integrations.transformers.fingerprint import check_same_adapters, read_adapters
-from lkv.integrations.transformers.positions import check_frequencies
-from lkv.integrations.transformers.spec import max_positions, unwrap_model
+from lkv.hf.attention import input_device
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_layers import crop_to, kv_nbytes
+from lkv.hf.fingerprint import check_same_adapters, read_adapters
+from lkv.hf.positions import check_frequencies
+from lkv.hf.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.files import as_path

@@ -11,10 +11,10 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.attention import input_device
-from lkv.integrations.transformers.cache_argument import NAMES, cache_argument
-from lkv.integrations.transformers.positions import frequency_change
-from lkv.integrations.transformers.spec import max_positions, unwrap_model
+from lkv.hf.attention import input_device
+from lkv.hf.cache_argument import NAMES, cache_argument
+from lkv.hf.positions import frequency_change
+from lkv.hf.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that a question sets itself, or whose result it reads.

@@ -14,8 +14,8 @@ import torch
 
 from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.budgets import Budget
 from lkv.methods.memory_budget import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, tier_counts
 from lkv.methods.method import Method, resolve_method

@@ -12,7 +12,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import LkvError, PromptError
-from lkv.models.loading import DEFAULT, load_model
+from lkv.hf.loading import DEFAULT, load_model
 
 TASK = "lkv-text-generation"
 # What `compress` takes; of options that it refuses it says why.

@@ -14,15 +14,16 @@ from typing_extensions import override
 
 from lkv.cache.layer import check_state
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import ModelSpec, from_dict
 from lkv.errors import CacheError, ContextFileError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.spec import decoder_layers
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.spec import decoder_layers
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
+from lkv.utils.dataclass_json import from_dict
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.tensor_file import FileKind
 

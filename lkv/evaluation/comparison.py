@@ -13,18 +13,18 @@ from torch.nn.functional import log_softmax
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import MemoryTarget
 from lkv.errors import LkvError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.cache_argument import cache_argument
-from lkv.integrations.transformers.cache_layers import crop_to
-from lkv.integrations.transformers.prefill import LayerKV, PromptKV, as_prompt_kv, query_rotations
-from lkv.integrations.transformers.spec import unwrap_model
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_layers import crop_to
+from lkv.hf.prompt_kv import LayerKV, PromptKV, as_prompt_kv, query_rotations
+from lkv.hf.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget, Uniform
 from lkv.methods.memory_budget import TierBudget, TierTable
 from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise, tier_table_of
 from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
 from lkv.methods.selectors import Selector, StreamingLLM
+from lkv.methods.targets import MemoryTarget
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 

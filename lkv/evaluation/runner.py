@@ -19,9 +19,9 @@ from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, Ro
 from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import PromptKV, read_prompt
-from lkv.integrations.transformers.spec import evaluation_mode
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.prompt_kv import PromptKV, read_prompt
+from lkv.hf.spec import evaluation_mode
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices

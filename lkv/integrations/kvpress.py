@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lkv.errors import IntegrationError, UnsupportedModelError
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.rotation import Rotation, layer_rotations
-from lkv.integrations.transformers.spec import inspect_model, sliding_windows
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.rotation import Rotation, layer_rotations
+from lkv.hf.spec import inspect_model, sliding_windows
 from lkv.methods.budgets import LearnedBudget
 from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy

@@ -20,10 +20,10 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.errors import IntegrationError, PromptError
+from lkv.hf.attention import patch_attention
+from lkv.hf.cache_argument import cache_argument, find_cache
+from lkv.hf.positions import check_frequencies
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
-from lkv.integrations.transformers.positions import check_frequencies
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
 from lkv.utils.extras import optional_import

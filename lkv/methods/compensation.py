@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.utils.devices import full_precision
 
 MAX_QUERIES = 256  # reference queries per query head

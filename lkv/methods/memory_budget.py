@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.config import MemoryTarget
 from lkv.errors import PolicyFileError
 from lkv.kernels.ragged_attention.arguments import QUANTIZED_BITS as QUANTIZED_BITS
 from lkv.methods.budgets import Budget, RetentionTarget
+from lkv.methods.targets import MemoryTarget
 
 NORM_BITS = 16  # of an entry's k, and of its v
 BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale

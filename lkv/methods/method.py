@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lkv.config import MemoryTarget
 from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, PromptError, RetentionError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.budgets import ROUNDING, Budget, GlobalTopKBudget, RetentionTarget, check_table
 from lkv.methods.memory_budget import (
     DEFAULT_TABLE,
@@ -24,6 +23,7 @@ from lkv.methods.memory_budget import (
 )
 from lkv.methods.registry import REFIT, MethodSpec, parse_method
 from lkv.methods.selectors import Selector
+from lkv.methods.targets import MemoryTarget
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 

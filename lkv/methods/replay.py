@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from lkv.errors import PromptError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.cache_argument import cache_argument
-from lkv.integrations.transformers.cache_layers import BaseCache
-from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv
-from lkv.integrations.transformers.spec import unwrap_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_layers import BaseCache
+from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv
+from lkv.hf.spec import unwrap_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,12 +5,12 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from lkv.config import ModelSpec
 from lkv.errors import PolicyFileError, PolicyMismatchError, UnsupportedModelError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import query_rotations
-from lkv.integrations.transformers.progress import estimate_reading_seconds
-from lkv.models.loading import DEFAULT
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import DEFAULT
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.progress import estimate_reading_seconds
+from lkv.hf.prompt_kv import query_rotations
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy

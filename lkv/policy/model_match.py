@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from operator import mul
 
-from lkv.config import ModelSpec, rope_text
+from lkv.hf.model_spec import ModelSpec, rope_text
 
 # Mean cosine of the sampled stretches from which two models are one: what moved further has lost more than 4 bits take.
 ONE_MODEL = 0.9

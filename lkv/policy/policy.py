@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lkv.config import ModelSpec, ScorerInputs, from_dict
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
+from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy import policy_file
 from lkv.policy.model_match import has_same_heads, model_difference
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
+from lkv.utils.dataclass_json import from_dict
 
 
 class HeadScores(nn.Module):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lkv.config import ModelSpec, ScorerInputs, from_dict
+from lkv.hf.model_spec import ModelSpec
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.utils.dataclass_json import from_dict
 from lkv.utils.files import cache_folder
 
 _POLICIES = Path(__file__).parent / "checkpoints"

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lkv.config import ScorerInputs
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.hf.prompt_kv import LayerKV, to_fp32
+from lkv.hf.rotation import Rotation
 from lkv.kernels.selection import LARGEST_SCORED_DIM, ScoreWeights, kernels_for
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils.devices import full_precision
 
 SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it

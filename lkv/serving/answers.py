@@ -26,8 +26,8 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.generation import answer_length, end_tokens, generate, longest_answer
 from lkv.errors import BusyError
-from lkv.integrations.transformers.attention import is_rope_by_length
-from lkv.integrations.transformers.positions import check_frequencies
+from lkv.hf.attention import is_rope_by_length
+from lkv.hf.positions import check_frequencies
 from lkv.utils.fair_lock import FairLock
 
 # Below, logits divided by the temperature could overflow, and the most probable token is drawn almost surely.

@@ -27,10 +27,10 @@ from lkv.errors import (
     UnknownContextError,
     check_retention,
 )  # fmt: skip
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.spec import max_positions
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import DEFAULT, load_model
+from lkv.hf.spec import max_positions
 from lkv.methods.registry import parse_method
-from lkv.models.loading import DEFAULT, load_model
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams

@@ -19,11 +19,11 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict
 
-from lkv.config import MemoryTarget
 from lkv.context.context import Context
 from lkv.context.protection import Span
 from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.hf.attention import patch_attention
+from lkv.methods.targets import MemoryTarget
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
 

@@ -12,10 +12,13 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save
 from torch import Tensor
 
-from lkv.config import ModelSpec, ScorerInputs, TrainingConfig, from_dict
 from lkv.errors import PolicyMismatchError, TrainingError
+from lkv.hf.model_spec import ModelSpec
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.training.config import TrainingConfig
+from lkv.utils.dataclass_json import from_dict
 from lkv.utils.files import atomic_write, error_reason, write_text
 from lkv.utils.tensor_file import parse_tensors
 

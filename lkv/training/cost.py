@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lkv.config import TrainingConfig
-from lkv.models.shapes import Shape
+from lkv.hf.shapes import Shape
+from lkv.training.config import TrainingConfig
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
 WARM_START_TOKENS = 2000  # of a text that is measured, or whose eviction errors are, at most

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 
-from lkv.config import TrainingConfig
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import input_device, is_rope_by_length, patch_attention
-from lkv.integrations.transformers.cache_argument import cache_argument
-from lkv.integrations.transformers.cache_layers import AttentionCacheLayer, BaseCache
-from lkv.integrations.transformers.prefill import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
-from lkv.integrations.transformers.recompute import checkpoint_layers
+from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
+from lkv.hf.recompute import checkpoint_layers
 from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
+from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.utils.devices import copy_to_device
 from lkv.utils.fidelity import is_top1_equal, kl_divergence

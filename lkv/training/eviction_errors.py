@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.spec import full_attention_modules
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.spec import full_attention_modules
 from lkv.methods.replay import REQUEST, ReplayLayer, replay
 from lkv.utils.devices import full_precision
 from lkv.utils.prompts import encode_question

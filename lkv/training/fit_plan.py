@@ -4,8 +4,8 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from lkv.config import PRESETS, TrainingConfig, fit_to_positions
 from lkv.errors import TrainingError
+from lkv.training.config import PRESETS, TrainingConfig, fit_to_positions
 from lkv.training.cost import mean_length
 from lkv.training.data.packing import Lengths
 from lkv.utils.durations import format_duration

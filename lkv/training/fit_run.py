@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lkv.config import TrainingConfig
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import input_device, is_rope_by_length, patch_attention
+from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import describe_overlap
 from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, read_checkpoint, save_checkpoint
+from lkv.training.config import TrainingConfig
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from lkv.errors import LkvError, TrainingError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import query_rotations
-from lkv.integrations.transformers.spec import evaluation_mode
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.prompt_kv import query_rotations
+from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import fitted_folder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import LkvError
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.methods.budgets import RetentionTarget
 from lkv.methods.method import Method, MethodInputs
 from lkv.methods.registry import parse_method

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from lkv.config import ModelSpec
 from lkv.errors import LkvError, TrainingError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.sharding import shard_model
-from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.loading import load_config, load_model, load_tokenizer
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import load_config, load_model, load_tokenizer
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.sharding import shard_model
+from lkv.hf.spec import inspect_model
 from lkv.utils.devices import distributed_state, find_device
 
 if TYPE_CHECKING:

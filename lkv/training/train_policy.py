@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lkv.config import PRESETS, TrainingConfig, check_positions, fit_to_positions, num_knots
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import query_rotations
-from lkv.integrations.transformers.spec import evaluation_mode
-from lkv.models.loading import DEFAULT, load_config
-from lkv.models.shapes import Shape
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.loading import DEFAULT, load_config
+from lkv.hf.prompt_kv import query_rotations
+from lkv.hf.shapes import Shape
+from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
+from lkv.policy.scorer_inputs import num_knots
 from lkv.training.checkpoint import (
     CHECKPOINT,
     initialize_from,
@@ -27,6 +27,7 @@ from lkv.training.checkpoint import (
     read_checkpoint,
     read_initial_policy,
 )
+from lkv.training.config import PRESETS, TrainingConfig, check_positions, fit_to_positions
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, warm_start_flops
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from lkv.config import TrainingConfig
 from lkv.errors import DataError, TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.spec import evaluation_mode
-from lkv.models.shapes import Shape
+from lkv.hf.attention import patch_attention
+from lkv.hf.shapes import Shape
+from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import (
     CHECKPOINT,
@@ -27,6 +26,7 @@ from lkv.training.checkpoint import (
     read_curve,
     save_checkpoint,
 )
+from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import (

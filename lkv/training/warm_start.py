@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
+from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.policy.policy import Policy
 from lkv.policy.token_scores import FUTURE, content_formula, expected_attention_scores, interpolate_knots

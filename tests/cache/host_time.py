@@ -23,7 +23,7 @@ import lkv.kernels.ragged_attention.api as api
 import lkv.kernels.ragged_attention.triton as launch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.budgets import Uniform
 from lkv.methods.memory_budget import Precision, TierBudget
 from lkv.methods.method import Method

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig
 
-from benchmarks.masked import hidden_from_continuation
+from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import H2O, SnapKV

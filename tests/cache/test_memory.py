@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.profile.memory import LiveBytes, measure_peak
+from experiments.profile.random_models import random_policy
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.evaluation.profiling.memory import LiveBytes, measure_peak
-from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV
 from lkv.utils.devices import is_out_of_memory
 from tests.conftest import tiny_llama
 

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.tiered_store import TieredStore
-from lkv.config import MemoryTarget
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
 from lkv.errors import BudgetError, LkvError, PromptError, RetentionError
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import PerHead
 from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
 from lkv.methods.method import resolve_method
 from lkv.methods.selectors import Knorm
+from lkv.methods.targets import MemoryTarget
 from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words

@@ -6,8 +6,8 @@ import transformers
 from packaging.version import Version
 from transformers import DynamicCache
 
-from benchmarks.prompt_memory import CachingAllocator, Event, FullError, Trace, _attend, fits, most, peak
-from lkv.evaluation.profiling.memory import LiveBytes
+from experiments.profile.memory import LiveBytes
+from experiments.prompt_memory import CachingAllocator, Event, FullError, Trace, _attend, fits, most, peak
 from tests.conftest import tiny_llama
 
 MIB = 2**20

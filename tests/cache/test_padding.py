@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from benchmarks.masked import hidden_from_continuation
+from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import ScorerInputs
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import METHOD, ids, padded
 from tests.conftest import tiny_llama
 

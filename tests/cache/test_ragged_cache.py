@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.masked import hidden_from_continuation
+from experiments.masked import hidden_from_continuation
+from experiments.profile.memory import LiveBytes
 from lkv.cache import ragged_store, tiered_store
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import (
@@ -19,8 +20,7 @@ from lkv.errors import (
     PromptError,
     RetentionError,
 )
-from lkv.evaluation.profiling.memory import LiveBytes
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.budgets.lkv_h import raise_to_least
 from lkv.methods.method import Method

@@ -12,8 +12,8 @@ from lkv.cli.main import main
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.integrations.transformers.progress import report_progress
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
+from lkv.hf.progress import report_progress
 from tests.conftest import save_model, tiny_llama
 
 TEXT = "The lamp of the lighthouse was lit at dusk. " * 12

@@ -8,11 +8,11 @@ import pytest
 
 from lkv.cli.command import Command
 from lkv.cli.main import COMMANDS, build_parser, find_command, main, parse_arguments
-from lkv.config import SETTINGS
 from lkv.errors import PolicyMismatchError
 from lkv.methods import registry
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import policy_for
+from lkv.training.config import SETTINGS
 from tests.conftest import save_model
 from tests.families import tiny_gpt2
 

@@ -49,7 +49,7 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
 
 
 def test_policies_have_names_of_their_own(capsys, tmp_path):
-    assert _parse_policies(()) == {} and _parse_policies(["runs/mine"]) == {"": "runs/mine"}
+    assert _parse_policies(()) == {} and _parse_policies(["experiments/runs/mine"]) == {"": "experiments/runs/mine"}
     assert _parse_policies(["a=x/y", "b=hub/id"]) == {"a": "x/y", "b": "hub/id"}
     (tmp_path / "odd=name").mkdir()
     assert _parse_policies([str(tmp_path / "odd=name")]) == {"": str(tmp_path / "odd=name")}

@@ -15,7 +15,7 @@ import sys
 if heavy := {{"torch", "transformers"}} & set(sys.modules):
     sys.exit(f"loads {{heavy}}")
 """
-LIGHT = ["lkv", "lkv.config", "lkv.errors", "lkv.policy.shipped", "lkv.cli.main"]
+LIGHT = ["lkv", "lkv.training.config", "lkv.errors", "lkv.policy.shipped", "lkv.cli.main"]
 HELP = [["--help"], ["--version"], ["data", "build", "--help"], *([name, "--help"] for name in COMMANDS)]
 # Wrong values, methods, tasks and paths with the words of the error; each is refused before torch is imported.
 MISTAKES = {

@@ -7,7 +7,7 @@ from transformers import pipeline as stock_pipeline
 
 import lkv
 from lkv.errors import CacheError, LkvError, ModelLoadError, PromptError
-from lkv.integrations.transformers.cache_argument import NAMES
+from lkv.hf.cache_argument import NAMES
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT as WORDS

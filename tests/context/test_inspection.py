@@ -16,7 +16,7 @@ from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.context.inspection import inspect_text, token_texts
 from lkv.errors import LkvError
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
 from tests.conftest import save_model, uneven_policy

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.masked import hidden_from_continuation
+from experiments.masked import hidden_from_continuation
 from lkv.context.chat import Chat
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.memory_budget import Precision
 from lkv.methods.method import resolve_method
 from lkv.utils.prompts import encode_context, encode_question

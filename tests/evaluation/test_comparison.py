@@ -5,8 +5,8 @@ import torch
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.evaluation.comparison import MethodComparison, MethodGrid, generate_greedily
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import LearnedScores, SnapKV

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.report.results_frame import read_results
 from lkv.errors import DataError
-from lkv.evaluation.report.results_frame import read_results
 from lkv.methods.selectors import Knorm
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from experiments.report.figures import method_styles
+from experiments.report.results_frame import read_results
+from experiments.report.score_tables import TableRequest, build_table
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError, PolicyMismatchError, PromptError, RetentionError
 from lkv.evaluation.comparison import MethodComparison
-from lkv.evaluation.report.figures import method_styles
-from lkv.evaluation.report.results_frame import read_results
-from lkv.evaluation.report.score_tables import TableRequest, build_table
 from lkv.evaluation.runner import _share_of
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.registry import parse_method
 from lkv.methods.selectors import LearnedScores

@@ -6,20 +6,20 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from experiments.profile.measure import Profiler, ProfileSettings
+from experiments.profile.random_models import random_policy
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.shared_cache import SharedCache
-from lkv.config import ScorerInputs
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.evaluation.profiling.measure import Profiler, ProfileSettings
-from lkv.evaluation.profiling.random_models import random_policy
-from lkv.integrations.transformers.prefill import read_prompt
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
 from tests.cache.helpers import METHOD, ids

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import ScorerInputs
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
@@ -20,6 +19,7 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, LearnedScores
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils import devices
 from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import tiny_llama, uneven_policy
@@ -333,7 +333,7 @@ def test_launches_of_eviction_a_layer(on_fake):
         with watched() as log:
             on_fake(tokens, past_key_values=cache)
         own = [event.place for event in log.ours("launch")]
-        shared = ("integrations/transformers/rotation", "cache/cache_config")
+        shared = ("hf/rotation", "cache/cache_config")
         others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets", *shared)
         counts = (sum(place.startswith(places) for place in own) for places in (others, shared))
         return (len(own) - next(counts)) / LAYERS, next(counts)

@@ -27,9 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, IntegrationError, PolicyMismatchError, UnsupportedModelError
 from lkv.evaluation.example import make_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.budgets.lkv_h import raise_to_least
 from lkv.methods.method import Method, resolve_method

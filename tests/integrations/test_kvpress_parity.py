@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.integrations.transformers.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import (

@@ -14,10 +14,10 @@ with warnings.catch_warnings():
     kvpress = pytest.importorskip("kvpress")
 
 from examples.kvpress.lkv_press import LKVPress
-from lkv.config import ScorerInputs
+from lkv.hf.spec import inspect_model
 from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
-from lkv.integrations.transformers.spec import inspect_model
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from tests.conftest import tiny_llama
 
 PAGE = Path(__file__).parents[2] / "examples" / "kvpress" / "README.md"

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.profile.memory import LiveBytes
 from lkv.cache.ragged_store import RaggedStore
 from lkv.errors import BackendError
-from lkv.evaluation.profiling.memory import LiveBytes
 from lkv.kernels.ragged_attention import api, fa3, loop, masked_attention, merge_attention, ragged_attention, varlen
 from tests.kernels.pools import pool_of
 

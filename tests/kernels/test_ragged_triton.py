@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import ragged_attention as benchmark
+from experiments import ragged_attention as benchmark
 from lkv.cache.quantization import rotation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError

@@ -13,8 +13,8 @@ from torch import Tensor
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods import compensation
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method

@@ -10,7 +10,7 @@ from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt
+from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.method import resolve_method
 from lkv.methods.selectors import PrecomputedScores

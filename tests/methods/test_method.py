@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from benchmarks.masked import hidden_from_continuation
+from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import LkvError
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.prompt_kv import LayerKV, read_prompt
+from lkv.hf.spec import inspect_model
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS, parse_method
 from lkv.methods.selectors import LearnedScores

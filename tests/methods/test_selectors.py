@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, LkvError, PromptError, UnsupportedModelError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt
-from lkv.integrations.transformers.spec import output_projections
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV, read_prompt
+from lkv.hf.spec import output_projections
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.selectors import (

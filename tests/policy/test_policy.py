@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lkv.config import ModelSpec, ScorerInputs
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.model_spec import ModelSpec
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.spec import inspect_model
 from lkv.methods.memory_budget import DEFAULT_TABLE, TierTable
 from lkv.policy import policy_file
 from lkv.policy.policy import HeadScores, Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama

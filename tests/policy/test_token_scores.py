@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import ScorerInputs
 from lkv.errors import UnsupportedModelError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import (
     FUTURE,
     ContentWeights,

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from benchmarks import claims, tables
-from benchmarks.claims import CLAIMS, claims_page, deviations, figures_of, read_figure, verdict
-from benchmarks.readme import CLAIMS_PAGE, ROOT
+from experiments import claims, tables
+from experiments.claims import CLAIMS, claims_page, deviations, figures_of, read_figure, verdict
+from experiments.readme import CLAIMS_PAGE, ROOT
 
 EVERY = json.loads(CLAIMS.read_text(encoding="utf-8"))["claims"]
 _NO_FIGURES = r"\{[^}]*\}|R = [\d.]+|\d+ bits|SmolLM2-135M|Qwen2\.5-Coder-0\.5B|Llama-3\.1-8B|2WikiMultihopQA|13-grams"

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.report.figures import method_styles
+from experiments.report.names import method_label
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
 from lkv.errors import LkvError
-from lkv.evaluation.report.figures import method_styles
-from lkv.evaluation.report.names import method_label
 from lkv.methods import registry
 from lkv.methods.registry import parse_method, register_method
 from tests.conftest import tiny_llama
@@ -103,7 +103,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
 def test_files_named_on_the_page_are_there():
     root, text = PAGE.parent, PAGE.read_text(encoding="utf-8")
     packages = "cache|kernels|methods|policy|training|evaluation|integrations"
-    names = re.findall(r"`((?:lkv|tests|docs|benchmarks)/[\w/]+(?:\.py|\.md|/))`", text)
+    names = re.findall(r"`((?:lkv|tests|docs|experiments)/[\w/]+(?:\.py|\.md|/))`", text)
     names += [f"lkv/{name}" for name in re.findall(rf"`((?:{packages})/[\w/]*(?:\.py)?)`", text)]
     assert len(names) > 40
-    assert not [name for name in names if name != "benchmarks/NAME.py" and not (root / name).exists()]
+    assert not [name for name in names if name != "experiments/NAME.py" and not (root / name).exists()]

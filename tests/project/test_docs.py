@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import lkv.models.loading
+import lkv.hf.loading
 import lkv.policy.shipped
 from lkv.cli.main import COMMANDS, main, parse_arguments
-from lkv.config import ScorerInputs
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.conversion import _DONE
+from lkv.hf.attention import patch_attention
+from lkv.hf.conversion import _DONE
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from tests.conftest import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def reader(tmp_path_factory):
     """A folder such as a reader has: a text, and the embedded model and its policy, tiny."""
     path = tmp_path_factory.mktemp("reader")
-    model_folder = save_model(path / "cache" / lkv.models.loading.DEFAULT, max_position_embeddings=4096)
+    model_folder = save_model(path / "cache" / lkv.hf.loading.DEFAULT, max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(model_folder)
@@ -54,10 +54,10 @@ def reader(tmp_path_factory):
     (model_folder / _DONE).write_text(json.dumps({"files": sizes}))
     (path / "HuggingFaceTB").mkdir()
     (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
-    model, _ = lkv.models.loading.load_model(str(model_folder), torch.float32)
+    model, _ = lkv.hf.loading.load_model(str(model_folder), torch.float32)
     torch.manual_seed(1)
     policy = Policy(patch_attention(model).spec, {"trained_tokens": 4096}, ScorerInputs(key="unrotated"))
-    policy.save_pretrained(path / "policies" / lkv.models.loading.DEFAULT)
+    policy.save_pretrained(path / "policies" / lkv.hf.loading.DEFAULT)
     (path / "examples").mkdir()
     for name in ("README.md", "examples/lighthouse.txt"):
         (path / name).write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 8)

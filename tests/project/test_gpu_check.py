@@ -13,9 +13,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
-from benchmarks import gpu_steps, quantised_decode, static_cache
 from dev import gpu_check
-from lkv.integrations.transformers.attention import patch_attention
+from experiments import gpu_steps, quantised_decode, static_cache
+from lkv.hf.attention import patch_attention
 from tests.conftest import tiny_llama
 
 # In older versions of transformers the model gives the position to the cache; the benchmark sets it in the cache.
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_not_timed(tmp_path, capsys, sanitizer, statuses):
 def test_a_measurement_that_fails_keeps_no_other_from_being_taken(tmp_path, capsys):
     status, commands = checked(tmp_path, [0, 0, 124, 0, 0])
     assert status == 1 and len(commands) == 5
-    assert "3 of 4" in (out := capsys.readouterr().out) and "benchmarks.ragged_attention could not" in out
+    assert "3 of 4" in (out := capsys.readouterr().out) and "experiments.ragged_attention could not" in out
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

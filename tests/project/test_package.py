@@ -45,7 +45,7 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
         about = Parser().parsestr(wheel.read(info).decode())
     assert {
         "lkv/py.typed",
-        "lkv/evaluation/report/published.json",
+        "experiments/report/published.json",
         "lkv/evaluation/longbench.json",
         "lkv/training/data/texts.json",
     } <= files

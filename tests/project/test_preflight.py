@@ -1,4 +1,4 @@
-"""The preflight of runs/: every missing input is named, and nothing where all is there."""
+"""The preflight of experiments/runs/: every missing input is named, and nothing where all is there."""
 
 import argparse
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ import pytest
 from huggingface_hub.errors import GatedRepoError
 from transformers import AutoModelForCausalLM
 
+from experiments.runs import preflight, rehearse
 from lkv.cli.doctor import BAD, Finding
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
-from runs import preflight, rehearse
 
 
 class Hub:

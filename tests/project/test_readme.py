@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from benchmarks.readme import README, RESULTS_PAGE, TIERS, bytes_beside, headline, readme_section
-from benchmarks.results_page import compensation_changes, results_page
-from benchmarks.tables import AT_4096, read
+from experiments.readme import README, RESULTS_PAGE, TIERS, bytes_beside, headline, readme_section
+from experiments.results_page import compensation_changes, results_page
+from experiments.tables import AT_4096, read
 from lkv.methods.registry import METHODS, budgets, selectors
 
 ROOT = README.parent

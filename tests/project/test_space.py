@@ -12,7 +12,7 @@ import pytest
 
 import lkv
 from examples.space import app
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
 from tests.conftest import save_model
 from tests.ports import free_port
 

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from benchmarks import unchanged
-from benchmarks.unchanged import RETENTIONS, compressing, differences, indices_of, kept_and_predicted, text_of, tiny
+from experiments import unchanged
+from experiments.unchanged import (
+    RETENTIONS,
+    compressing,
+    differences,
+    indices_of,
+    kept_and_predicted,
+    text_of,
+    tiny,
+)
 from lkv.errors import LkvError
 from lkv.methods.registry import METHODS
 

@@ -11,9 +11,9 @@ import torch
 from filelock import FileLock
 
 from lkv.errors import DataError, ModelLoadError, TrainingError
-from lkv.integrations.transformers.fingerprint import encode_direction
-from lkv.models import conversion
-from lkv.models.conversion import convert_once, file_digest, is_complete
+from lkv.hf import conversion
+from lkv.hf.conversion import convert_once, file_digest, is_complete
+from lkv.hf.fingerprint import encode_direction
 from lkv.training.checkpoint import lock_folder
 from lkv.utils.journal import lock_journal
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from lkv.errors import ContextPendingError, StoreError
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.serving import answers
 from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams

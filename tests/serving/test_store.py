@@ -13,7 +13,7 @@ import torch
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils import tensor_file

@@ -3,7 +3,7 @@
 import json
 import random
 
-from lkv.training.data.build import DataBuildConfig
+from experiments.data.build import DataBuildConfig
 
 WORDS = [
     f"{a}{b}" for a in ("river", "tower", "garden", "letter", "market", "silver", "winter") for b in "abcdefghijkl"

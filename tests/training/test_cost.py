@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from lkv.config import PRESETS
+from experiments.profile.random_models import CONFIGS, read_config
 from lkv.errors import UnsupportedModelError
-from lkv.evaluation.profiling.random_models import CONFIGS, read_config
-from lkv.models.loading import load_model
-from lkv.models.shapes import Shape
+from lkv.hf.loading import load_model
+from lkv.hf.shapes import Shape
+from lkv.training.config import PRESETS
 from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, mean_length
 from lkv.training.processes import split_by_cost
 from lkv.training.train_policy import measure_speed

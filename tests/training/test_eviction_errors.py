@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from lkv.errors import PromptError
-from lkv.integrations.transformers.attention import unpatch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import unpatch_attention
+from lkv.hf.loading import load_model
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.replay import REQUEST
-from lkv.models.loading import load_model
 from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.utils.prompts import encode_question
 from tests.conftest import save_model

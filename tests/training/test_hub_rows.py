@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
+from experiments.data import build as building
+from experiments.data.build import build_dataset
+from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
-from lkv.training.data import build as building
-from lkv.training.data.build import build_dataset
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, ShortQuestion, read_dataset
-from lkv.training.data.loom import LOOM_RATIOS, Loom
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset
 from lkv.utils.data_files import read_records
 from tests.training.made_sets import Tokens, files, lines_of, rows_of, settings

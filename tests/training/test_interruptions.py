@@ -17,12 +17,13 @@ import torch
 from safetensors.torch import save, save_file
 
 from lkv.cli.main import main
-from lkv.config import ScorerInputs, TrainingConfig
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.checkpoint import initialize_from, lock_folder, read_checkpoint, save_checkpoint
+from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer

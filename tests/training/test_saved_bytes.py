@@ -9,13 +9,14 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from lkv.config import ScorerInputs, TrainingConfig
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.spec import inspect_model
 from lkv.kernels.soft_mask_attention import continuation_attention
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training import distillation
+from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, SampleGroup, distillation_losses, schedule, soft_mask
 from lkv.utils.cpp_compiler import find_compiler

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lkv.config import ScorerInputs, TrainingConfig
 from lkv.errors import TrainingError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.loading import load_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import load_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import (
     SampleDistillation,
@@ -231,8 +232,8 @@ SHARED = """
 import torch
 from dataclasses import replace
 from pathlib import Path
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import query_rotations
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import query_rotations
 from lkv.policy.policy import Policy
 from lkv.training import processes
 from lkv.training.trainer import Trainer

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
-from lkv.config import PRESETS, ScorerInputs, check_positions, fit_to_positions
 from lkv.errors import TrainingError, UnsupportedModelError
-from lkv.integrations.transformers.spec import inspect_model
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.checkpoint import initialize_from, save_checkpoint
+from lkv.training.config import PRESETS, check_positions, fit_to_positions
 from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
 from lkv.training.trainer import make_optimizer

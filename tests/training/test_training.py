@@ -15,12 +15,12 @@ from torch.nn.functional import kl_div
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.config import PRESETS, TrainingConfig
 from lkv.errors import DataError, TrainingError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.policy import Policy
+from lkv.training.config import PRESETS, TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, schedule, soft_mask

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from lkv.config import ScorerInputs
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import load_model
+from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.methods.replay import REQUEST
-from lkv.models.loading import load_model
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, fit_to_targets, regression_targets, warm_start

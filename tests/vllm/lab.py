@@ -13,7 +13,7 @@ from vllm import LLM, EngineArgs, SamplingParams
 
 from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from tests import families
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lkv import RaggedCache
-from lkv.integrations.transformers.cache_argument import cache_argument, find_cache
+from lkv.hf.cache_argument import cache_argument, find_cache
 
 
 def generate(

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from lkv.errors import LkvError, MissingPackageError
-from lkv.models.conversion import is_gguf
-from lkv.models.loading import DEFAULT, cache_folder, load_config
+from lkv.hf.conversion import is_gguf
+from lkv.hf.loading import DEFAULT, cache_folder, load_config
 from lkv.utils.extras import install_command, require
 from lkv.utils.files import short_name
 

@@ -22,13 +22,13 @@ from lkv.context.context import Context
 from lkv.context.input_checks import check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.positions import frequency_change
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import cache_folder
+from lkv.hf.positions import frequency_change
+from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL, parse_method
-from lkv.models.loading import cache_folder
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id, unknown_context

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lkv.errors import IntegrationError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.spec import inspect_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.spec import inspect_model
 
 
 def build_skeleton(

@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 
 
 # By bytes a number and padded head dim, the largest first: in half precision the largest that leave the loops over full
-# blocks without register spills on Hopper (as ptxas reports; `benchmarks.soft_mask_attention --tune` times others).
+# blocks without register spills on Hopper (as ptxas reports; `experiments.soft_mask_attention --tune` times others).
 _TILES = {
     (2, 64): (Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2), 83_000),),
     (2, 128): (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError, CacheError, check_retention
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.budgets.budget import ROUNDING, Budget, RetentionTarget, as_target, drop_tokens
 from lkv.methods.registry import register_budget
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelError
-from lkv.integrations.transformers.attention import input_device, patch_attention
-from lkv.integrations.transformers.prefill import LayerKV, read_prompt, to_fp32
-from lkv.integrations.transformers.spec import evaluation_mode
+from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
+from lkv.hf.spec import evaluation_mode
 from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
 from lkv.methods.registry import register_budget
 from lkv.utils.files import as_path

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError, LkvError
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
-from lkv.integrations.transformers.spec import output_projections
+from lkv.hf.prompt_kv import LayerKV, to_fp32
+from lkv.hf.spec import output_projections
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.expected_attention import ExpectedAttention
 from lkv.methods.selectors.observed_attention import SnapKV

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV, query_rotations, to_fp32
+from lkv.hf.prompt_kv import LayerKV, query_rotations, to_fp32
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.selector import Selector, check_sinks
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import CacheError
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.registry import register_selector
 from lkv.methods.replay import REQUEST, ReplayLayer, replay
 from lkv.methods.selectors.selector import PrecomputedScores, Selector

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lkv.integrations.transformers.prefill import LayerKV
+from lkv.hf.prompt_kv import LayerKV
 from lkv.kernels.selection import kernels_for
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.selector import ArrivedEntries, Selector, StoredEntries

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.selector import Selector
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lkv.errors import CacheError, PromptError
-from lkv.integrations.transformers.prefill import LayerKV
-from lkv.integrations.transformers.rotation import Rotation
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.rotation import Rotation
 from lkv.methods.registry import Buildable
 
 

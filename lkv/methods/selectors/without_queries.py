@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from lkv.integrations.transformers.prefill import LayerKV, to_fp32
+from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.methods.budgets.duo import SINKS
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.selector import Selector, check_sinks

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
 from lkv.training import fit_run, fitting, warm_start
 from tests.conftest import save_model
 from tests.training.fit.helpers import comparison_rows

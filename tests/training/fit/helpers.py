@@ -2,9 +2,9 @@
 
 import torch
 
-from lkv.config import ScorerInputs
-from lkv.integrations.transformers.attention import patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.warm_start import calibrate
 

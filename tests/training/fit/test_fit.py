@@ -19,8 +19,8 @@ from lkv.errors import (
     UnsupportedModelError,
 )
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.integrations.transformers.prefill import read_prompt
+from lkv.hf.attention import patch_attention
+from lkv.hf.prompt_kv import read_prompt
 from lkv.policy import lookup
 from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy, policy_for
 from lkv.policy.policy import Policy

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.integrations.transformers.attention import patch_attention
-from lkv.models.loading import load_model
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training import fit_run, fitting
@@ -32,7 +32,7 @@ from tests.training.fit.helpers import TEXT, interrupt
 # A run that is killed: of the model in argv[1], and if argv[2] is "statistics", before the regression.
 INTERRUPTED = """
 import sys, time, torch
-from lkv.models.loading import load_model
+from lkv.hf.loading import load_model
 from lkv.training import fit_run, fitting
 torch.set_num_threads(1)
 fitting.clock = time.process_time

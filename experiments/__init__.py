@@ -1,0 +1,1 @@
+"""The paper's experiments and the measurements: beside the package, not part of it."""

@@ -1,0 +1,1 @@
+"""The paper's training data: build it into a folder and describe what was built."""

@@ -1,0 +1,360 @@
+"""Training data built into a folder, sample by sample: counted, within its bounds, resumable, the same for one seed.
+
+The folder holds JSON lines for each source (`train-SOURCE-0000.jsonl`, `heldout-...`) and build.json, the manifest: how
+they were made, and what was rejected and why. While a build runs, progress.json stands in its place.
+"""
+
+import hashlib
+import json
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
+from lkv.errors import DataError
+from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
+from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, OverlapFilter
+from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
+from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
+from lkv.training.data.public_datasets import (
+    PUBLIC_DATASETS,
+    DatasetIndex,
+    LoadDataset,
+    digest_of,
+    download_rows,
+    index_folder,
+    match_dataset,
+    read_name_map,
+    sha256_of,
+)
+from lkv.training.data.samples import tokenize_sample
+from lkv.utils.data_files import read_json, read_records
+from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place, write_text
+from lkv.utils.prompts import encode, tokenizer_digest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SHARD_SAMPLES = 200  # in a file, after which a stopped build continues
+_UNLIMITED = 2**40  # tokens
+_CHARS_SAMPLE = 40  # items of which characters a token are counted
+_ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one sample
+_MIN_ROWS = 2000
+
+
+Recipe = Loom | Mixture  # where candidates for samples come from
+
+
+@dataclass(frozen=True)
+class DataBuildConfig:
+    """Settings of `lkv data build`; its help describes each."""
+
+    recipe: str
+    out: Path
+    data: Path | None = None
+    map: Path | None = None
+    samples: int = 23_000
+    held_out: int = 64
+    seed: int = 0
+    min_tokens: int = 2000
+    max_tokens: int = 16_000
+    against: tuple[Path, ...] = ()
+    words: int = NGRAM_WORDS
+    share: float = OVERLAP_SHARE
+    lock: Path | None = None
+
+
+def build_dataset(
+    config: DataBuildConfig, tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
+) -> dict[str, Any]:
+    """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
+    if config.recipe == "wide" and config.data is None:
+        raise DataError("the recipe wide reads a folder of your own; name it with --data.")
+    if config.map is not None and config.data is None:
+        raise DataError(f"{config.map} names files of a folder, but there is none; give the folder with --data too.")
+    if config.data is not None:
+        check_is_not_data(config.out, config.data, DataError)
+    if not getattr(tokenizer, "chat_template", None):
+        print(
+            f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",
+            file=sys.stderr,
+        )
+    overlap = OverlapFilter(config.against, config.words, config.share) if config.against else None
+    # All that the samples depend on, with no path and no date: two builds give the same bytes.
+    sources: dict[str, dict[str, Any]] = {}
+    plan = {
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "asked": {"train": config.samples, "heldout": config.held_out},
+        "bounds": [config.min_tokens, config.max_tokens],
+        "tokenizer": {
+            "name": name_without_place(model_name),
+            "sha256": tokenizer_digest(tokenizer),
+        },
+        "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
+    }
+    check_same_settings(config.out, plan)  # before rows are downloaded, which would replace those of that build
+
+    def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
+        if overlap is None or not items:
+            return items
+        clean, counts = overlap(name, items), overlap.counts[name]
+        print(
+            f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
+            file=sys.stderr,
+        )
+        sources.setdefault(name, {}).update(vars(counts))
+        return clean
+
+    if config.recipe == "wide":
+        training, held_out = _open_wide(config, remove_overlapping, sources)
+    else:
+        training, held_out = _open_loom(config, tokenizer, remove_overlapping, sources, load)
+    plan["sources"] = sources
+    if isinstance(training, Mixture):
+        plan["weights"] = training.weights
+    builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
+    return builder.build({"train": (training, config.samples), "heldout": (held_out, config.held_out)})
+
+
+Filter = Callable[[str, list[Any]], list[Any]]
+
+
+def _open_loom(
+    config: DataBuildConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    remove_overlapping: Filter,
+    sources: dict[str, dict[str, Any]],
+    load: LoadDataset | None,
+) -> tuple[Recipe, Recipe]:
+    """Loom's training and held-out sides, from local files or else the hub; `sources` gets the manifest's entries."""
+    index: DatasetIndex | None = None
+    if config.data is not None:
+        index = index_folder(config.data, LOOM_RATIOS, read_name_map(config.map) if config.map else None)
+        print("\n".join(index.lines()), file=sys.stderr)
+    items: dict[str, list[Any]] = {}
+    for name in LOOM_RATIOS:
+        if index and name in index.used:
+            paths = index.used[name]
+            all_items = read_dataset(name, paths, index.folder)
+            origin = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
+            sources[name] = _describe_source(name, paths, origin)
+        else:
+            all_items, sources[name] = _fetch_from_hub(name, config, load)
+        usable = [item for item in all_items if is_usable(name, item)]
+        sources[name]["items"] = len(usable)
+        items[name] = remove_overlapping(name, usable)
+        if len(items[name]) < 2:
+            title = PUBLIC_DATASETS[name].title
+            raise DataError(f"{title} has {len(items[name])} usable items ({sources[name]['from']}); give more of it.")
+    chars: dict[str, float] = {}
+    for name, group in items.items():
+        texts = [max(item_texts(item), key=len)[:20_000] for item in group[:_CHARS_SAMPLE]]
+        chars[name] = sum(map(len, texts)) / max(1, sum(len(encode(tokenizer, text)) for text in texts))
+    bounds, is_literal = (config.min_tokens, config.max_tokens), config.recipe == "loom-literal"
+    sides = [{name: split_held_out(group, side) for name, group in items.items()} for side in (False, True)]
+    training, held_out = (Loom(side, chars, bounds, config.seed, is_literal) for side in sides)
+    return training, held_out
+
+
+def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
+    """Items drawn over all rows of a set on the hub, at the commit of `config.lock` if any; and its manifest entry."""
+    hub = PUBLIC_DATASETS[name].hub
+    assert hub is not None
+    rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
+    commit: str | None = None
+    if config.lock:
+        try:
+            commit = read_json(config.lock)["sources"][name].get("commit")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
+            ) from error
+    for path, earlier in _earlier_plans(config.out):
+        if commit not in (None, earlier.get("sources", {}).get(name, {}).get("commit", commit)):
+            raise DataError(
+                f"{path} belongs to a build of another commit of {hub.repository} than {config.lock} names; leave "
+                "--lock out to continue it, or give another folder."
+            )
+    print(
+        f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
+        file=sys.stderr,
+    )
+    path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
+    origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
+    return list(ROW_READERS[name](read_records(path))), {**_describe_source(name, (), origin), "commit": commit}
+
+
+def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str, Any]:
+    """A source in the manifest and on a policy's card; a set that replaces it by the map keeps its own name."""
+    other = next((match for path in paths if (match := match_dataset(path)) not in ("", name)), name)
+    expected, actual = PUBLIC_DATASETS[name], PUBLIC_DATASETS[other]
+    title = actual.title if other == name else f"{actual.title}, in place of {expected.title}"
+    return {"title": title, "licence": actual.licence, "from": origin}
+
+
+def _open_wide(
+    config: DataBuildConfig, remove_overlapping: Filter, sources: dict[str, dict[str, Any]]
+) -> tuple[Recipe, Recipe]:
+    """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
+    assert config.data is not None
+    names = read_name_map(config.map) if config.map else None
+    bounds = config.min_tokens, config.max_tokens
+    training = Mixture(config.data, *bounds, config.seed, remove_overlapping, names)
+    print("\n".join(training.lines), file=sys.stderr)
+    for name, paths in training.index.used.items():
+        origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
+        origin += f" (SHA-256 of all {digest_of(paths)})"
+        about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
+        sources[name] = about | sources.get(name, {})
+    for name, count in training.builtin_counts.items():
+        title, licence, _ = BUILTIN_TEXTS[name]
+        about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
+        sources[name] = about | sources.get(name, {})
+    return training, training.held_out(config.seed)
+
+
+def check_same_settings(out: Path, plan: dict[str, Any]) -> None:
+    """Raise DataError where `out` holds a build, finished or not, whose settings differ from those in `plan`."""
+    plan = json.loads(json.dumps(plan))
+    for path, earlier in _earlier_plans(out):
+        if changed := [k for k in plan if not isinstance(earlier, dict) or earlier.get(k) != plan[k]]:
+            raise DataError(
+                f"{path} belongs to a build with other settings ({', '.join(changed)}); give the same settings "
+                "to continue it, or another folder."
+            )
+
+
+def _earlier_plans(out: Path) -> Iterator[tuple[Path, Any]]:
+    """The files of a build in `out` that hold its settings, with these."""
+    for path in (out / MANIFEST, out / PROGRESS):
+        if path.is_file():
+            content = read_json(path)
+            yield path, content.get("plan") if path.name == PROGRESS and isinstance(content, dict) else content
+
+
+@dataclass
+class SourceProgress:
+    """Progress of one source of one side: the next candidate, and what became of those before it."""
+
+    next: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)  # name to SHA-256
+
+
+class DatasetBuilder:
+    """Writes samples into `out`, for a `plan` that is all they depend on, with their tokens in `bounds`."""
+
+    def __init__(self, out: Path, plan: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", bounds: tuple[int, int]):
+        self._out, self._plan, self._tokenizer, self._bounds = out, plan, tokenizer, bounds
+        self._progress: dict[str, SourceProgress] = {}
+        check_writable_folder(out, DataError, "the training data")
+        check_same_settings(out, plan)
+        if (path := out / PROGRESS).is_file():
+            try:
+                self._progress = {k: SourceProgress(**values) for k, values in read_json(path)["streams"].items()}
+            except (KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"{path} is not the progress of a build; delete it, or give another folder.") from error
+
+    def build(self, sides: dict[str, tuple[Recipe, int]]) -> dict[str, Any]:
+        """Build `sides`, each a recipe and its number of samples; returns and writes the manifest.
+
+        Of a finished build, the sources of which a file is missing or damaged are built again.
+        """
+        finished = read_manifest(self._out) if (self._out / MANIFEST).is_file() else None
+        streams: dict[str, Any] = finished["streams"] if finished else {}
+        streams = {name: stream for name, stream in streams.items() if self._has_files(stream["files"])}
+        if finished and len(streams) == len(finished["streams"]):
+            return finished
+        for side, (recipe, samples) in sides.items():
+            rejected: Counter[str] = Counter()
+            for source, count in split_samples(recipe.shares(), samples).items():
+                name = f"{side}-{source}"
+                if name in streams:
+                    continue
+                progress = self._build_source(recipe, name, source, count)
+                rejected.update(progress.rejected)
+                streams[name] = {
+                    "wanted": count,
+                    "samples": len(progress.tokens),
+                    "candidates": progress.next,
+                    "rejected": dict(sorted(progress.rejected.items())),
+                    "tokens": _quantiles(progress.tokens),
+                    "files": progress.files,
+                }
+            if samples and not any(s["samples"] for key, s in streams.items() if key.startswith(f"{side}-")):
+                reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(rejected.items()))
+                raise DataError(
+                    f"no {side} sample has between {self._bounds[0]:,} and {self._bounds[1]:,} tokens (candidates: "
+                    f"{reasons or 'there were none'}); give other --min-tokens and --max-tokens, or more data, and "
+                    "another folder for --out."
+                )
+        manifest = {"format": FORMAT, **self._plan, "streams": streams}
+        text = json.dumps(manifest, indent=1, sort_keys=True) + "\n"
+        write_text(self._out / MANIFEST, text, DataError, "the manifest")
+        (self._out / PROGRESS).unlink(missing_ok=True)
+        return manifest
+
+    def _build_source(self, recipe: Recipe, name: str, source: str, count: int) -> SourceProgress:
+        if name not in self._progress or not self._has_files(self._progress[name].files):
+            self._progress[name] = SourceProgress()
+        progress = self._progress[name]
+        (least, most), end = self._bounds, recipe.num_candidates(source, count)
+        bar = tqdm(total=count, initial=len(progress.tokens), desc=name.replace("-", " ", 1), disable=None)
+        while len(progress.tokens) < count and progress.next < end:
+            lines: list[str] = []
+            shard_size = min(_SHARD_SAMPLES, count - len(progress.tokens))
+            while len(lines) < shard_size and progress.next < end:
+                sample = recipe.candidate(source, progress.next)
+                progress.next += 1
+                ids = tokenize_sample(sample, self._tokenizer, _UNLIMITED, _UNLIMITED)
+                # Of the context and its longest continuation, as a model reads them.
+                tokens = len(ids.context) + max((len(target) for target, _ in ids.continuations), default=0)
+                if not ids.continuations or not least <= tokens <= most:
+                    reason = "too short" if tokens < least else "too long"
+                    reason = reason if ids.continuations else "nothing to answer"
+                    progress.rejected[reason] = progress.rejected.get(reason, 0) + 1
+                    continue
+                answers = [{"question": c.question, "target": c.target} for c in sample.continuations]
+                row = {"source": sample.source, "tokens": tokens, "context": sample.context, "continuations": answers}
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+                progress.tokens.append(tokens)
+                bar.update()
+            if lines:
+                file, content = f"{name}-{len(progress.files):04d}.jsonl", "".join(lines)
+                write_text(self._out / file, content, DataError, "the training data")
+                progress.files[file] = hashlib.sha256(content.encode()).hexdigest()
+            state = {"plan": self._plan, "streams": {key: vars(value) for key, value in self._progress.items()}}
+            write_text(self._out / PROGRESS, json.dumps(state), DataError, "the progress")
+        bar.close()
+        return progress
+
+    def _has_files(self, files: dict[str, str]) -> bool:
+        """Whether all `files`, from names to their SHA-256, are in the folder as they were written."""
+        paths = {self._out / name: digest for name, digest in files.items()}
+        return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
+
+
+def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:
+    """Whole numbers in the ratio of `shares` that sum to `samples`: the largest remainders get what is left over."""
+    exact = {name: share * samples for name, share in shares.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[: samples - sum(counts.values())]:
+        counts[name] += 1
+    return counts
+
+
+def _quantiles(tokens: list[int]) -> dict[str, float]:
+    ordered = sorted(tokens)
+    if not ordered:
+        return {}
+    at = {"least": 0, "quarter": len(ordered) // 4, "median": len(ordered) // 2, "most": len(ordered) - 1}
+    return {name: ordered[i] for name, i in at.items()} | {"mean": round(sum(ordered) / len(ordered), 1)}

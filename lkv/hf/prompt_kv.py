@@ -1,0 +1,207 @@
+"""A prompt that was read once with the full cache: its k, v and queries serve training and every method compared."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lkv.errors import CacheError, UnsupportedModelError
+from lkv.hf.attention import patch_attention
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.hf.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
+from lkv.hf.spec import evaluation_mode, unwrap_model
+
+_PROBE_TOLERANCE = 0.2
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One full-attention layer of a prompt, as selectors read it.
+
+    Attributes:
+        key: k after RoPE, [B, H, T, d].
+        value: v, [B, H, T, dv].
+        scale: What the products of queries and keys are multiplied by.
+        queries: q after RoPE, [B, Hq, T, d], or of the last tokens alone; None where they were not asked for.
+        start: The position of the first token.
+        length: The number of tokens of the text; by default it ends with these tokens.
+        rotation: The layer's RoPE; None where LKV cannot undo it.
+    """
+
+    key: Tensor
+    value: Tensor
+    scale: float
+    queries: Tensor | None = None
+    start: int = 0
+    length: int | None = None
+    rotation: Rotation | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after the text."""
+        return self.start + self.key.shape[2] if self.length is None else self.length
+
+    @property
+    def query(self) -> Tensor:
+        """`queries`. Raises CacheError where there are none."""
+        if self.queries is None:
+            raise CacheError(
+                "this method reads the queries, which are not here: call read_prompt with queries=True, or declare "
+                "reads_queries = True in the class of a selector of your own."
+            )
+        return self.queries
+
+    @property
+    def grouped_query(self) -> Tensor:
+        """The queries by the KV head that they read, [B, H, Hq / H, T, d]."""
+        return self.query.unflatten(1, (self.key.shape[1], -1))
+
+    @property
+    def required_rotation(self) -> Rotation:
+        """`rotation`. Raises UnsupportedModelError where it is None."""
+        if self.rotation is None:
+            raise UnsupportedModelError(
+                "this policy or method undoes the model's rotary embedding, which LKV cannot do here; use a model such "
+                "as Llama, Qwen2, Qwen3, Mistral or Phi-3, or a policy whose scorer reads k as cached and nothing else."
+            )
+        return self.rotation
+
+    def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
+        """Some rows and tokens, as if they had been read alone from position 0 on."""
+        queries = self.queries
+        if queries is not None:  # perhaps of the last tokens alone
+            start, stop, step = tokens.indices(self.key.shape[2])
+            without = self.key.shape[2] - queries.shape[2]
+            queries = queries[rows, :, max(0, start - without) : max(0, stop - without) : step]
+        return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
+
+
+class PromptKV(list[LayerKV]):
+    """The full-attention layers of a prompt, in order.
+
+    Attributes:
+        windows: What the sliding-window layers store of it: one entry a layer of the model, None for the others; empty
+            for a model without such layers.
+    """
+
+    def __init__(self, layers: Iterable[LayerKV] = (), windows: Sequence[SlidingWindowLayer | None] = ()):
+        super().__init__(layers)
+        self.windows = tuple(windows)
+
+    def continuation_layers(self, layers: Sequence[AttentionCacheLayer]) -> list[Any]:
+        """The layers of a cache that continues the prompt.
+
+        These are `layers` for full attention, and copies of the windows, from which any number of rows may continue.
+        """
+        full = iter(layers)
+        return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
+
+
+def as_prompt_kv(prompt: Sequence[LayerKV]) -> PromptKV:
+    """`prompt` as a `PromptKV`; a plain list means a model without sliding-window layers."""
+    return prompt if isinstance(prompt, PromptKV) else PromptKV(prompt)
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.no_grad()
+def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False) -> PromptKV:
+    """Read a prompt with the full cache; the output head is not computed.
+
+    Args:
+        model: The model.
+        ids: Token ids, [B, T].
+        queries: Whether to keep the queries, or how many of the last ones (those of a long prompt are larger than its k
+            and v).
+
+    Returns:
+        k, v and queries of every full-attention layer.
+    """
+    patched = patch_attention(model)
+    layers = [
+        _CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in patched.sliding_windows
+    ]
+    unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers=[*layers])), use_cache=True)
+    full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
+    sliding = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
+    rotated = (replace(layer, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True))
+    return PromptKV(rotated, sliding if any(sliding) else ())
+
+
+def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
+    """The rotation of each full-attention layer, verified for its queries.
+
+    A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
+    without an error. So the model reads one token repeated, whose queries are all equal before RoPE: undoing it must
+    make them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`; also
+    for a model with attention sinks, with which nothing that wants rotated queries reckons.
+    """
+    patched = patch_attention(model)
+    if any(sinks is not None for sinks in patched.sinks):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has attention sinks, with which {wanted_by} does not reckon yet; use a method "
+            "such as snapkv."
+        )
+    rotations = [rotation or Rotation(model) for rotation in patched.rotations]
+    if all(rotation.is_verified for rotation in rotations):
+        return rotations
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    with evaluation_mode(model):
+        ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
+        layers = read_prompt(model, ids, queries=True)
+    for rotation, layer in zip(rotations, layers, strict=True):
+        rotated = to_fp32(layer.query)
+        if isinstance(rotation, NoRotation):
+            continue
+        if not variation(rotation.unrotate(rotated)) <= _PROBE_TOLERANCE * variation(rotated):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} rotates the queries of some layers in a way that {wanted_by} cannot undo; use "
+                "a model with RoPE, such as Llama or Qwen3, or another method."
+            )
+    for rotation in rotations:
+        rotation.is_verified = True
+    return rotations
+
+
+class FrozenPromptLayer(AttentionCacheLayer):
+    """A layer that continues a prompt read before, and stores nothing of what follows."""
+
+    def __init__(self, prompt: LayerKV):
+        super().__init__()
+        self._prompt = prompt
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens of the prompt."""
+        return self._prompt.key.shape[2]
+
+
+def _alone(x: Tensor) -> Tensor:
+    """`x`, copied where it is a view: of more tokens, or of a fused projection, all of which it would keep."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+
+class _CapturingLayer(AttentionCacheLayer):
+    """Keeps k, v and queries of one forward pass."""
+
+    captured: LayerKV
+    takes_sinks = True
+
+    def __init__(self, queries: bool | int):
+        super().__init__()
+        self._queries = queries
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        queries = query if self._queries else None
+        if queries is not None and self._queries is not True:
+            queries = queries[:, :, -self._queries :]
+        self.captured = LayerKV(_alone(key), _alone(value), scale, None if queries is None else _alone(queries))
+        return stock()

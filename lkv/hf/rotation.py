@@ -1,0 +1,245 @@
+"""The rotary embedding (RoPE) of a transformers model: applied, averaged and undone."""
+
+import copy
+import sys
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from lkv.errors import UnsupportedModelError
+from lkv.hf.cache_argument import cache_argument
+from lkv.hf.positions import frequency_change, rope_settings
+from lkv.hf.spec import evaluation_mode, full_attention_modules, sliding_windows
+
+PROBE_TOKENS = 16
+# Tokens of a probe are equal where their variation is below this share of their norm, and where undoing RoPE left less
+# than this share of their variation.
+_EQUAL, _UNROTATED = 0.03, 0.2
+_ROUNDING = 0.01  # the same in the first layer, where only rounding remains: at most 0.0015 of the norm in bfloat16
+_CACHED_TABLES = 4
+
+
+class Rotation:
+    """The rotary embedding of a model's full-attention layers, computed by the model's own code.
+
+    Raises UnsupportedModelError for a model that has none.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        module, _ = full_attention_modules(model)[0]
+        apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+        rotary = getattr(model.get_decoder(), "rotary_emb", None)
+        if apply is None or rotary is None or [*signature(apply).parameters][2:4] != ["cos", "sin"]:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
+                "Qwen3, Mistral, Phi-3 or Gemma-3, or a method that needs none, such as 'kvzip' or 'snapkv'."
+            )
+        self._apply, self._rotary = apply, rotary
+        # Some attention modules pass only the rotated part of a head to `apply`, others pass all of it.
+        self._is_split_outside = hasattr(module, "rotary_ndims")
+        self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
+        text = model.config.get_text_config(decoder=True)
+        # Such embeddings change their frequencies when they are called with positions of a longer text.
+        self._changes_at = frequency_change(text)
+        self._has_state = self._changes_at is not None or "dynamic" in (rope_settings(text).get("rope_type") or "")
+        self._rotates_halves: bool | None = None
+        self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self.is_verified = False  # whether the model's own queries were seen to be rotated like this in every layer
+
+    def rotate(self, x: Tensor, start: int = 0) -> Tensor:
+        """Rotate x [B, H, T, d] at positions `start` to `start + T - 1`, as the model rotates keys."""
+        return self._turn(x, *self._cos_sin(x, start, start + x.shape[2]))
+
+    def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+        """Undo the rotation of the tokens `part` of x [B, H, T, d], whose positions are `start` to `start + T - 1`."""
+        cos, sin = self._cos_sin(x, start, start + x.shape[2], inverse=True)
+        return self._turn(x[:, :, part], cos[:, part], sin[:, part])
+
+    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+        """Move x [B, H, n, d], rotated at `positions` [n], to the positions from `start` on."""
+        cos, sin = _invert(*self._compute(x, positions))
+        return self.rotate(self._turn(x, cos, sin), start)
+
+    def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
+        """The mean of the rotations at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by.
+
+        They follow a text of `start` tokens: as in `future_start`.
+        """
+        cos, sin = self._mean_cos_sin(like, start, end)
+        return self._turn(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
+
+    def half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [n, d] by which `rotate_halves` undoes the rotation of x [., d], in its dtype.
+
+        None where the model rotates otherwise, or a part of each head alone.
+        """
+        cos, sin = self._cos_sin(like, start, end, inverse=True)
+        return (cos[0], sin[0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
+
+    def mean_half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
+        """cos and sin [d] by which `rotate_halves` multiplies by `mean_rotation`; None as in `half_tables`."""
+        cos, sin = self._mean_cos_sin(like, start, end)
+        return (cos[0, 0], sin[0, 0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
+
+    def future_start(self, end: int, count: int) -> int:
+        """The first of `count` positions that follow a text of `end` tokens.
+
+        It is earlier where LongRoPE, which has other frequencies for longer texts, would rotate these differently.
+        """
+        change = self._changes_at
+        return end if change is None or end > change else min(end, max(0, change - count))
+
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate_halves(x, cos, sin) if self._turns_halves(cos, x.shape[-1]) else self._turn_by_model(x, cos, sin)
+
+    def _turns_halves(self, cos: Tensor, width: int | None = None) -> bool:
+        """Whether `rotate_halves` is the model's rotation of heads of `width` channels, by default those of `cos`."""
+        if self._rotates_halves is None:
+            size = 2 * (width or cos.shape[-1])
+            probe = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
+            table = probe[0, ..., : cos.shape[-1]]
+            turned = self._turn_by_model(probe, table, table)
+            self._rotates_halves = torch.allclose(turned, rotate_halves(probe, table, table))
+        return self._rotates_halves
+
+    def _mean_cos_sin(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """The means [1, 1, d] of the tables; all layers of a prompt need the same."""
+        key = ("mean", start, end, like.dtype, like.device)
+        tables = self._tables.get(key)
+        if tables is None:
+            first = self.future_start(start, end - start)
+            cos, sin = self._cos_sin(like, first, first + end - start)
+            tables = self._tables[key] = cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
+        return tables
+
+    def _turn_by_model(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not self._is_split_outside:
+            return self._apply(x, x[:, :1], cos, sin)[0]
+        part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+        return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
+
+    def _cos_sin(self, like: Tensor, start: int, end: int, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The tables cos and sin [1, end - start, d]; the few that all layers of a prompt need are kept."""
+        key = (start, end, like.dtype, like.device, inverse)
+        tables = self._tables.get(key)
+        if tables is None:
+            cos, sin = self._compute(like, torch.arange(start, end, device=like.device))
+            tables = _invert(cos, sin) if inverse else (cos, sin)
+            if len(self._tables) >= _CACHED_TABLES:
+                self._tables.clear()
+            self._tables[key] = tables
+        return tables
+
+    def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables cos and sin [1, n, d] at `positions` [n], by the model's embedding, which stays as it is."""
+        rotary = self._rotary
+        if self._has_state:
+            rotary = copy.deepcopy(rotary, {id(config): config for config in [getattr(rotary, "config", None)]})
+        # A model over several devices has one embedding for all of them.
+        device = next(rotary.buffers()).device
+        cos, sin = rotary(like[:0].to(device), positions.to(device)[None], **self._kind)
+        return cos.to(like.device), sin.to(like.device)
+
+
+class NoRotation(Rotation):
+    """In place of the rotation of a layer that rotates neither q nor k."""
+
+    def __init__(self) -> None:
+        self.is_verified = True
+
+    def rotate(self, x: Tensor, start: int = 0) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
+        """The tokens `part` of x."""
+        return x[:, :, part]
+
+    def half_tables(self, like: Tensor, start: int, end: int) -> None:
+        """None: there is nothing to undo."""
+
+    def mean_half_tables(self, like: Tensor, start: int, end: int) -> None:
+        """None, as in `half_tables`."""
+
+    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
+        """The identity."""
+        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+    def future_start(self, end: int, count: int) -> int:
+        """`end`."""
+        return end
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x [B, H, T, d] by `cos` and `sin` [1, T, r] as most models do: feature i of the first r with i + r / 2.
+
+    It makes half the passes of the models' own code.
+    """
+    part, half = x[..., : cos.shape[-1]], cos.shape[-1] // 2
+    first, second = part[..., :half], part[..., half:]
+    out = part * cos[:, None]
+    out[..., :half].addcmul_(second, sin[:, None, :, :half], value=-1)
+    out[..., half:].addcmul_(first, sin[:, None, :, half:])
+    out = out.to(x.dtype)  # some models' tables are float32 whatever k is
+    return out if part.shape == x.shape else torch.cat([out, x[..., cos.shape[-1] :]], -1)
+
+
+def _invert(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables of the inverse rotation."""
+    size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+    return cos / size, -sin / size
+
+
+def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[Rotation | None, ...]:
+    """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo.
+
+    A model may leave some layers unrotated, or change k after RoPE: the k of one token repeated shows that. Without
+    weights only names do, those that the families with such layers have in common.
+    """
+    text, layers = model.config.get_text_config(decoder=True), sliding_windows(model).count(None)
+    try:
+        rotation = Rotation(model)
+    except UnsupportedModelError:
+        return (None,) * layers
+    # Models that mix kinds of layers may leave the full-attention ones unrotated.
+    is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1 or hasattr(text, "no_rope_layers")
+    if not has_weights:
+        is_changed = hasattr(full_attention_modules(model)[0][0], "key_layernorm")
+        return (None if is_mixed or is_changed else rotation,) * layers
+    keys = _probe_keys(model)
+    if is_mixed:
+        return tuple(_rotation_of(key, rotation) for key in keys)
+    # All layers run the same code. In the first one, k before RoPE is equal for all of these tokens.
+    is_undone = variation(rotation.unrotate(keys[0])) <= _ROUNDING * float(keys[0].norm())
+    return (rotation if is_undone else None,) * layers
+
+
+def _rotation_of(key: Tensor, rotation: Rotation) -> Rotation | None:
+    """The rotation of a layer with these k [1, H, T, d] of one token repeated, which are all equal before RoPE."""
+    if variation(key) <= _EQUAL * float(key.norm()):
+        return NoRotation()
+    return rotation if variation(rotation.unrotate(key)) <= _UNROTATED * variation(key) else None
+
+
+def variation(x: Tensor) -> float:
+    """How far the tokens of x [B, H, T, d] are from their mean."""
+    return float((x - x.mean(2, keepdim=True)).norm())
+
+
+@torch.no_grad()
+def _probe_keys(model: Any) -> list[Tensor]:
+    """Read k [1, H, T, d] of each full-attention layer for one token repeated, in float32 or better."""
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
+    cache = DynamicCache()
+    with evaluation_mode(model):
+        model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)
+    layers: list[Any] = [x for x, window in zip(cache.layers, sliding_windows(model), strict=True) if window is None]
+    return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in layers]

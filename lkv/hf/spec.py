@@ -1,0 +1,221 @@
+"""The description of a transformers model: its shape, the layers to evict from, a fingerprint of its weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lkv.errors import UnsupportedModelError
+from lkv.hf import positions
+from lkv.hf.fingerprint import read_directions, read_norms, read_values, without_adapters
+from lkv.hf.model_spec import ModelSpec
+
+_KINDS = ("full_attention", "sliding_attention")
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+def inspect_model(model: PreTrainedModel) -> ModelSpec:
+    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused.
+
+    Under tensor parallelism the spec is that of the whole model, and every process of the group must call this.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise UnsupportedModelError("this is not a causal language model of transformers; give one with .generate().")
+    name = type(model).__name__
+    text = config.get_text_config(decoder=True)
+    # In Gemma-3n and Gemma-4 some layers read the keys and values of an earlier one, or have heads of another size.
+    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
+            "layers are alike and have keys and values of their own, such as Gemma-3."
+        )
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = _kv_heads(text)
+    if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
+        )
+    windows = sliding_windows(model)
+    unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
+    if unknown or None not in windows:
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV works with "
+            "full-attention layers, which it evicts from, and sliding-window ones beside them. Use such a model."
+        )
+    weights = without_adapters(dict(model.named_parameters()))
+    if getattr(text, "attn_logit_softcapping", None):
+        raise UnsupportedModelError(
+            f"{name} has capped attention logits, which LKV does not compute yet; use a model with plain softmax "
+            "attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
+        )
+    if any(sinks is not None and sinks.shape != (heads,) for sinks in attention_sinks(model)):
+        raise UnsupportedModelError(
+            f"{name} has attention sinks that are not one number a query head here, as in gpt-oss on one device; use "
+            "such a model, without tensor parallelism."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
+    limit = positions.max_positions(text)
+    if not isinstance(limit, int):
+        raise UnsupportedModelError(
+            f"{name} does not state its number of positions; LKV works with models that have a limit."
+        )
+    devices = {weight.device.type for weight in weights.values()}
+    if "meta" in devices:
+        raise UnsupportedModelError(f"some weights of {name} are offloaded; load all of them on GPUs, or on the CPU.")
+    local_kv_heads(model)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    decoder, depth = model.get_decoder(), text.num_hidden_layers
+    return ModelSpec(
+        architecture=name,
+        layers=windows.count(None),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rope=json.dumps({key: rope[key] for key in sorted(rope) if rope[key] is not None}),
+        max_positions=limit,
+        weights=read_values(weights, depth),
+        directions=read_directions(
+            without_adapters(dict(decoder.named_parameters())), depth, read_norms(decoder, depth)
+        ),
+    )
+
+
+def sliding_windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
+    text = model.config.get_text_config(decoder=True)
+    window = positions.attention_window(text)
+    # Without a list of kinds a window holds for all layers.
+    everywhere = "sliding_attention" if window else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
+    """The sinks of each full-attention layer, one more logit [Hq] of its query heads; None where it has none."""
+    sinks: dict[int, Tensor] = {}
+    for module in model.get_decoder().modules():
+        index, weight = getattr(module, "layer_idx", None), getattr(module, "sinks", None)
+        if isinstance(index, int) and isinstance(weight, nn.Parameter):
+            sinks[index] = weight
+    return [sinks.get(index) for index, window in enumerate(sliding_windows(model)) if window is None]
+
+
+def local_kv_heads(model: PreTrainedModel) -> slice:
+    """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
+
+    Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
+    """
+    heads = _kv_heads(model.config.get_text_config(decoder=True))
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or mesh.size() == 1:
+        return slice(0, heads)
+    name, size = type(model).__name__, getattr(model, "tp_size", None) or 1
+    if mesh.size() != size:
+        raise UnsupportedModelError(
+            f"{name} is split over {mesh.size()} processes, but only {size} share its heads; load it with tensor "
+            "parallelism alone (tp_plan='auto')."
+        )
+    # A plan may leave attention whole, or gather k and v again ("colwise_gather_output"): then all heads are here.
+    if not any(key.endswith(_KEY_PROJECTIONS) and style == "colwise" for key, style in model.tp_plan.items()):
+        return slice(0, heads)
+    if heads % size:
+        raise UnsupportedModelError(
+            f"{name} has {heads} KV heads, which {size} processes cannot share evenly; use a number of processes that "
+            f"divides {heads}."
+        )
+    rank = (mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank()
+    return slice(rank * heads // size, (rank + 1) * heads // size)
+
+
+def _kv_heads(text: Any) -> Any:
+    return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+
+
+def output_projections(model: PreTrainedModel) -> list[Tensor]:
+    """The weight [hidden, Hq * d] of each full-attention layer's output projection.
+
+    Under tensor parallelism it has only the columns of the heads computed here. Raises UnsupportedModelError for a
+    model that has no such matrices, or quantised ones.
+    """
+    weights = []
+    for module, name in full_attention_modules(model):
+        projection = getattr(module, name)
+        # GPTQ's and AWQ's layers have no weight at all, only codes.
+        weight: Any = getattr(projection, "weight", None)
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has a quantised output projection, which cannot be read as a matrix; load the "
+                "model without quantisation, or use a method that needs no weights."
+            )
+        weights.append(weight.detach().T if isinstance(projection, Conv1D) else weight.detach())
+    return weights
+
+
+def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """The attention module of each full-attention layer, with the name of its output projection."""
+    modules: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.get_decoder().modules():
+        index = getattr(module, "layer_idx", None)
+        name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
+        if isinstance(index, int) and name is not None:
+            modules[index] = module, name
+    windows = sliding_windows(model)
+    if sorted(modules) != list(range(len(windows))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
+            "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
+        )
+    return [modules[index] for index, window in enumerate(windows) if window is None]
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The decoder layers, in order; none of a model in which they cannot be found."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in unwrap_model(model).get_decoder().modules() if isinstance(module, nn.ModuleList))
+    return next((list(modules) for modules in lists if len(modules) == count), [])
+
+
+def max_positions(model: PreTrainedModel) -> int:
+    """The longest text, in tokens, that `model` can read."""
+    return positions.max_positions(model.config.get_text_config(decoder=True))
+
+
+def unwrap_model(model: Any) -> Any:
+    """The transformers model inside a compiled model or a PEFT model; `model` itself where it is neither."""
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, PreTrainedModel) or not isinstance(getattr(model, "base_model", None), nn.Module):
+        return model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    base = model.base_model
+    return base if isinstance(base, PreTrainedModel) else getattr(base, "model", base)
+
+
+def check_adapters(model: Any) -> None:
+    """Raise UnsupportedModelError for PEFT's prompt learning, which adds virtual tokens without announcing them."""
+    config = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
+    if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
+        raise UnsupportedModelError(
+            "this PEFT model puts learned tokens before every text (prompt, prefix or P-tuning), which LKV cannot tell "
+            "from the text; use adapters such as LoRA, or the model without them (disable_adapter())."
+        )
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode for the duration of the block, then restore its training flag."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

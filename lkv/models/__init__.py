@@ -1,1 +1,0 @@
-"""Models by name: loading, the embedded default, GGUF conversion, shapes."""

@@ -1,0 +1,80 @@
+"""How a memory budget is best spent: KL against the stock model, and the table that follows."""
+
+import math
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+
+from experiments import tiers
+from experiments.tiers import CANDIDATES, best_table, measure_tiers
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import LkvError
+from lkv.hf.attention import patch_attention
+from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierTable, TierTarget
+from lkv.methods.method import resolve_method
+from lkv.methods.targets import MemoryTarget
+from lkv.policy.policy import Policy
+from lkv.training.data.samples import TokenizedSample
+from tests.conftest import tiny_llama
+
+CONTEXT, CONTINUATION, SKIP = list(range(3, 63)), [5, 9, 6, 8, 7], 2
+
+
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)
+
+
+@torch.no_grad()
+def test_the_divergence_is_that_of_the_stock_model():
+    model = tiny_llama(dtype=torch.float32, head_dim=16)
+    torch.manual_seed(0)
+    policy = Policy(patch_attention(model).spec)
+    (measured,) = measure_tiers(model, policy, [TokenizedSample("text", CONTEXT, [(CONTINUATION, SKIP)])], [0.8, 2.4])
+    assert set(measured) == {(bits, table) for bits in (0.8, 2.4) for table in CANDIDATES}
+    whole = model(torch.tensor([CONTEXT + CONTINUATION[:-1]])).logits[0]
+    expected = log_probabilities(whole[len(CONTEXT) + SKIP - 1 :])
+    table = TierTable.single(Precision(8, 8))
+    method = resolve_method("lkv", model, memory=2.4 / 32, policy=policy, tier_table=table)
+    cache = RaggedCache(model, method=method)
+    model(torch.tensor([CONTEXT]), past_key_values=cache, use_cache=True)
+    found = model(torch.tensor([CONTINUATION[:-1]]), past_key_values=cache, use_cache=True).logits[0, SKIP - 1 :]
+    kl = (expected.exp() * (expected - log_probabilities(found))).sum(-1).mean()
+    assert measured[2.4, table] == pytest.approx(float(kl), rel=1e-3, abs=1e-6) and kl > 0
+
+
+def test_a_table_without_a_policy_to_write_it_into_is_refused_at_once(monkeypatch, tmp_path):
+    def measured(_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(tiers, "subject_of", measured)
+    words = ["tiers", "--data", str(tmp_path), "--write", "--out", str(tmp_path / "tiers.json")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(LkvError, match="name that folder with --policy"):
+        tiers.main()
+
+
+def test_the_least_divergence_over_all_samples_wins_at_each_budget():
+    best = {0.8: CANDIDATES[3], 1.6: CANDIDATES[3], 2.4: CANDIDATES[1]}
+    # The second sample's large numbers must not outweigh the first one's: logarithms are averaged.
+    samples = [
+        {(bits, table): scale * (1.0 if table == best[bits] else math.e) for bits in best for table in CANDIDATES}
+        for scale in (0.001, 10.0)
+    ]
+    samples[1][0.8, best[0.8]] = 10.1
+    found = best_table(samples)
+    assert found == TierTable(((0.0, best[0.8].rows[0][1]), (math.sqrt(1.6 * 2.4), best[2.4].rows[0][1])))
+    # Each budget is spent in the way that was best for it, without the bits that all of a head's entries share.
+    for bits, table in best.items():
+        target = TierTarget(
+            memory=MemoryTarget(share=bits / 16), shape=KVShape(6, 64, 64, 2), table=found, precision=UNQUANTIZED
+        )
+        ((_, way),) = table.rows
+        shares = target.shares(1000)
+        used = [
+            each
+            for each, (better, share) in zip(shares, pairwise([0.0, *shares.values()]), strict=True)
+            if share > better
+        ]
+        assert used == [precision for precision, _ in way]

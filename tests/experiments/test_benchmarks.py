@@ -1,0 +1,413 @@
+"""Benchmarks of several models: files of their own, lengths with numbers of their own, and what the README draws."""
+
+import json
+import random
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+from experiments import (
+    comparison_cost,
+    data_build,
+    decode,
+    evaluations,
+    fit,
+    heldout,
+    instructions,
+    length,
+    memory,
+    overlap,
+    quantised_decode,
+    results_page,
+    ship,
+    tables,
+)
+from experiments.common import RESULTS, Subject, per_length
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.cli.main import main
+from lkv.context.context import Context
+from lkv.errors import DataError, LkvError
+from lkv.hf.attention import patch_attention
+from lkv.hf.loading import load_model
+from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.policy.shipped import describe_overlap, shipped_policies
+from lkv.training.data.decontamination import NgramOverlap
+from lkv.training.data.documents import Passage
+from lkv.training.data.public_datasets import match_dataset
+from lkv.utils.cpp_compiler import find_compiler
+from tests.conftest import save_model, tiny_llama
+from tests.context.test_compression import Words
+from tests.training.conftest import folder  # noqa: F401
+from tests.training.made_sets import Tokens, prose
+
+
+def test_lengths_have_one_number_or_one_each():
+    assert per_length([10, 20], [3]) == {10: 3, 20: 3}
+    assert per_length([10, 20], [3, 1]) == {10: 3, 20: 1}
+    with pytest.raises(LkvError, match="2 numbers for 3 lengths; give one, or one for each"):
+        per_length([1, 2, 3], [1, 2])
+
+
+def test_each_model_has_result_files_of_its_own():
+    place = lambda name: Subject(None, None, None, name).results("length")  # noqa: E731
+    assert place("HuggingFaceTB/SmolLM2-135M-Instruct") == RESULTS / "length.json"
+    assert place("Qwen/Qwen2.5-Coder-0.5B-Instruct") == RESULTS / "length-qwen2.5-coder-0.5b-instruct.json"
+
+
+class Held:
+    """Contexts as they are held out, without the data."""
+
+    def __init__(self, *_):
+        pass
+
+    def case(self, task, number, tokens):
+        rng = random.Random(f"{task}-{number}-{tokens}")
+        return [rng.randint(3, 200) for _ in range(tokens)], [([rng.randint(3, 200) for _ in range(8)], 4)]
+
+
+@pytest.fixture
+def carrying():
+    """A tiny model and a policy whose scorer reads un-rotated k, as the shipped one does."""
+    model = tiny_llama(dtype=torch.float32)
+    return model, Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(
+        False
+    )
+
+
+def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
+    rows = [row for row in decode.rows_at(64, *carrying, 0.25, 2, {}) if row["method"] == "lkv"]
+    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 2, abs=0.02)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="without a C++ compiler there is one backend")
+def test_decoding_is_measured_by_each_backend():
+    model = tiny_llama(dtype=torch.float32, head_dim=16)
+    policy = Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(False)
+    measured = decode.rows_at(64, model, policy, 0.25, 2, {})
+    rows = [(row["what"], row["method"], row.get("backend")) for row in measured]
+    each = [
+        (what, *of) for what in ("attention", "token") for of in (("full", None), ("lkv", "cpp"), ("lkv, loop", "loop"))
+    ]
+    assert rows == [*each, ("token", "lkv, tiers", "cpp")]
+    # The model computes in float32, and the budget of tiers is of a 16-bit cache's bytes; "lkv" has free slots beside.
+    full = policy.spec.layers * policy.spec.kv_heads * 64 * 16 * 2 * 4
+    assert measured[-1]["nbytes"] == pytest.approx(0.25 * full / 2, rel=0.05)
+    assert {row["nbytes"] >= 0.25 * full for row in measured if row["method"] in ("lkv", "lkv, loop")} == {True}
+
+
+def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
+    rows = quantised_decode.rows_at(64, *carrying, 0.25, 2, {})
+    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 4, abs=0.02)
+    assert rows[0]["nbytes"] > rows[1]["nbytes"] > rows[2]["nbytes"] > rows[3]["nbytes"]
+
+
+def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):
+    saved = save_model(tmp_path / "converted-1a2b", num_hidden_layers=2)
+    spec = patch_attention(load_model(str(saved))[0]).spec
+    torch.manual_seed(0)
+    Policy(spec, {"hub": ["owner/Tiny-Model"]}).save_pretrained(tmp_path / "policy")
+    monkeypatch.setattr(length, "HeldOut", Held)
+    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
+    arguments += shlex.split("--tokens 40 60 --contexts 2 1 --methods lkv knorm --retention 0.5 0.15")
+    monkeypatch.setattr(sys, "argv", ["length", *arguments, "--out", str(tmp_path / "length-tiny-model.json")])
+    length.main()
+    document = json.loads((tmp_path / "length-tiny-model.json").read_text())
+    assert document["policy"] == Policy.from_pretrained(tmp_path / "policy").digest()
+    rows = [row for row in document["rows"] if row["task"] == "all"]
+    assert {row["model"] for row in rows} == {"owner/Tiny-Model"}
+    assert {row["method"] for row in rows} == {"full", "lkv", "knorm"}
+    assert {(row["tokens"], row["contexts"]) for row in rows} == {(40, 10), (60, 5)}
+    assert all(row["value"] > 0 for row in rows if row["method"] == "lkv")
+    assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
+    assert (tmp_path / "small" / "length-tiny-model.png").is_file()
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.other_models() == ["tiny-model"]
+    lead, numbers, _ = results_page.lengths("length-tiny-model")
+    measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
+    assert "5 to 10 contexts a length" in lead
+    assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
+    assert results_page.lengths("longer-tiny-model") == []
+
+
+def test_instructions_are_checked_with_and_without_protection(tmp_path, monkeypatch, capsys):
+    checks = {name: each.is_followed for name, each in instructions.INSTRUCTIONS.items()}
+    assert checks["greeting"]("Dear reader, it is", "Dear reader") and not checks["greeting"]("It is", "Dear reader")
+    assert checks["list"]("1. It", "") and checks["JSON"]('{"gist": 1', "") and checks["key"]('{"gist": 1', "gist")
+    assert checks["language"]("El texto trata de la venta", "Spanish") and not checks["language"]("A text", "Spanish")
+    saved = save_model(tmp_path / "model", max_position_embeddings=4096)
+    model, tokenizer = load_model(str(saved))
+    torch.manual_seed(0)
+    policy = Policy(patch_attention(model).spec)
+    monkeypatch.setattr(instructions, "subject_of", lambda _: Subject(model, tokenizer, policy, "owner/tiny"))
+    protected = []
+    fill = RaggedCache.fill
+
+    def filled(cache, prompt):
+        protected.append(len(cache.config.method.protected))
+        fill(cache, prompt)
+
+    monkeypatch.setattr(RaggedCache, "fill", filled)
+    arguments = shlex.split("--prompts 1 --sentences 3 --methods lkv knorm --memory 0.4")
+    monkeypatch.setattr(sys, "argv", ["instructions", *arguments, "--out", str(tmp_path / "instructions-x.json")])
+    with pytest.raises(LkvError, match="follows none of the instructions"):
+        instructions.main()
+    assert [count > 0 for count in protected] == [False, False, True, False, True] * len(instructions.SETS)
+    # Of the eight, the answer follows those of the lists and of the language, where that is Spanish.
+    answer = "1. El texto trata de la venta"
+    monkeypatch.setattr(Context, "ask", lambda *_: answer)
+    monkeypatch.setattr(sys, "argv", ["instructions", *arguments, "--out", str(tmp_path / "instructions-y.json")])
+    instructions.main()
+    rows = json.loads((tmp_path / "instructions-y.json").read_text())["rows"]
+    assert [(row["method"], row["protect"]) for row in rows[2:]] == [
+        ("lkv", False), ("lkv", True), ("knorm", False), ("knorm", True)
+    ]  # fmt: skip
+    assert all(row["instructions"] == 8 and row["value"] == 1.0 and row["n"] in (2, 3, 4) for row in rows)
+
+
+def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
+    saved = save_model(tmp_path / "model", num_hidden_layers=2)
+    torch.manual_seed(0)
+    Policy(patch_attention(load_model(str(saved))[0]).spec, {"hub": ["owner/tiny"]}).save_pretrained(
+        tmp_path / "policy"
+    )
+    monkeypatch.setattr(memory, "HeldOut", Held)
+    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
+    arguments += shlex.split("--tokens 200 --contexts 1 --tasks code stories --methods lkv snapkv --memory 0.3 0.15")
+    monkeypatch.setattr(sys, "argv", ["memory", *arguments, "--out", str(tmp_path / "memory.json")])
+    memory.main()
+    rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
+    # LKV at both budgets in four ways; the other method at the compared one in three.
+    assert len([row for row in rows if row["method"].startswith("lkv")]) == 8 and len(rows) == 11
+    assert all(0.7 * row["memory"] < row["held"] <= row["memory"] for row in rows)
+    kept = {row["method"]: row["kept"] for row in rows if row["memory"] == 0.15}
+    # The model computes in float32; unquantised entries count 16 bits a value all the same.
+    assert 0.1 < kept["lkv (16 bits)"] <= 0.15 < kept["lkv (8 bits)"] < kept["lkv"] < kept["lkv (4 bits)"]
+    assert {row["method"] for row in memory.best_precisions(rows)} == {"lkv", "snapkv"}
+    assert (tmp_path / "small" / "memory.png").is_file()
+
+
+def test_the_best_precision_is_one_that_every_method_has():
+    def row(method, kl, budget=0.05, length=1000):
+        return {"method": method, "tokens": length, "memory": budget, "kl": kl}
+
+    rows = [row("lkv", 3.0), row("lkv (4 bits)", 4.0), row("lkv (8 bits)", 1.0), row("snapkv (4 bits)", 5.0)]
+    rows += [row("snapkv", 6.0), row("kvzip (16 bits)", 2.0), row("kvzip (4 bits)", 7.0), row("kvzip", 8.0)]
+    # A budget and a length of their own: there LKV is compared with fewer.
+    rows += [row("lkv (8 bits)", 0.5, 0.1), row("lkv", 0.6, 0.1)]
+    rows += [row("lkv", 0.7, length=2000), row("lkv (4 bits)", 0.1, length=2000), row("snapkv", 0.8, length=2000)]
+    found = {(own["method"], own["memory"], own["tokens"]): own["kl"] for own in memory.best_precisions(rows)}
+    assert found == {
+        ("lkv", 0.05, 1000): 3.0, ("snapkv", 0.05, 1000): 5.0, ("kvzip", 0.05, 1000): 7.0,
+        ("lkv", 0.1, 1000): 0.5, ("lkv", 0.05, 2000): 0.7, ("snapkv", 0.05, 2000): 0.8,
+    }  # fmt: skip
+    assert memory.best_precisions([row("lkv", 1.0), row("snapkv (4 bits)", 2.0)]) == []
+
+
+def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
+    for policy, told in (
+        (known, "`some.json`"),
+        (known[::-1], "`some.json`, with a policy that is not shipped"),
+        (None, "`some.json`, with a policy that is not recorded"),
+    ):
+        (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
+        assert tables.source("some") == told
+        sentence = "" if policy else "The policy is not recorded in `some.json`."
+        assert tables.without_policy("some", "absent") == sentence
+
+
+def test_rows_of_an_earlier_run_are_named_and_have_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    rows = [{"method": "kvzip", "value": 60.0}, {"method": "lkv+refit", "value": 70.0, "difference": 1.0}]
+    (tmp_path / "some.json").write_text(json.dumps({"kept": {"methods": ["kvzip"]}, "rows": rows}))
+    assert tables.source("some").endswith("some methods in an earlier run on the same samples")
+    assert tables.minus_lkv(rows[0]) == ""
+
+
+def test_files_with_kvzip_as_it_was_are_named_by_its_scores(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def write(name, *methods, **about):
+        rows = [{"method": method} for method in methods]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2", **about, "rows": rows}))
+
+    again = {"again": {"kvzip": {"date": "3"}}}
+    write("budgets", "lkv", "lkv-h+kvzip", "kvzip", **again)
+    write("compensated", "kvzip+refit")
+    write("kept", "kvzip (4 bits)", date="3", kept={"date": "1", "methods": ["kvzip (4 bits)"]})
+    write("measured-again", "full", "kvzip", "kvzip (4 bits)", "lkv-paper", "lkv, loop", **again)
+    write("other", "snapkv")
+    (tmp_path / "times.json").write_text(json.dumps({"date": "1", "rows": [{"what": "memory"}]}))
+    assert tables.files_before("kvzip", "3") == ["budgets", "compensated", "kept"]
+    assert [tables.date_of(method, "budgets") for method in ("kvzip", "lkv-h+kvzip")] == ["3", "2"]
+
+
+def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
+    pairs = [(t, i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
+    assert evaluations.counts(pd.DataFrame(pairs, columns=["length", "number"])) == [
+        ["--lengths", "4096", "8192", "--samples", "2"],
+        ["--lengths", "16384", "--samples", "1"],
+    ]
+    assert evaluations.counts(pd.DataFrame({"length": [None], "number": [3]})) == [["--samples", "4"]]
+
+
+def test_long_contexts_are_made_of_several_texts(monkeypatch):
+    words = lambda rng, count: " ".join(f"w{rng.randint(0, 99)}" for _ in range(count))  # noqa: E731
+    monkeypatch.setattr(heldout, "encode", lambda tokenizer, text: text.split())
+    held = heldout.HeldOut.__new__(heldout.HeldOut)
+    held._build, held._tokenizer = {"code": lambda rng, tokens: (words(rng, 700), [])}, None
+    rng = random.Random(0)
+    own = words(rng, 900)
+    long = held._prepend_other_texts(own, "code", rng, 3000)
+    assert long.endswith(own) and 2800 <= len(long.split()) <= 3000
+    assert held._prepend_other_texts(own, "code", rng, 910) == own
+
+
+def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
+    """Whole texts without a question, of which nothing is left to go on with, are passed over."""
+    texts = [
+        {"context": "a report. " * 50, "input": "", "answers": ["none"]},
+        {"context": "a story. " * 50, "input": "Who?", "answers": ["The keeper."]},
+    ]
+    monkeypatch.setattr(heldout, "read_squad", lambda path: [])
+    readers = SimpleNamespace(read_json_lines=lambda path: texts, read_records=lambda path: [])
+    monkeypatch.setattr(heldout, "data_files", readers)
+    build = heldout.builders(Path())["LongBench text"]
+    for seed in range(10):
+        text, asked = build(random.Random(seed), 5000)
+        assert text == texts[1]["context"] and [c.question for c in asked] == ["Who?"]
+        text, asked = build(random.Random(seed), 10)  # of which something is left
+        assert asked[-1].question is None and asked[-1].target
+    del texts[1]
+    with pytest.raises(DataError, match="none has a question or is longer than 5,000 tokens"):
+        heldout.builders(Path())["LongBench text"](random.Random(0), 5000)
+
+
+def test_the_cost_of_comparing_is_timed_anew_on_every_sample(tmp_path, monkeypatch, capsys):
+    """A stub writes the samples: the full cache's seconds on `timed_samples` of each task, as evaluate does."""
+    calls = []
+
+    def evaluate(model, tokenizer, examples, config, out):
+        assert not out.exists() and out.parent != tmp_path
+        calls.append(len(examples))
+        per_task = len(examples) // len(comparison_cost.ruler.TASKS)
+        seconds = [
+            {"prefill": 1.0, "methods": 2.0, "full": 2.0 * len(calls) if n % per_task < config.timed_samples else None}
+            for n in range(len(examples))
+        ]
+        lines = [{"header": 1}, *({"key": str(n), "seconds": own} for n, own in enumerate(seconds))]
+        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(comparison_cost, "evaluate", evaluate)
+    monkeypatch.setattr(comparison_cost, "load_default", lambda dtype: (None, None))
+    monkeypatch.setattr(comparison_cost, "default_policy", lambda: None)
+    monkeypatch.setattr(comparison_cost.ruler.Sources, "from_folder", lambda path: None)
+    monkeypatch.setattr(comparison_cost.ruler, "make_examples", lambda task, tokens, count, *_: [task] * count)
+    out, threads = tmp_path / "cost.json", torch.get_num_threads()
+    for _ in range(2):
+        arguments = ["--data", "nowhere", "--tokens", "64", "--samples", "3", "--threads", str(threads)]
+        monkeypatch.setattr(sys, "argv", ["comparison_cost", *arguments, "--out", str(out)])
+        comparison_cost.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert calls == [3 * len(comparison_cost.ruler.TASKS)] * 4 and [row["n"] for row in rows] == calls[:2]
+    # The second call's own times: 3 seconds by 6 and by 8.
+    assert [row["value"] for row in rows] == [0.5, 0.375] and [row["full_seconds"] for row in rows] == [6.0, 8.0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.json"]
+
+
+def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    places = {name: next(str(path) for path in files if match_dataset(path) == name) for name in data_build.STAND_INS}
+    monkeypatch.setattr(data_build, "load_tokenizer", lambda name: Tokens())
+    monkeypatch.setattr(data_build, "STAND_INS", places)
+    monkeypatch.setattr(data_build, "BOUNDS", (200, 900))
+    out = tmp_path / "data_build.json"
+    arguments = ["--data", str(folder), "--samples", "40", "--busy", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["data_build", *arguments])
+    data_build.main()
+    monkeypatch.setattr(sys, "argv", ["data_build", *arguments[:2], "--samples", "20", *arguments[4:]])
+    data_build.main()
+    document = json.loads(out.read_text())
+    assert [row["asked"] for row in document["rows"]] == sorted(row["asked"] for row in document["rows"])
+    found = {row["measure"]: row["value"] for row in document["rows"] if row["asked"] == 40}
+    assert (found["samples"], found["out of bounds"], found["files that differ"]) == (40, 0, 0)
+    assert found["counted otherwise"] == 0
+    assert found["largest distance from a ratio"] == 0 and found["samples of hotpotqa"] == 12
+    assert found["samples a second"] == pytest.approx(40 / found["processor seconds"], rel=1e-2)
+    assert document["command"].startswith("python -m experiments.data_build --data TRAIN_FOLDER --samples 20 40")
+    assert "busy" in next(row["unit"] for row in document["rows"] if row["measure"] == "seconds")
+
+
+def test_overlap_is_told_by_file(tmp_path):
+    texts = [prose(random.Random(number), 40) for number in range(4)]
+    for name, own in (("one.txt", texts[:1]), ("two.txt", texts[:2])):
+        (tmp_path / name).write_text("\n".join(own))
+    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    each = {path.name: NgramOverlap([path]) for path in paths}
+    row = overlap.compared("squad", [Passage("", own) for own in texts], NgramOverlap(paths), each)
+    assert (row["n"], row["shared"], row["value"]) == (4, 2, 2) and row["files"] == {"one.txt": 1, "two.txt": 2}
+
+
+def test_cards_say_what_was_measured(capsys):
+    document = json.loads((RESULTS / "overlap.json").read_text())
+    counted = {row["set"]: (row["n"], row["value"]) for row in document["rows"]}
+    assert len(shipped_policies()) == 3
+    for entry in shipped_policies():
+        told = entry.card["decontamination"]
+        assert told["files"] == document["evaluated"]
+        sets, left = told["sets"], told.get("not_removed", {})
+        assert told["removed"] and {*left} <= {*sets} and all(left.values())
+        # Short texts were looked for when Qwen's was trained.
+        assert bool(left) == entry.name.startswith("smollm2")
+        assert sets["mmlu"]["compared"] < counted["mmlu"][0]  # the test questions are counted, but not trained on
+        for name in {*sets} - {"mmlu"}:
+            assert (sets[name]["compared"], sets[name]["overlapping"] + left.get(name, 0)) == counted[name]
+        # The description beside the weights is the one that they carry.
+        policy = Policy.from_pretrained(entry.folder)
+        assert policy.card == entry.card
+        more = f", but not {sum(left.values())} more with" if left else ""
+        assert f"and were left out{more}" in describe_overlap(entry.card)
+        assert ("but not" in describe_overlap(entry.card)) == bool(left)
+        [source] = {row["source"] for row in entry.card["fidelity"]}
+        assert entry.card["fidelity"] == ship.card_rows(policy, RESULTS / Path(source).name)
+    assert main(["policies"]) == 0
+    assert capsys.readouterr().out.count("  overlap   ") == 3
+
+
+def test_needles_occur_once_in_the_prose():
+    prose = ["Some sentence of real prose stands here. " * 2000]
+    for seed in range(5):
+        tokenizer = Words()
+        item = heldout.make_needles(tokenizer, prose, 300, 4, seed)
+        assert 250 < len(item.ids) < 330
+        key = item.question.split(" for ")[1].split(" mentioned")[0]
+        needle = tokenizer(f"One of the special magic numbers for {key} is: {item.answer}.")["input_ids"]
+        places = [i for i in range(len(item.ids)) if item.ids[i : i + len(needle)] == needle]
+        assert len(places) == 1
+        assert heldout.make_needles(tokenizer, prose, 300, 4, seed) == item
+
+
+def test_the_ratio_of_two_fits_is_that_of_their_means():
+    def sample(own, other, continuations):
+        return {"rows": [("lkv@a", 0.1), ("kvzip", 0.1)], "measured": [[[own, 1.0], [other, 1.0]]] * continuations}
+
+    samples = [(1000, sample(1.0, 2.0, 2)), (1000, sample(3.0, 2.0, 1)), (2000, sample(5.0, 4.0, 1))]
+    first, second = fit.ratios(samples, ["lkv@a"], ["kvzip", "absent"])
+    assert (first["against"], first["tokens"], first["retention"], first["n"]) == ("kvzip", 1000, 0.1, 3)
+    assert (first["value"], first["low"], first["high"]) == pytest.approx((5 / 6, 1 / 2, 3 / 2))
+    assert (second["value"], second["low"], second["high"]) == (1.25, 1.25, 1.25)
+    # A sample without the baseline, whose rows are at other places, does not count.
+    rows = [("lkv@b", 0.1), ("lkv@a", 0.1)]
+    skipped = (1000, {"rows": rows, "measured": [[[7.0, 1.0], [8.0, 1.0]]]})
+    assert fit.ratios([*samples, skipped], ["lkv@a"], ["kvzip"]) == [first, second]
+    assert fit.ratios([skipped, *samples], ["lkv@a"], ["kvzip"]) == [first, second]
+    (other,) = fit.ratios([skipped, *samples], ["lkv@a"], ["lkv@b"])
+    assert (other["value"], other["n"]) == (8 / 7, 1)

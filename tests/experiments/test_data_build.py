@@ -1,0 +1,315 @@
+"""Training data downloaded and built into a folder: rows, ratios, bounds, resuming, decontamination."""
+
+import gzip
+import json
+import random
+
+import pytest
+
+from experiments.data import build as building
+from experiments.data.build import DatasetBuilder, build_dataset, split_samples
+from experiments.data.loom import LOOM_RATIOS, Loom
+from lkv.cli.main import main
+from lkv.errors import DataError
+from lkv.policy.shipped import describe_overlap
+from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
+from lkv.training.data.decontamination import NgramOverlap
+from lkv.training.data.documents import Passage, ShortQuestion
+from lkv.training.data.samples import Continuation, Sample
+from tests.training.made_sets import Tokens, files, lines_of, prose, rows_of, settings
+
+
+def build(out, folder, **changes):
+    return build_dataset(settings(out, folder, **changes), Tokens(), "words")
+
+
+def test_a_build_without_one_sample_says_why(folder, tmp_path):
+    with pytest.raises(DataError, match=r"no train sample has between 3 and 4 tokens \(candidates: [\d,]+ too long\)"):
+        build(tmp_path / "out", folder, recipe="loom-literal", min_tokens=3, max_tokens=4)
+
+
+def test_ratios_are_the_paper_s():
+    assert sum(LOOM_RATIOS.values()) == 100
+    for samples in (2000, 23_000, 37):
+        loom = Loom({name: [] for name in LOOM_RATIOS}, {}, (2000, 16_000), 0)
+        found = split_samples(loom.shares(), samples)
+        assert sum(found.values()) == samples
+        assert all(abs(found[name] - samples * ratio / 100) < 1 for name, ratio in LOOM_RATIOS.items())
+
+
+def test_a_build_has_its_ratios_and_bounds_and_is_the_same_twice(tmp_path, folder, capsys):
+    for out in ("one", "two"):
+        build(tmp_path / out, folder)
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    build(tmp_path / "other", folder, seed=1)
+    assert files(tmp_path / "one") != files(tmp_path / "other")
+    rows = lines_of(tmp_path / "one")
+    assert len(rows) == 40 and not (tmp_path / "one" / "progress.json").exists()
+    for name, ratio in LOOM_RATIOS.items():
+        assert sum(row["source"] == name for row in rows) == round(40 * ratio / 100)
+    for row in rows:
+        asked = row["continuations"][0]
+        ids = len(f"<user> {row['context']}".split())
+        # Every answer stands in the assistant's turn, code as well.
+        after = len(f"{asked['question']} </user> <assistant> {asked['target']}".split()) + 1
+        assert row["tokens"] == ids + after and 200 <= row["tokens"] <= 900
+        if row["source"] in ("hotpotqa", "squad"):
+            assert asked["target"] in row["context"]
+    said = capsys.readouterr().err
+    assert "squad: train-v1.1.json" in said
+    told = "\n".join(describe_dataset(tmp_path / "one"))
+    assert "train-hotpotqa" in told and "30.0%" in told and "CC BY-SA 4.0" in told
+
+
+def test_held_out_items_are_in_no_training_sample(tmp_path, folder):
+    build(tmp_path, folder)
+    asked = [
+        {tuple(own.values()) for row in lines_of(tmp_path, side) for own in row["continuations"]}
+        for side in ("train", "heldout")
+    ]
+    # One held-out question of TREC makes no long context.
+    assert 5 <= len(lines_of(tmp_path, "heldout")) <= 10 and not asked[0] & asked[1]
+
+
+def test_the_literal_recipe_says_what_its_filter_leaves(tmp_path, folder):
+    manifest = build(tmp_path, folder, recipe="loom-literal", min_tokens=200, max_tokens=400)
+    streams = manifest["streams"]
+    # Five short questions never have 200 words; each item serves once.
+    assert streams["train-trec"]["samples"] == 0 and streams["train-trec"]["rejected"] == {
+        "too short": streams["train-trec"]["candidates"]
+    }
+    assert 0 < streams["train-hotpotqa"]["samples"] <= streams["train-hotpotqa"]["wanted"] == 12
+    for row in lines_of(tmp_path):
+        if row["source"] == "hotpotqa":
+            assert row["context"].count("Title") == 10
+        if row["source"] == "squad":
+            assert row["context"].count("Passage:") == 9
+    assert "too short" in "\n".join(describe_dataset(tmp_path))
+
+
+class Counted:
+    """A recipe of numbered samples, which stops a build where it is told to."""
+
+    def __init__(self, stop=None):
+        self.stop, self.asked = stop, 0
+
+    def shares(self):
+        return {"a": 0.5, "b": 0.5}
+
+    def num_candidates(self, source, wanted):
+        return 10 * wanted
+
+    def candidate(self, source, number):
+        self.asked += 1
+        if self.asked == self.stop:
+            raise OSError("out of order")
+        return Sample(source, f"{source} {number} " + "word " * (number % 7), (Continuation("what", f"{number}"),))
+
+
+def build_counted(out, recipe=None, seed=0):
+    plan = {"recipe": "counted", "seed": seed}
+    return DatasetBuilder(out, plan, Tokens(), (8, 12)).build({"train": (recipe or Counted(), 50)})
+
+
+def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
+    whole = Counted()
+    build_counted(tmp_path / "whole", whole)
+    for stop in (1, 20, whole.asked - 3):
+        out = tmp_path / f"stopped{stop}"
+        with pytest.raises(OSError, match="out of order"):
+            build_counted(out, Counted(stop))
+        if stop > 1:
+            with pytest.raises(DataError, match="is not finished; run its `lkv data build` again"):
+                read_manifest(out)
+        recipe = Counted()
+        build_counted(out, recipe)
+        assert files(out) == files(tmp_path / "whole")
+        assert stop <= 20 or recipe.asked < whole.asked  # what was there is not made again
+    build_counted(tmp_path / "whole", Counted(1))  # a finished build is not made again
+    with pytest.raises(DataError, match=r"belongs to a build with other settings \(seed\)"):
+        build_counted(tmp_path / "whole", seed=1)
+    (tmp_path / "stopped1" / "build.json").unlink()
+    (tmp_path / "stopped1" / "progress.json").write_text(
+        json.dumps({"plan": {"recipe": "counted", "seed": 0}, "streams": {"x": {"next": 1, "odd": 2}}})
+    )
+    with pytest.raises(DataError, match="is not the progress of a build; delete it"):
+        build_counted(tmp_path / "stopped1")
+
+
+def test_what_is_missing_or_damaged_is_built_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
+    whole = Counted()
+    build_counted(tmp_path, whole)
+    written = files(tmp_path)
+    for content in (None, b"", written["train-a-0001.jsonl"].replace(b"word", b"sword")):
+        (tmp_path / "train-a-0001.jsonl").unlink()
+        if content is not None:
+            (tmp_path / "train-a-0001.jsonl").write_bytes(content)
+        with pytest.raises(OSError, match="out of order"):
+            build_counted(tmp_path, Counted(20))
+        recipe = Counted()
+        build_counted(tmp_path, recipe)
+        assert files(tmp_path) == written and 0 < recipe.asked < whole.asked / 2  # of one source, from where it stopped
+    with pytest.raises(OSError, match="out of order"):
+        build_counted(tmp_path / "stopped", Counted(20))
+    (tmp_path / "stopped" / "train-a-0000.jsonl").unlink()
+    build_counted(tmp_path / "stopped")
+    assert files(tmp_path / "stopped") == written
+
+
+def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
+    build(tmp_path, folder)
+    built = BuiltDataset(tmp_path, seed=3)
+    first = [built.sample(i, 1).context for i in range(40)]
+    again = [built.sample(i, 1).context for i in range(40, 80)]
+    written = [row["context"] for row in lines_of(tmp_path)]
+    assert sorted(first) == sorted(again) == sorted(written) and first != again and first != written
+    assert first == [BuiltDataset(tmp_path, seed=3).sample(i, 1).context for i in range(40)]
+    assert len(built.sample(0, 3).continuations) == 3 and len(built.held_out()) >= 5
+    assert built.origins["squad"] == "SQuAD v1.1 train (CC BY-SA 4.0)" and built.max_tokens == 900
+    next(tmp_path.glob("train-squad-*.jsonl")).write_text("")
+    with pytest.raises(DataError, match="holds 36 of 40 samples; build it again"):
+        BuiltDataset(tmp_path)
+
+
+def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
+    rng = random.Random(5)
+    shared, apart = prose(rng, 60), prose(rng, 60)
+    file = tmp_path / "eval.jsonl.gz"
+    row = {"context": f"Before. {shared.upper()} After.", "input": "Who was it that saw the old keeper?"}
+    file.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
+    overlap = NgramOverlap([file])
+    assert overlap.share(shared) == 1.0 and overlap.share(apart) == 0.0 and overlap.share("too short") == 0.0
+    quote = " ".join(apart.split()[:40] + shared.split()[:20])
+    grams = [tuple(quote.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)]
+    known = {tuple(shared.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)}
+    assert 0 < overlap.share(quote) < 0.2
+    assert overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
+    items = [Passage("", text) for text in (apart, shared, quote)]
+    items.append(Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)))
+    kept, found = overlap.clean(items)
+    assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
+    squad = list(rows_of("squad"))
+    (tmp_path / "squad.json").write_text(json.dumps([{"paragraph": row["context"]} for row in squad[:4]]))
+    made = build(tmp_path / "out", folder, against=(tmp_path / "squad.json",))
+    assert made["sources"]["squad"]["dropped"] == 4 and made["sources"]["hotpotqa"]["dropped"] == 0
+    assert set(made["decontamination"]["files"]) == {"squad.json"}
+    card = {"decontamination": BuiltDataset(tmp_path / "out").decontamination}
+    assert card["decontamination"]["removed"] and card["decontamination"]["sets"]["squad"]["overlapping"] == 4
+    assert "compared with 1 evaluation files: 4 share 10% or more of a piece's 13-grams (squad 4)" in describe_overlap(
+        card
+    )
+    assert (
+        describe_overlap(card).endswith("and were left out")
+        and describe_overlap({}) == "not compared with evaluated texts"
+    )
+    for earlier, ending in (
+        ({"decontamination": {"removed": True}}, "and were left out"),
+        ({"training": {}}, "and were left out; earlier stages of training were not compared"),
+        ({"decontamination": None}, "and were left out; earlier stages of training were not compared"),
+        ({"decontamination": {"removed": False}}, "and were left out; earlier stages of training trained on them"),
+    ):
+        assert describe_overlap(card | {"started_from": earlier}).endswith(ending)
+    found_later = {"decontamination": card["decontamination"] | {"not_removed": {"2wiki": 70, "trec": 1014}}}
+    assert describe_overlap(found_later).endswith(
+        "and were left out, but not 1,084 more with a short text inside an evaluated one (2wiki 70, trec 1,014)"
+    )
+    text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
+    assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
+
+
+def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
+    """As LongBench's TREC has its questions: one in `input` beside a label, hundreds in one `context`."""
+    shots = ["Who built the old stone tower ?", "What did the keeper of the lamp say to the last sailor ?"]
+    row = {"input": "Question: How many ships left the harbour ?\nType:"}
+    row["context"] = "\n".join(f"Question: {question}\nType: x" for question in shots)
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
+    overlap = NgramOverlap([tmp_path / "trec.jsonl"])
+    for question in (*shots, "How many ships left the harbour?"):
+        assert overlap.share(question) == 1.0
+    for question in ("Who built the old tower ?", "Who built the old stone bridge ?", f"{shots[0]} Nobody"):
+        assert overlap.share(question) == 0.0
+    question = "What did the keeper of the lamp say to the first sailor ?"
+    assert overlap.share(question) == 0.0 and 0 < NgramOverlap([tmp_path / "trec.jsonl"], 6).share(question) < 1
+    items = [ShortQuestion(question, "x") for question in (*shots, "Who built the new stone tower ?")]
+    kept, counts = overlap.clean(items)
+    assert kept == items[2:] and (counts.shared, counts.dropped) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.jsonl", None, "there is no file"),
+        ("half.jsonl", b'{"context": "a"}\n{"con', "line 2: not a JSON object"),
+        ("x.zip", b"PK nothing", "cannot be read"),
+        ("x.json", b"[[[", "is not JSON"),
+        ("empty.txt", b"  \n", "holds no text to compare with"),
+        ("x.parquet", b"PAR1 no more", "is not a readable Parquet file"),
+    ],
+)
+def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        NgramOverlap([tmp_path / name])
+
+
+def test_other_columns_are_named(tmp_path, folder):
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "hotpot_train_v1.1.json").write_text(json.dumps([{"query": "Who?"}]))
+    with pytest.raises(DataError, match=r"hotpot_train_v1\.1\.json, entry 1: field 'supporting_facts' is missing"):
+        build(tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
+        (["--share", "0"], "--share is 0, but must be greater than 0"),
+        (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
+        (["--map", "names.json"], "names.json names files of a folder, but there is none; give the folder with --data"),
+        (["--recipe", "wide", "--data", "{parent}"], "would be read as data; give an --out elsewhere"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("lkv.hf.loading.load_tokenizer", lambda *_: Tokens())
+    words = [word.format(parent=tmp_path) for word in words]
+    assert main(["data", "build", "--out", str(tmp_path / "out"), *words]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
+    monkeypatch.setattr("lkv.hf.loading.load_tokenizer", lambda *_: Tokens())
+    out = str(tmp_path / "out")
+    words = ["--samples", "20", "--held-out", "5", "--min-tokens", "200", "--max-tokens", "900", "--model", "mine"]
+    assert main(["data", "build", "--data", str(folder), "--out", out, *words]) == 0
+    first = capsys.readouterr().out
+    assert main(["data", "stats", out]) == 0
+    assert capsys.readouterr().out == first and "lengths counted" in first
+    assert main(["data", "stats", str(tmp_path)]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"sources": {"squad": {}}}', '{"sources": 3}'])
+def test_a_lock_of_another_kind_is_named(tmp_path, content):
+    (tmp_path / "lock.json").write_text(content)
+    with pytest.raises(DataError, match=r"lock\.json names no source '\w+'; give the manifest of a build"):
+        build_dataset(settings(tmp_path / "out", None, lock=tmp_path / "lock.json"), Tokens(), "words", load=None)
+
+
+def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    (sets / "train-v1.1.json").write_bytes((folder / "train-v1.1.json").read_bytes())
+    (sets / "book.txt").write_text(prose(random.Random(1), 9000))
+    for out in ("one", "two"):
+        made = build(tmp_path / out, sets, recipe="wide", samples=12, held_out=4)
+    assert files(tmp_path / "one") == files(tmp_path / "two") and set(made["sources"]) == {"squad", "text", "python"}
+    assert all(200 <= row["tokens"] <= 900 and len(row["continuations"]) >= 2 for row in lines_of(tmp_path / "one"))
+    assert made["sources"]["python"]["licence"] == "PSF" and made["sources"]["python"]["items"] > 100
+    (sets / "book.txt").write_text(prose(random.Random(2), 9000))
+    with pytest.raises(DataError, match="other settings"):
+        build(tmp_path / "one", sets, recipe="wide", samples=12, held_out=4)

@@ -1,0 +1,195 @@
+"""Every family in tests/families.py, by a tiny random model: compresses, generates, streams and trains."""
+
+import sys
+
+import pytest
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.errors import UnsupportedModelError
+from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.rotation import Rotation, layer_rotations
+from lkv.hf.shapes import Shape
+from lkv.hf.spec import sliding_windows
+from lkv.methods.budgets import PerHead
+from lkv.methods.method import Method
+from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
+from lkv.training.warm_start import calibrate
+from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.families import DOCUMENT, REFUSED, SERVED, Family, build, document
+
+PROMPT = 40
+
+
+def method_of(layers: int, heads: int) -> Method:
+    return Method("own", PerHead([[RATIOS[i % 3][h % 2] for h in range(heads)] for i in range(layers)]), OwnScores())
+
+
+def masked_logits(model, text: torch.Tensor, method: Method, monkeypatch) -> torch.Tensor:
+    """Of the stock model, whose full-attention layers hide from rows beyond the prompt what a head gives up there."""
+    full = [index for index, window in enumerate(sliding_windows(model)) if window is None]
+    own = sys.modules[type(model).__module__]
+    is_eager = model.config._attn_implementation.endswith("eager")
+    original = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def attention(module, query, key, value, mask, **kwargs):
+        if module.layer_idx in full:
+            gone = torch.zeros(key.shape[:3], dtype=torch.bool)
+            table = score(key[:, :, :PROMPT], value[:, :, :PROMPT])
+            ratios = method.budget.ratios(full.index(module.layer_idx), key.shape[1], PROMPT)
+            for head, ratio in enumerate(ratios):
+                worst = table[:, head].argsort(-1)[:, : PROMPT - int(ratio * PROMPT + 1e-6)]
+                gone[:, head].scatter_(1, worst, True)
+            rows = torch.arange(text.shape[1])
+            hidden = (rows[:, None] < rows) | (gone[:, :, None] & (rows[:, None] >= PROMPT))
+            mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+            mask = mask.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        return original(module, query, key, value, mask, **kwargs)
+
+    if is_eager:
+        monkeypatch.setattr(own, "eager_attention_forward", attention)
+    else:
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
+    return model(text, use_cache=False).logits
+
+
+def check_generation(model, method: Method, monkeypatch) -> None:
+    out = model.generate(
+        ids(2, PROMPT), past_key_values=RaggedCache(model, method=method), max_new_tokens=5, do_sample=False,
+        eos_token_id=None, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    expected = masked_logits(model, out.sequences, method, monkeypatch)[:, PROMPT:-1]
+    monkeypatch.undo()
+    # generate() gives its logits in float32.
+    torch.testing.assert_close(torch.stack(out.logits[1:], 1), expected.float(), atol=1e-5, rtol=1e-5)
+
+
+def check_rotations(model, rotation: str) -> None:
+    """k of one token over and over is equal everywhere once it is un-rotated."""
+    layers = read_prompt(model, torch.full((1, 20), 9))
+    assert {layer.rotation is None for layer in layers} == {rotation.startswith("none")}
+    for layer in layers:
+        if layer.rotation is not None:
+            bare = layer.rotation.unrotate(layer.key)
+            torch.testing.assert_close(bare, bare[:, :, :1].expand_as(bare), atol=1e-5, rtol=1e-5)
+
+
+def check_streaming(model, policy: Policy) -> None:
+    cache = RaggedCache(model, policy=policy, retention=0.3, streaming=True, prompt_tokens=PROMPT)
+    for part in ids(2, PROMPT).split(20, 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+    assert cache.realised_retention() == pytest.approx(0.3, abs=0.03) and out.logits.isfinite().all()
+
+
+def check_training(model, policy: Policy, steps: int = 1) -> None:
+    calibrate(model, policy, [ids(1, PROMPT, seed)[0].tolist() for seed in range(steps)])
+    before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
+    item = TokenizedSample("random", ids(1, PROMPT)[0].tolist(), [(ids(1, 9, 1)[0].tolist(), 4)] * 2)
+    run = SampleDistillation(model.requires_grad_(False), item)
+    with torch.no_grad():
+        teacher = run.run(None)
+    for step in range(steps):
+        scores = run.scores(policy)
+        noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(step))
+        loss = run.kl(teacher, run.run(soft_mask(policy, scores, 0.3, 0.5, noise)))
+        optimizer.zero_grad()
+        loss.backward()
+        assert loss > 0 and all(parameter.grad.isfinite().all() for parameter in policy.parameters())
+        optimizer.step()
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
+def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
+    if family.missing:
+        pytest.skip(family.missing)
+    model = family.build()
+    spec = patch_attention(model).spec
+    assert spec.layers == (2 if family.layers.startswith("full") else model.config.num_hidden_layers)
+    with torch.no_grad():
+        check_generation(model, method_of(spec.layers, spec.kv_heads), monkeypatch)
+        check_rotations(model, family.rotation)
+    inputs = ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
+    torch.manual_seed(1)
+    policy, model = Policy(spec, inputs=inputs), family.build(torch.float32)
+    if not family.trains:
+        with pytest.raises(UnsupportedModelError, match="has attention sinks, which neither the training of policies"):
+            check_training(model, policy)
+        check_streaming(model, policy)
+        return
+    check_training(model, policy, 2 if family.name == "Llama" else 1)
+    check_streaming(model, policy.requires_grad_(False))
+
+
+@torch.no_grad()
+def test_a_window_as_long_as_the_models_positions_is_full_attention(monkeypatch):
+    """As in Phi-3.5-mini and Phi-4-mini."""
+    model = build("Phi3", sliding_window=1024)
+    Shape.check_uniform(model.config)
+    spec = patch_attention(model).spec
+    assert spec.layers == model.config.num_hidden_layers
+    method = method_of(spec.layers, spec.kv_heads)
+    check_generation(model, method, monkeypatch)
+    batch = padded([ids(1, PROMPT), ids(1, PROMPT - 7, 1)])
+    stock = model(**batch, use_cache=False).logits
+    # As for a model without windows, no mask is made.
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", None)
+    kept = model(**batch, past_key_values=RaggedCache(model, method=method), use_cache=True).logits
+    for row, length in enumerate((PROMPT, PROMPT - 7)):
+        torch.testing.assert_close(kept[row, -length:], stock[row, -length:], atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("window", "layers"), [(512, 4), (511, 2)])
+def test_only_a_window_as_long_as_the_positions_hides_nothing(window: int, layers: int):
+    kinds = ["sliding_attention", "full_attention"] * 2
+    model = build("Gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=window)
+    assert patch_attention(model).spec.layers == layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_large_biases_that_hardly_turn_are_no_layers_without_rope(dtype: torch.dtype):
+    """As in Qwen2.5: k of one token repeated is nearly equal at all positions, though it is rotated."""
+    model = build("Qwen2", dtype)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data.view(2, 8)[:, [3, 7]] = 100.0
+    assert {type(rotation) for rotation in patch_attention(model).rotations} == {Rotation}
+
+
+@pytest.mark.parametrize("name", ["Llama", "SmolLM3", "HunYuanDenseV1"])
+def test_without_weights_the_rotation_of_layers_that_may_differ_is_not_taken(name: str):
+    model = next(family for family in SERVED if family.name == name).build()
+    assert {type(rotation) for rotation in layer_rotations(model, has_weights=False)} == {
+        Rotation if name == "Llama" else type(None)
+    }
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
+def test_a_family_is_refused_with_its_reason(family: Family):
+    if family.missing:
+        pytest.skip(family.missing)
+    with pytest.raises(UnsupportedModelError) as error:
+        patch_attention(family.build())
+    assert family.refused.removeprefix("attention by ") in str(error.value)
+
+
+def test_the_document_has_the_table_of_now():
+    assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+@pytest.mark.parametrize(("name", "halves"), [("Llama", True), ("Olmo2", True), ("Cohere", False), ("Glm", False)])
+def test_the_fast_rotation_is_taken_only_where_it_is_the_models_own(name: str, halves: bool):
+    model = next(family for family in SERVED if family.name == name).build()
+    turning = Rotation(model)
+    x = torch.randn(2, 3, 20, patch_attention(model).spec.head_dim, dtype=torch.float64)
+    cos, sin = turning._compute(x, torch.arange(5, 25))
+    torch.testing.assert_close(turning.rotate(x, 5), turning._turn_by_model(x, cos, sin), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(turning.unrotate(turning.rotate(x, 5), 5), x, rtol=1e-5, atol=1e-5)
+    assert turning._rotates_halves is halves
+    half = x.bfloat16()
+    assert turning.unrotate(half).dtype == turning.rotate(half).dtype == torch.bfloat16

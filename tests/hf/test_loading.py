@@ -1,0 +1,74 @@
+"""Where the weights of a model are put."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lkv.cli.main import main
+from lkv.errors import LkvError
+from lkv.hf import loading
+from lkv.hf.loading import load_model
+from tests.conftest import save_model
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "ruler", "--tasks", "niah_single_1", "--methods", "knorm", "--data", ".", "--out", "samples.jsonl"),
+        ("ask", "text.txt", "why?", "--method", "knorm"),
+        ("fit",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_put_weights_straight_on_the_gpu(tmp_path, monkeypatch, words):
+    """Eight processes of a machine would else hold eight copies of the weights on the CPU first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("A text to compress.")
+    save_model(tmp_path / "model")
+    placements = []
+
+    def watched(path, device_map=None, **options):
+        placements.append(device_map)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr("lkv.utils.devices.find_device", torch.device)  # no GPU is needed to be named one
+    command = [words[0], "model"] if words[0] == "fit" else [*words, "--model", "model"]
+    assert main([*command, "--device", "cuda:3"]) == 2
+    assert placements == [{"": torch.device("cuda", 3)}]
+
+
+@pytest.mark.parametrize(
+    ("device", "placement"),
+    [
+        ("cpu", None),
+        ("meta", {"": torch.device("meta")}),
+        (torch.device("meta"), {"": torch.device("meta")}),
+        ("auto", "auto"),
+    ],
+)
+def test_only_auto_and_other_devices_than_the_cpu_need_accelerate(tmp_path, monkeypatch, device, placement):
+    saved, original, placements = str(save_model(tmp_path / "model")), AutoModelForCausalLM.from_pretrained, []
+
+    def watched(path, device_map=None, **options):
+        placements.append(device_map)
+        return original(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
+    load_model(saved, device=device)
+    assert placements == [placement]
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    if device != "auto":
+        assert load_model(saved, device=device)[0].device == torch.device(device)
+        assert placements == [placement, None]
+    with pytest.raises(LkvError, match="cannot be put on the device 'gpu'"):
+        load_model(saved, device="gpu")
+
+
+def test_without_accelerate_weights_are_moved_to_their_device(tmp_path, monkeypatch):
+    saved = str(save_model(tmp_path / "model"))
+    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    model, _ = load_model(saved, torch.float32, device=torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    model, _ = load_model(saved, torch.float32)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
