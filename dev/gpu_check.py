@@ -123,7 +123,7 @@ class Check:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", help="a shape with random weights, as in lkv profile (default: llama-3.1-8b from 40 GiB on, else 1b)"
+        "--model", help="a shape with random weights, as in experiments.profile (default: 8b from 40 GiB on, else 1b)"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-results")
     options = parser.parse_args()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from examples.document import NOTES, document
-from experiments.report.figures import draw_budgets
 from lkv import Context, compress, default_policy, load_default
+from lkv.cli.inspect import draw_budgets
 from lkv.utils.results import write_results
 
 OUT = Path("demo-output")

@@ -111,10 +111,11 @@ def claims_page() -> str:
             "# Claims",
             "What the paper says of its 8-billion models, and what was found on two small ones, SmolLM2-135M-Instruct "
             "and Qwen2.5-Coder-0.5B-Instruct, on a CPU. The paper's own models were not run "
-            "([scripts](../experiments/runs/README.md)), so nothing here contradicts its tables: a claim that did not hold did not "
-            "hold at this size. KL is that of the compressed cache's predictions to the full cache's, in nats a token, "
-            "lower is better; scores are of 100; brackets are 95% intervals. LKV is the shipped policy, whose scorer "
-            "has more inputs than the paper's, unless it says otherwise; where no model is named it is SmolLM2, the "
+            "([scripts](../experiments/runs/README.md)), so nothing here contradicts its tables: a claim "
+            "that did not hold did not hold at this size. KL is that of the compressed cache's predictions to the full "
+            "cache's, in nats a token, lower is better; scores are of 100; brackets are 95% intervals. LKV is "
+            "the shipped policy, whose scorer has more inputs than the paper's, unless it says otherwise; where "
+            "no model is named it is SmolLM2, the "
             "only one on which LongBench and the grid of Table 2 were run.",
             f"Of {len(claims)} claims: {summary}. A verdict follows from the figures by the comparisons in "
             "`experiments/claims.json`. Undecided: the 95% intervals overlap, whichever way the means point, or a "

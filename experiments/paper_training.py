@@ -2,9 +2,9 @@
 
 python -m experiments.paper_training --data TRAIN_FOLDER --built FOLDER --runs FOLDER ...
 
-FOLDER of --built is what `lkv data build --recipe loom` wrote, those of --runs what `lkv train --preset paper` did,
-each named by its folder. Rows are those that no training reads: of the built data, and of the mixture that the shipped
-policies learned from.
+FOLDER of --built is what `python -m experiments.data build --recipe loom` wrote, those of --runs what `lkv train
+--preset paper` did, each named by its folder. Rows are those that no training reads: of the built data, and of the
+mixture that the shipped policies learned from.
 """
 
 import shlex

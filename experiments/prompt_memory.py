@@ -212,7 +212,7 @@ def main() -> None:
                 }
                 if logits == "last":
                     predicted = longest_prompt(Shape.of(read_config(options.config)), nbytes, retention is not None)
-                    found["predicted by lkv profile --dry-run"] = predicted
+                    found["predicted from the shape"] = predicted
                 for how, value in found.items():
                     row = {"method": method, "logits": logits, "gib": memory, "how": how}
                     rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})

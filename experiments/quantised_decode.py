@@ -3,7 +3,7 @@
 python -m experiments.quantised_decode    (writes quantised_decode.json)
 python -m experiments.quantised_decode --device cuda --config llama-3.2-1b --tokens 16384 65536 --dtype bfloat16
 
---config: random weights of a published shape, as in `lkv profile`.
+--config: random weights of a published shape, as in `python -m experiments.profile`.
 """
 
 import argparse

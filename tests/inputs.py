@@ -23,7 +23,6 @@ import torch
 
 from experiments.report.results_frame import read_results
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import LkvError
@@ -36,6 +35,7 @@ from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, read_checkpoint
 from lkv.training.config import TrainingConfig
+from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.results import many, write

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
 from lkv.evaluation.longbench import load_examples
@@ -19,6 +18,7 @@ from lkv.methods.method import resolve_method
 from lkv.policy.lookup import load_policy
 from lkv.utils.journal import open_journal
 from lkv.utils.results import write_results
+from tests.commands import main
 from tests.conftest import save_model
 from tests.context.test_compression import TEXT, Words
 from tests.results import many, write

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from lkv.cli.main import main
 from lkv.cli.command import Command, option
+from lkv.cli.main import main
 from lkv.cli.options import ModelOptions, PositiveInt
 from lkv.errors import DataError
 
@@ -55,7 +55,7 @@ class Build(ModelOptions):
 class Stats(Command):
     """Show what a built folder holds."""
 
-    folder: Path = option("folder that `python -m experiments.data build` wrote", ..., positional=True, metavar="FOLDER")
+    folder: Path = option("folder of `python -m experiments.data build`", ..., positional=True, metavar="FOLDER")
 
     def run(self) -> None:
         """Print the statistics."""
@@ -64,7 +64,7 @@ class Stats(Command):
         print("\n".join(describe_dataset(self.folder)))
 
 
-Data = {"build": Build, "stats": Stats}
+Data: dict[str, type[Command]] = {"build": Build, "stats": Stats}
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ Recipe = Loom | Mixture  # where candidates for samples come from
 
 @dataclass(frozen=True)
 class DataBuildConfig:
-    """Settings of `lkv data build`; its help describes each."""
+    """Settings of `python -m experiments.data build`; its help describes each."""
 
     recipe: str
     out: Path

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lkv.cli.main import main
 from lkv.cli.command import option
+from lkv.cli.main import main
 from lkv.cli.options import (
     DEFAULT_RETENTION,
     DEVICE,
@@ -175,7 +175,7 @@ def _compare_contexts(largest: list[dict[str, Any]]) -> None:
 
 def _command_line(options: Profile) -> str:
     """Return the command that repeats the measurement."""
-    words = ["lkv", "profile"]
+    words = ["python", "-m", "experiments.profile"]
     for name, value in options.model_dump(exclude_defaults=True).items():
         words.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
         if not isinstance(value, bool):

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.report.names import FORMATS, TABLES, paper_model_like, paper_models
-from lkv.cli.main import main
 from lkv.cli.command import Command, option
+from lkv.cli.main import main
 from lkv.cli.options import Memory, Retention
 from lkv.errors import ReportError
 from lkv.methods.targets import MemoryTarget
@@ -27,7 +27,7 @@ class Report(Command):
     """Make tables and figures from result files."""
 
     files: list[Path] = option("result files of `lkv eval`", [], positional=True, nargs="*", metavar="[FILE ...]")
-    profile: Path | None = option("result file of `lkv profile`: prefill table and memory figure")
+    profile: Path | None = option("result file of experiments.profile: prefill table and memory figure")
     training: tuple[Path, ...] = option("folders of `lkv train`: their curves side by side", ())
     table: _Table = option("which table", "main")  # type: ignore[valid-type]
     format: _Format = option("format of the table", "terminal")  # type: ignore[valid-type]
@@ -47,7 +47,7 @@ class Report(Command):
         """Print or write the table, and draw the figure if requested."""
         if bool(self.profile) + bool(self.files) + bool(self.training) != 1:
             raise ReportError(
-                "give either result files of `lkv eval`, or --profile with a result file of `lkv profile`, or "
+                "give either result files of `lkv eval`, or --profile with a result file of experiments.profile, or "
                 "--training with folders of `lkv train`."
             )
         if self.profile:

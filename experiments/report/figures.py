@@ -105,20 +105,6 @@ def save_figure(figure: "Figure", path: Path) -> None:
         figure.savefig(temporary, dpi=150, format=path.suffix[1:])
 
 
-def draw_budgets(ratios: Sequence[Sequence[float]], retention: float, path: Path) -> None:
-    """Heat map of the share that each head keeps, layers by KV heads (Fig. 1e), written to `path`."""
-    layers, heads = len(ratios), len(ratios[0])
-    figure = new_figure(max(4.0, 0.28 * layers), 1.2 + 0.35 * heads)
-    axes = figure.subplots()
-    image = _draw_heat_map(axes, np.transpose(ratios))
-    axes.set_xlabel("layer")
-    axes.set_ylabel("KV head")
-    axes.set_yticks(range(heads))
-    axes.set_title(f"Share of the tokens each head keeps at R = {retention:g}")
-    figure.colorbar(image, ax=axes, label="ratio r")
-    save_figure(figure, path)
-
-
 def plot_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: float) -> "Figure":
     """The budget policies side by side (Fig. 1): the share [L][H] of the tokens that each KV head keeps, by method."""
     layers = max(len(ratios) for ratios in panels.values())
@@ -294,7 +280,7 @@ def plot_memory(profile: ProfileResults, published: str = "", weights: bool = Fa
         panels = {"peak_bytes": "peak memory, weights included" if weights else "peak memory"} | panels
     if weights:
         if "weight_bytes" not in frame:
-            raise ReportError("the profile does not state the bytes of the weights; make it anew with `lkv profile`.")
+            raise ReportError("the profile does not state the bytes of the weights; measure it again.")
         frame["peak_bytes"] += frame.weight_bytes
     points: dict[str, float] = {}
     paper: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The table of `lkv profile` (the paper's Table 3): times and bytes by context length."""
+"""The table of experiments.profile (the paper's Table 3): times and bytes by context length."""
 
 import json
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _PREFILL = {  # column: field of the profile and its scale
 
 @dataclass(frozen=True)
 class ProfileResults:
-    """What one `lkv profile` run measured, a row a method and length; a number is missing where it was not measured."""
+    """What experiments.profile measured, a row a method and length; a number is missing where it was not measured."""
 
     machine: str
     model: str
@@ -34,7 +34,7 @@ class ProfileResults:
 
 
 def read_profile(path: Path) -> ProfileResults:
-    """Read the JSON that `lkv profile` wrote. Raises ReportError for a missing or malformed file, or several models."""
+    """Read the JSON that experiments.profile wrote. Raises ReportError for a malformed file or several models."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         rows = list(document["rows"]) if document["name"] == "profile" else []
@@ -45,14 +45,14 @@ def read_profile(path: Path) -> ProfileResults:
                 is_number = isinstance(value, int | float) and isfinite(value)
                 if name not in row or (name in numbers and value is not None and not is_number):
                     raise ReportError(
-                        f"{path}, row {number}: {name} is {value!r}; make the file anew with `lkv profile`."
+                        f"{path}, row {number}: {name} is {value!r}; make the file anew with experiments.profile."
                     )
     except OSError as error:
-        raise ReportError(f"{path} cannot be read ({error}); give a file that `lkv profile` wrote.") from error
+        raise ReportError(f"{path} cannot be read ({error}); give a file that experiments.profile wrote.") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ReportError(f"{path} is not a profile ({error}); give a file that `lkv profile` wrote.") from error
+        raise ReportError(f"{path} is not a profile ({error}); give a file that experiments.profile wrote.") from error
     if not rows:
-        raise ReportError(f"{path} holds no profile; give a file that `lkv profile` wrote.")
+        raise ReportError(f"{path} holds no profile; give a file that experiments.profile wrote.")
     for name in ("model", "device", "batch"):
         if len(values := {str(row[name]) for row in rows}) > 1:
             raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")

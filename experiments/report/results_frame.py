@@ -14,10 +14,9 @@ import pandas as pd
 from experiments.report.names import CATEGORIES, FULL, is_lkv, sort_methods
 from experiments.report.tables import Cell
 from lkv.errors import ReportError
-from lkv.utils.journal import JOURNAL_FORMAT, ROW_METRICS, read_journal
+from lkv.utils.journal import JOURNAL_FORMAT, MEMORY, ROW_METRICS, read_journal
 from lkv.utils.statistics import Mean, macro_mean, ratio_of_macro_means
 
-MEMORY = "memory"
 DEFAULT_RETENTION = 0.15  # the paper's
 Pair = tuple[str, float]  # (method, retention)
 Unit = tuple[str, int | None]  # (task, length): what an average counts once
@@ -55,7 +54,7 @@ class Results:
 
     @property
     def option(self) -> str:
-        """The option of `lkv report` that chooses among its budgets."""
+        """The option of `python -m experiments.report` that chooses among its budgets."""
         return "--memory" if self.amount == MEMORY else "--retention"
 
 

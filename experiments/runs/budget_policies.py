@@ -96,8 +96,8 @@ def _run(options: argparse.Namespace) -> None:
         for head, share in enumerate(row)
     ]
     command = (
-        f"python -m experiments.runs.budget_policies --text FILE --tokens {options.tokens} --retention {options.retention:g} "
-        f"--methods {' '.join(options.methods)} --pattern-by {options.pattern_by}"
+        f"python -m experiments.runs.budget_policies --text FILE --tokens {options.tokens} "
+        f"--retention {options.retention:g} --methods {' '.join(options.methods)} --pattern-by {options.pattern_by}"
     )
     write_results(options.out / "budget_policies.json", "budget_policies", rows, seed=0, command=command)
     panels = {method_label(method): table for method, table in by_method.items()}

@@ -60,7 +60,7 @@ evaluate() {
 # report NAME FILE TABLE ARGUMENTS...
 report() {
     local shown=("$out/$2.jsonl" --table "$3" "${@:4}")
-    "$python" -m lkv report "${shown[@]}" --format markdown --out "$out/$1.md" --figure "$out/$1.pdf" &&
-        "$python" -m lkv report "${shown[@]}" --format latex --out "$out/$1.tex" &&
-        "$python" -m lkv report "${shown[@]}" --format csv --out "$out/$1.csv"
+    "$python" -m experiments.report "${shown[@]}" --format markdown --out "$out/$1.md" --figure "$out/$1.pdf" &&
+        "$python" -m experiments.report "${shown[@]}" --format latex --out "$out/$1.tex" &&
+        "$python" -m experiments.report "${shown[@]}" --format csv --out "$out/$1.csv"
 }

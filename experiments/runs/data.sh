@@ -9,5 +9,5 @@ for i in "${!against[@]}"; do # a pattern that matches no file stays as it is
     if [[ ${against[i]} != --against && ! -f ${against[i]} ]]; then unset "against[$i]"; fi
 done
 if [[ ${#against[@]} == 1 ]]; then against=(); fi
-"$python" -m lkv data build --recipe loom --model "$model" ${local_data[@]+"${local_data[@]}"} \
+"$python" -m experiments.data build --recipe loom --model "$model" ${local_data[@]+"${local_data[@]}"} \
     ${against[@]+"${against[@]}"} ${data_options[@]+"${data_options[@]}"} --out "$out/data"

@@ -1,6 +1,6 @@
 """Whether all that the scripts of this folder need is there: every missing thing is named before anything is paid for.
 
-python -m experiments.runs.preflight --model NAME --out FOLDER [--text FILE] ...    (experiments/runs/preflight.sh llama|qwen)
+python -m experiments.runs.preflight --model NAME --out FOLDER [--text FILE] ...    (preflight.sh llama|qwen)
 
 Reads the first rows of each set and the model's configuration, asks the hub whether what is not here may be downloaded,
 and compares kernels, memory and disk with what the model needs. Takes seconds, and minutes where LongBench is fetched.

@@ -24,6 +24,6 @@ evaluate longbench preflight/ablation --methods "${grid[@]}" --retention 0.15 --
 evaluate ruler preflight/ruler --methods "${baselines[@]}" --retention 0.5 0.15 --samples 1 --tasks niah_single_2 \
     --lengths "${lengths[-1]}"
 OUT="$out/preflight" POLICY="$policy" bash experiments/runs/figure1_policies.sh "$1"
-"$python" -m lkv profile --config "$short" --methods full snapkv duo-kvpress adakv-snapkv lkv --retention 0.15 \
+"$python" -m experiments.profile --config "$short" --methods full snapkv duo-kvpress adakv-snapkv lkv --retention 0.15 \
     ${profile_options[@]+"${profile_options[@]}"} --tokens 1024 --repeats 1 --out "$out/preflight/profile.json"
 date >"$out/preflight/passed"

@@ -2,9 +2,9 @@
 
 python -m experiments.runs.rehearse [--out FOLDER]    (make rehearse)
 
-It runs `experiments/runs/all.sh llama` and `experiments/runs/all.sh qwen`; only the sizes differ from a run on GPUs. The numbers mean nothing:
-the rehearsal tests commands, files and formats before you spend GPU hours. First it takes inputs away: the preflight
-must name each of them, and nothing may be started.
+It runs `all.sh llama` and `all.sh qwen`; only the sizes differ from a run on GPUs. The numbers mean nothing: the
+rehearsal tests commands, files and formats before you spend GPU hours. First it takes inputs away: the preflight must
+name each of them, and nothing may be started.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The paper's tables and figures for the embedded model, at lengths that fit a CPU.
 
-python -m experiments.runs.small --ruler FOLDER [--longbench FOLDER]    (make reproduce-small RULER=FOLDER LONGBENCH=FOLDER)
+python -m experiments.runs.small --ruler FOLDER [--longbench FOLDER]    (make reproduce-small RULER=FOLDER ...)
 
 It measures RULER at 2k and 4k with every method at R = 0.15, the main methods at every retention, and eight methods on
 LongBench if its data is given; then it writes tables and figures beside the results. Run it again to continue.
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from examples.document import document
+from experiments.report.__main__ import Report
 from experiments.runs import budget_policies
-from lkv.cli.main import main as lkv
+from lkv.cli.main import main as main_of_command
 from lkv.cli.options import find_needs
 from lkv.hf.loading import load_default
 from lkv.methods.registry import METHODS, PATTERN
@@ -62,8 +63,8 @@ def run(commands: Iterator[list[str]], command: Callable[[list[str]], int]) -> i
 
 def _command(arguments: list[str], processes: int) -> int:
     """Run one step: reports in this process, measurements in processes of their own."""
-    if arguments[0] != "eval":
-        return lkv(arguments)
+    if arguments[0] == "report":
+        return main_of_command(arguments[1:], Report, "python -m experiments.report")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     return subprocess.run([*launch, "-m", "lkv.cli.main", *arguments], env=one_thread, check=False).returncode

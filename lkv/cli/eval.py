@@ -111,10 +111,8 @@ def _evaluate(
     options: Eval, methods: list[str], paths: dict[str, str], make_examples: Callable[[Any], list[Example]]
 ) -> None:
     """Load policies and model, measure, and print the table."""
-    from experiments.report.results_frame import read_results
-    from experiments.report.score_tables import TableRequest, build_table
-    from experiments.report.tables import to_terminal
     from lkv.evaluation.runner import EvaluationConfig, evaluate
+    from lkv.evaluation.summary import summarize
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for
@@ -158,9 +156,7 @@ def _evaluate(
     examples = sorted(make_examples(tokenizer), key=lambda example: example.number)
     evaluate(model, tokenizer, examples, config, options.out)
     if state.is_main_process:
-        results = read_results([options.out])
-        table = "main" if len(results.header["retentions"]) == 1 else "sweep"
-        print(to_terminal(build_table(table, results, TableRequest())), end="")
+        print(summarize(options.out), end="")
     state.destroy_process_group()
 
 

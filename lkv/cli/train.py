@@ -37,7 +37,7 @@ class Train(_Settings, ModelOptions):
     preset: _Preset | None = option(  # type: ignore[valid-type]
         "settings to start from (default: gpu on a GPU, else cpu, shortened to what the model can read)"
     )
-    data: Path = option("folder from `lkv data build`, or with data sets, JSON lines, text or code", ...)
+    data: Path = option("folder from experiments.data, or with data sets, JSON lines, text or code", ...)
     out: Path = option("folder for checkpoints and the policy; the same command resumes from it", ...)
     init: Path | None = option("policy or training folder to start from (preset finish)")
     track: tuple[str, ...] = option("log the curve to tensorboard, wandb, ... as well", (), metavar="TRACKER")

@@ -25,7 +25,7 @@ from lkv.hf.spec import evaluation_mode
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, Record, lock_journal
+from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, MEMORY, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.results import collect_provenance
 
@@ -265,7 +265,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "model": config.model_name or model.name_or_path or type(model).__name__,
         "methods": grid.methods,
         "retentions": grid.retentions,
-        **({"budget": "memory"} if grid.is_memory else {}),
+        **({"budget": MEMORY} if grid.is_memory else {}),
         "revision": getattr(model.config, "_commit_hash", None),
         "fingerprint": patch_attention(model).spec.digest(),
         "policy": policy.digest() if policy is not None else None,

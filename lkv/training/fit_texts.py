@@ -43,7 +43,7 @@ def open_texts(
     folder = None if data is None else as_path(data, DataError, "the data folder")
     if folder is not None and is_built(folder):
         raise DataError(
-            f"{folder} holds samples of `lkv data build`, which `lkv train` reads; give the folder of the documents "
+            f"{folder} holds samples of experiments.data, which `lkv train` reads; give the folder of the documents "
             "themselves (--against leaves evaluated texts out here too)."
         )
     overlap = OverlapFilter([as_path(path, DataError, "an evaluated file") for path in against]) if against else None

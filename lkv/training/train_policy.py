@@ -227,7 +227,7 @@ def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Training
 
 
 def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
-    """Open a folder that `lkv data build` wrote, or one of texts, code and data sets."""
+    """Open a folder that `python -m experiments.data build` wrote, or one of texts, code and data sets."""
     if not is_built(folder):
         return Mixture(folder, config.min_tokens, config.max_tokens, config.seed)
     built = BuiltDataset(folder, config.seed)

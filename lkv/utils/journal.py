@@ -1,6 +1,6 @@
 """Journals: JSON-lines files with a header of settings, then one line a finished sample. Imports no torch.
 
-`lkv eval` and the benchmarks append to them and resume from them after an interruption; `lkv report` reads them.
+`lkv eval` and the benchmarks append to them and resume from them after an interruption; experiments.report reads them.
 """
 
 import json
@@ -17,6 +17,7 @@ from lkv.errors import DataError, LkvError
 from lkv.utils.files import check_writable_file, error_reason, write_text
 
 JOURNAL_FORMAT = 1  # of the files that `lkv eval` writes
+MEMORY = "memory"  # `budget` of a header whose retentions are shares of the full cache's bytes
 FIDELITY_METRICS = ("kl", "agreement", "hidden_error")
 ROW_METRICS = ("score", *FIDELITY_METRICS)  # of one method at one retention on one sample
 

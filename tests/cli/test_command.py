@@ -7,12 +7,13 @@ import sys
 import pytest
 
 from lkv.cli.command import Command
-from lkv.cli.main import COMMANDS, build_parser, find_command, main, parse_arguments
+from lkv.cli.main import COMMANDS, find_command
 from lkv.errors import PolicyMismatchError
 from lkv.methods import registry
 from lkv.methods.registry import METHODS
 from lkv.policy.lookup import policy_for
 from lkv.training.config import SETTINGS
+from tests.commands import PROGRAMS, main, parse_arguments
 from tests.conftest import save_model
 from tests.families import tiny_gpt2
 
@@ -21,8 +22,8 @@ LOADING = ("ask", "eval", "inspect", "profile", "serve", "train")  # commands th
 
 def commands() -> list[tuple[str, type[Command]]]:
     found = []
-    for name in COMMANDS:
-        command = find_command(name)
+    for name in (*COMMANDS, *PROGRAMS):
+        command = PROGRAMS[name]["command"] if name in PROGRAMS else find_command(name)
         parts = command.items() if isinstance(command, dict) else [("", command)]
         found += [(f"{name} {action}".strip(), part) for action, part in parts]
     return found
@@ -31,7 +32,7 @@ def commands() -> list[tuple[str, type[Command]]]:
 @pytest.mark.parametrize(("name", "command"), commands(), ids=lambda value: value if isinstance(value, str) else "")
 def test_every_field_is_an_option_with_help(name, command, capsys):
     with pytest.raises(SystemExit):
-        build_parser([*name.split(), "--help"]).parse_args([*name.split(), "--help"])
+        parse_arguments([*name.split(), "--help"])
     output = capsys.readouterr().out
     for key, field in command.model_fields.items():
         assert field.description, key
@@ -56,7 +57,7 @@ def test_training_options_are_the_settings():
     ("line", "hint"),
     [
         ("ask x.txt q --retenton 0.1", "did you mean --retention? `lkv ask --help` lists what it takes"),
-        ("data build --sampels 3 --out x --recipe loom", "did you mean --samples? `lkv data build --help`"),
+        ("data build --sampels 3 --out x --recipe loom", "did you mean --samples? `python -m experiments.data build -"),
         (
             "fit --model x",
             "unrecognized arguments: --model; did you mean MODEL without --model? `lkv fit --help` lists",

@@ -1,4 +1,4 @@
-"""lkv eval: from a command line to a file that lkv report reads; one clear sentence for each mistake."""
+"""lkv eval: from a command line to a file that experiments.report reads; one clear sentence for each mistake."""
 
 import json
 import re
@@ -6,8 +6,8 @@ import re
 import pytest
 
 from lkv.cli.eval import _name_policies, _parse_policies
-from lkv.cli.main import main, parse_arguments
 from lkv.errors import LkvError
+from tests.commands import main, parse_arguments
 from tests.conftest import save_model
 
 

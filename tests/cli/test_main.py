@@ -16,7 +16,7 @@ if heavy := {{"torch", "transformers"}} & set(sys.modules):
     sys.exit(f"loads {{heavy}}")
 """
 LIGHT = ["lkv", "lkv.training.config", "lkv.errors", "lkv.policy.shipped", "lkv.cli.main"]
-HELP = [["--help"], ["--version"], ["data", "build", "--help"], *([name, "--help"] for name in COMMANDS)]
+HELP = [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
 # Wrong values, methods, tasks and paths with the words of the error; each is refused before torch is imported.
 MISTAKES = {
     "ask nowhere.txt why?": "nowhere.txt does not exist",
@@ -44,7 +44,6 @@ MISTAKES = {
     "inspect bok.txt": "there is no file or folder 'bok.txt'",
     "inspect book.txt --method snapvk": "did you mean 'snapkv'",
     "inspect --retention 0": "must lie in (0, 1]",
-    "data build --out out --share 2": "--share is 2, but must be less than or equal to 1",
     "train --data nowhere --out out": "there is no data folder nowhere",
     "train --data . --out out --steps 0": "--steps is 0, but must be greater than or equal to 1",
     "train --data . --out out --lr nan": "--lr is nan, but must be a finite number",

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from lkv.cli.main import main
 from lkv.policy.policy import Policy
 from lkv.training.train_policy import train_policy
+from tests.commands import main
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.context.inspection import inspect_text, token_texts
 from lkv.errors import LkvError
 from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
+from tests.commands import main
 from tests.conftest import save_model, uneven_policy
 
 TEXT = "The keeper counted <b>42</b> steps; naïve & proud — 灯台. </script> " * 3

@@ -13,7 +13,6 @@ import torch
 
 from experiments import common, data_build, fit, remeasure, ship
 from experiments.common import RESULTS, Subject
-from lkv.cli.main import parse_arguments
 from lkv.cli.options import check_policy_is_read
 from lkv.errors import DataError, ReportError
 from lkv.hf.attention import patch_attention
@@ -23,6 +22,7 @@ from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.shipped import shipped_policies
 from lkv.utils import results
 from lkv.utils.results import collect_provenance
+from tests.commands import parse_arguments
 from tests.conftest import tiny_llama
 
 

@@ -29,7 +29,6 @@ from experiments import (
 )
 from experiments.common import RESULTS, Subject, per_length
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main
 from lkv.context.context import Context
 from lkv.errors import DataError, LkvError
 from lkv.hf.attention import patch_attention
@@ -41,6 +40,7 @@ from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage
 from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.cpp_compiler import find_compiler
+from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
 from tests.training.conftest import folder  # noqa: F401

@@ -9,13 +9,13 @@ import pytest
 from experiments.data import build as building
 from experiments.data.build import DatasetBuilder, build_dataset, split_samples
 from experiments.data.loom import LOOM_RATIOS, Loom
-from lkv.cli.main import main
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
 from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage, ShortQuestion
 from lkv.training.data.samples import Continuation, Sample
+from tests.commands import main
 from tests.training.made_sets import Tokens, files, lines_of, prose, rows_of, settings
 
 
@@ -120,7 +120,7 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         with pytest.raises(OSError, match="out of order"):
             build_counted(out, Counted(stop))
         if stop > 1:
-            with pytest.raises(DataError, match="is not finished; run its `lkv data build` again"):
+            with pytest.raises(DataError, match=r"is not finished; run `python -m experiments[.]data build` again"):
                 read_manifest(out)
         recipe = Counted()
         build_counted(out, recipe)

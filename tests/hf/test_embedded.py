@@ -10,13 +10,13 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from lkv.cli.main import main
 from lkv.context.compression import compress
 from lkv.errors import ModelLoadError
 from lkv.hf.loading import DEFAULT, load_default, load_model
 from lkv.hf.spec import inspect_model
 from lkv.policy.lookup import default_policy
 from lkv.utils.prompts import encode_question
+from tests.commands import main
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from lkv.cli.main import main, parse_arguments
 from lkv.errors import LkvError, ModelLoadError, PolicyFileError
 from lkv.hf import loading as models
 from lkv.hf.loading import DEFAULT, load_model
@@ -13,6 +12,7 @@ from lkv.hf.spec import inspect_model
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.serving.service import make_service
+from tests.commands import main, parse_arguments
 from tests.conftest import save_model
 
 MODEL_COMMIT, POLICY_COMMIT = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"

@@ -16,11 +16,12 @@ from transformers import AutoTokenizer
 
 import lkv.hf.loading
 import lkv.policy.shipped
-from lkv.cli.main import COMMANDS, main, parse_arguments
+from lkv.cli.main import COMMANDS
 from lkv.hf.attention import patch_attention
 from lkv.hf.conversion import _DONE
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
+from tests.commands import PROGRAMS, main, parse_arguments
 from tests.conftest import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,9 @@ def test_every_command_that_is_shown_has_its_options(page, capsys):
                 given = words[words.index("lkv") + 1 :]
                 if given and given[0] in COMMANDS:
                     parse_arguments(given)  # ends the test where argparse finds a mistake
+        for line in (line for line in code.splitlines() if kind == "sh"):
+            if program := re.match(rf"python -m experiments\.({'|'.join(PROGRAMS)}) ", line):
+                parse_arguments([program[1], *shlex.split(line[program.end() :], comments=True)])
 
 
 def test_the_notebook_runs_and_shows_what_it_says(reader, session, capsys, monkeypatch):

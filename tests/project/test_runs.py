@@ -14,12 +14,12 @@ import torch
 from experiments.report.names import RULES, SELECTORS, budget_and_selector
 from experiments.runs import budget_policies, rehearse, small
 from lkv.cli.eval import Eval
-from lkv.cli.main import main as lkv
-from lkv.cli.main import parse_arguments
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Ada, estimate_mean_pattern, estimate_pattern
 from lkv.methods.registry import METHODS
 from lkv.methods.selectors import SnapKV
+from tests.commands import main as lkv
+from tests.commands import parse_arguments
 from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from lkv.cli.main import main
 from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
@@ -25,6 +24,7 @@ from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.checkpoint import initialize_from, lock_folder, read_checkpoint, save_checkpoint
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
+from tests.commands import main
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lkv.cli.main import main
 from lkv.errors import TrainingError, UnsupportedModelError
 from lkv.hf.loading import load_model
 from lkv.hf.spec import inspect_model
@@ -21,6 +20,7 @@ from lkv.training.config import PRESETS, check_positions, fit_to_positions
 from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
 from lkv.training.trainer import make_optimizer
+from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.families import build as build_family
 from tests.training.test_data import folder  # noqa: F401

@@ -1,4 +1,4 @@
-"""A folder that `lkv data build` wrote: its manifest, what it holds, and its samples."""
+"""A folder that `python -m experiments.data build` wrote: its manifest, what it holds, and its samples."""
 
 import json
 import random
@@ -46,18 +46,18 @@ def describe_dataset(folder: Path) -> list[str]:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Read the manifest of a built folder. Raises DataError where the build is missing or not finished."""
     if (folder / PROGRESS).is_file() and not (folder / MANIFEST).is_file():
-        raise DataError(f"the build in {folder} is not finished; run its `lkv data build` again to continue.")
+        raise DataError(f"the build in {folder} is not finished; run `python -m experiments.data build` again.")
     manifest = read_json(folder / MANIFEST)
     is_valid = isinstance(manifest, dict) and manifest.get("format") == FORMAT
     if not is_valid or not isinstance(manifest.get("streams"), dict):
         raise DataError(
-            f"{folder / MANIFEST} is not a manifest of this version's `lkv data build`; build the data again."
+            f"{folder / MANIFEST} is not a manifest of this version's experiments.data; build the data again."
         )
     return manifest
 
 
 def is_built(folder: Path) -> bool:
-    """Whether `folder` is one of `lkv data build`, finished or not."""
+    """Whether `folder` is one of `python -m experiments.data build`, finished or not."""
     return (folder / MANIFEST).is_file() or (folder / PROGRESS).is_file()
 
 

@@ -159,7 +159,7 @@ class Mixture:
         return Sample(source, context, tuple(answers))
 
     def shares(self) -> dict[str, float]:
-        """As a recipe of `lkv data build`, the mixture is one source of candidates."""
+        """As a recipe of `python -m experiments.data build`, the mixture is one source of candidates."""
         return {"wide": 1.0}
 
     def num_candidates(self, source: str, samples: int) -> int:

@@ -210,7 +210,7 @@ def index_folder(
         raise DataError(
             f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
             "official names, write own data as JSON lines {context, question, answer} or {text}, name each in the "
-            "--map of `lkv data`, or move what should not be trained on elsewhere."
+            "--map of `python -m experiments.data`, or move what should not be trained on elsewhere."
         )
     index = DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
     if not {*used} - {"own", "text", "code"}:

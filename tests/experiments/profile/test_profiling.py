@@ -24,11 +24,11 @@ from experiments.profile.__main__ import _make_profiler
 from experiments.profile.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
 from experiments.profile.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cli.main import main, parse_arguments
 from lkv.errors import UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import find_cache
 from lkv.hf.shapes import Shape, longest_prompt, predict_memory
+from tests.commands import main, parse_arguments
 from tests.conftest import save_model, tiny_llama
 
 CPU = torch.device("cpu")
@@ -326,8 +326,8 @@ def test_the_paper_s_sizes():
     found = predict_memory(shape, 204_800)
     assert found.kv_full / 2**30 == 25.0 and found.kv_kept / 2**30 == pytest.approx(3.75)
     full, kept = (longest_prompt(shape, 80 * 2**30, kept) for kept in (False, True))
-    # Traced allocation by allocation (experiments.prompt_memory), the same within a few percent; under PyTorch's caching
-    # allocator it ends where the paper ran out, at 225k tokens, and with eviction beyond the 262k that it reached.
+    # Traced allocation by allocation (experiments.prompt_memory), the same within a few percent; under PyTorch's
+    # caching allocator it ends where the paper ran out, at 225k tokens, with eviction beyond its 262k.
     rows = json.loads((RESULTS / "prompt_memory.json").read_text())["rows"]
     traced = {(row["method"], row["gib"], row["how"]): row["value"] for row in rows if row["logits"] == "last"}
     assert full == pytest.approx(traced["full", 80.0, "counted by tensors"], rel=0.03)

@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from experiments.report import names
 from experiments.report.figures import (
     LKV_COLOUR,
-    draw_budgets,
     method_styles,
     plot_memory,
     plot_policies,
@@ -22,9 +21,9 @@ from experiments.report.figures import (
 from experiments.report.profile_table import build_prefill, read_profile
 from experiments.report.score_tables import with_published
 from experiments.report.training_table import build_training, read_curves
-from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.methods import registry
+from tests.commands import main
 from tests.results import GRID, cells, line, many, mean_of_means, row, table_of, values
 
 
@@ -174,8 +173,6 @@ def test_policies_stand_side_by_side_on_one_scale(tmp_path):
     assert heat_maps[0].get_ylabel() == "layer" and "kept" in bar.get_ylabel()
     save_figure(figure, tmp_path / "below" / "policies.png")
     assert imread(tmp_path / "below" / "policies.png").ndim == 3
-    draw_budgets(panels["LKV"], 0.25, tmp_path / "budgets.png")
-    assert imread(tmp_path / "budgets.png").ndim == 3
 
 
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])

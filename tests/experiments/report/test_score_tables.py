@@ -10,9 +10,9 @@ from experiments.report.figures import plot_table
 from experiments.report.results_frame import read_results
 from experiments.report.score_tables import build_table
 from experiments.report.tables import to_terminal
-from lkv.cli.main import main
 from lkv.errors import ReportError
 from lkv.utils.statistics import macro_mean
+from tests.commands import main
 from tests.results import (
     GRID,
     HEADER,

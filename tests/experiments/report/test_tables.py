@@ -12,7 +12,7 @@ from experiments.report import names
 from experiments.report.names import paper_model_like, paper_numbers
 from experiments.report.score_tables import with_published
 from experiments.report.tables import WRITERS
-from lkv.cli.main import main
+from tests.commands import main
 from tests.results import GRID, line, many, row, table_of, write
 
 # Formats

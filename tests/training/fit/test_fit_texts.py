@@ -133,7 +133,7 @@ def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_pa
 
 def test_samples_that_are_built_are_refused(loaded, tmp_path):
     (tmp_path / "build.json").write_text("{}")
-    with pytest.raises(DataError, match="holds samples of `lkv data build`, which `lkv train` reads; give the folder"):
+    with pytest.raises(DataError, match=r"samples of experiments\.data, which `lkv train` reads; give the folder"):
         open_texts((), tmp_path)
 
 
