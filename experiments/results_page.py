@@ -332,8 +332,8 @@ def in_vllm() -> list[str]:
         f"vLLM on a CPU in float32, {about['contexts']} contexts of {tokens(about['tokens'])} at R = "
         f"{about['retention']:g}, against vLLM's own prefix cache with the full contexts (`python -m "
         f"experiments.vllm`, {source('vllm')}). Reading and compressing a text takes "
-        f"{interval(about, digits=2)} of the time of reading it, the first token {interval(one['first token'], "
-        f"digits=2)}. 1 GB holds {fit['lkv']} contexts, and "
+        f"{interval(about, digits=2)} of the time of reading it, the first token "
+        f"{interval(one['first token'], digits=2)}. 1 GB holds {fit['lkv']} contexts, and "
         f"{fit[FULL]} full ones. Tokens a second, by those over full contexts:"
     )
     body = ([str(n), memory, interval(row, digits=2)] for (memory, n), row in rates.items())
