@@ -20,7 +20,7 @@ from lkv.cli.options import (
     check_policy_is_read,
     find_needs,
     load_pattern,
-)  # fmt: skip
+)
 from lkv.errors import LkvError
 from lkv.evaluation.example import PROTOCOLS, Example
 from lkv.methods.targets import MemoryTarget

@@ -19,9 +19,7 @@ from lkv.errors import LkvError, ServerError
 from lkv.serving import LOOPBACK
 
 _KEY_VARIABLE = "LKV_API_KEY"
-_NOT_FOR_VLLM = (
-    "--device", "--policy-revision", "--no-strict", "--max-batch", "--max-texts", "--keep-days", "--timeout",
-)  # fmt: skip
+_NOT_FOR_VLLM = "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout".split()
 
 
 class Serve(PolicyOptions, RunOptions):

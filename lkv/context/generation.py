@@ -108,11 +108,15 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     mask = ((positions < padding_at) | (positions >= padding_at + missing)).long()
     settings = {
         # The model's own generation_config may sample; a question does so only on request.
-        "do_sample": bool(_requested(options, "do_sample")), "num_beams": 1, "return_dict_in_generate": False,
+        "do_sample": bool(_requested(options, "do_sample")),
+        "num_beams": 1,
+        "return_dict_in_generate": False,
         "pad_token_id": tokenizer.pad_token_id,
         # Without the cache, or (transformers 5.2) with chunked prefill, the text would be read again.
-        "use_cache": True, "cache_implementation": None, "prefill_chunk_size": None,
-    }  # fmt: skip
+        "use_cache": True,
+        "cache_implementation": None,
+        "prefill_chunk_size": None,
+    }
     if _effective(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None means "not set" for counts.

@@ -28,9 +28,14 @@ from lkv.utils.devices import is_out_of_memory
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
-    "lkv-context", 3, "context", ContextFileError, "give a file that Context.save wrote, or compress again", oldest=2,
+    "lkv-context",
+    3,
+    "context",
+    ContextFileError,
+    "give a file that Context.save wrote, or compress again",
+    oldest=2,
     mode=0o600,  # it holds most of what the text says
-)  # fmt: skip
+)
 _NUMBER = (int, float, type(None))
 # The fields that say how a text was compressed, and their types.
 _METADATA: dict[str, tuple[type, ...]] = {

@@ -195,10 +195,16 @@ def _prepare(selector: Selector, ids: list[int], prompt: list[LayerKV]) -> tuple
 
 # Answers follow from the logits alone, whatever the model's generation config says, as in the benchmarks themselves.
 _PLAIN_GENERATION: dict[str, Any] = {
-    "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": None,
-    "suppress_tokens": None, "begin_suppress_tokens": None, "use_cache": True, "cache_implementation": None,
+    "num_beams": 1,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "use_cache": True,
+    "cache_implementation": None,
     "prefill_chunk_size": None,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,15 @@ def take_traced() -> tuple[Any, int] | None:
 
 @torch.library.custom_op("lkv::extend", mutates_args=("name",))
 def extend(
-    name: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, prompt: Tensor | None, scale: float,
+    name: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    prompt: Tensor | None,
+    scale: float,
     layer: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Give a layer new k and v, and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
 
     `name` is what `register_cache` returned; declared as mutated, it represents everything the layer stores. `prompt`
@@ -68,9 +74,15 @@ def extend(
 
 @extend.register_fake
 def _(
-    name: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, prompt: Tensor | None, scale: float,
+    name: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    prompt: Tensor | None,
+    scale: float,
     layer: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     batch, heads, tokens, _ = query.shape
     return value.new_empty((batch, tokens, heads, value.shape[-1]))
 

@@ -126,9 +126,12 @@ def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
         tokenizer.save_pretrained(work)
         files = {
             path.name: {
-                "size": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns, "sha256": file_digest(path),
-            } for path in work.iterdir()
-        }  # fmt: skip
+                "size": path.stat().st_size,
+                "mtime_ns": path.stat().st_mtime_ns,
+                "sha256": file_digest(path),
+            }
+            for path in work.iterdir()
+        }
         (work / _DONE).write_text(json.dumps({"source": source.name, "files": files}), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)

@@ -46,10 +46,16 @@ class QuantizedKV(NamedTuple):
 
 
 def check_arguments(
-    q: Tensor | None, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
-    key: Tensor | None = None, value: Tensor | None = None, quantized: Sequence[QuantizedKV] = (),
+    q: Tensor | None,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    quantized: Sequence[QuantizedKV] = (),
     basis: Basis | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
 
     Part of every decode step of every layer, so that it makes few calls.
@@ -141,9 +147,12 @@ def check_entering(basis: Basis, **tensors: Tensor) -> None:
 
 
 def _check_fields(
-    what: str, names: Sequence[str], tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]],
+    what: str,
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
-) -> None:  # fmt: skip
+) -> None:
     """Raise ValueError unless the tensors of a record have these shapes and dtypes."""
     for x, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
         if x.shape != shape or x.dtype is not dtype or x.layout is not torch.strided or x.is_neg() or not x.data_ptr():

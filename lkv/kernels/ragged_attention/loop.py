@@ -21,9 +21,15 @@ _MIN_SHARED = 2048
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    causal: bool = True,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
     if not causal or with_lse:
         return _attend_with_lse(q, k_pool, v_pool, starts, lens, scale, causal)

@@ -5,9 +5,15 @@ from torch import Tensor
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    causal: bool = True,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Shapes as in `api.ragged_attention`; the log-sum-exp is always computed."""
     batch, heads, tokens, _ = q.shape
     group = heads // starts.shape[1]

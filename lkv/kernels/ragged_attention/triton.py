@@ -64,9 +64,14 @@ class Launch:
     compiled: dict[Any, Compiled] = field(default_factory=dict)
 
     def start(
-        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any],
-        variant: tuple[Any, ...], is_aligned: bool,
-    ) -> None:  # fmt: skip
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        variant: tuple[Any, ...],
+        is_aligned: bool,
+    ) -> None:
         """Launch `kernel`; `variant` is what else of the arguments is compiled in, if the tensors are aligned."""
         place = kernel, *variant
         launcher = self.compiled.get(place) if is_aligned else None
@@ -146,9 +151,13 @@ def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) 
     strides = q.stride(), key.stride(), value.stride()
     arguments = (*(q, key, value), *new, *basis, heads, kv_heads, rows, *(x for by in strides for x in by[:3]))
     launch.start(
-        kernels.enter_kernel, (batch * (heads + 2 * kv_heads), -(-rows // _ROTATED_ROWS), 1), arguments,
-        launch.enter_options, (kv_heads, strides, basis.mean.dtype), _are_aligned(q, key, value, *basis),
-    )  # fmt: skip
+        kernels.enter_kernel,
+        (batch * (heads + 2 * kv_heads), -(-rows // _ROTATED_ROWS), 1),
+        arguments,
+        launch.enter_options,
+        (kv_heads, strides, basis.mean.dtype),
+        _are_aligned(q, key, value, *basis),
+    )
     return new[0], new[1], new[2]
 
 
@@ -159,9 +168,13 @@ def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
     out = torch.empty_like(x)
     arguments = (x, out, basis.value_rotation, heads, rows, *x.stride()[:3])
     launch.start(
-        kernels.leave_kernel, (batch * heads, -(-rows // _ROTATED_ROWS), 1), arguments, launch.leave_options,
-        (x.stride(),), _are_aligned(x, basis.value_rotation),
-    )  # fmt: skip
+        kernels.leave_kernel,
+        (batch * heads, -(-rows // _ROTATED_ROWS), 1),
+        arguments,
+        launch.leave_options,
+        (x.stride(),),
+        _are_aligned(x, basis.value_rotation),
+    )
     return out
 
 
@@ -191,11 +204,13 @@ def _attend(
         *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
     launch.start(
-        kernels.slice_kernel, (launch.programs, launch.tiles, 1), arguments,
+        kernels.slice_kernel,
+        (launch.programs, launch.tiles, 1),
+        arguments,
         launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new},
         (kv_heads, new, strides, bits, causal, lse is None),
         _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -207,9 +222,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
     return not places & 15
 
 
-def _work_space(
-    q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _work_space(q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
     """Sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
     place = "parts", q.device
     buffer = None if buffers is None else buffers.get(place)
@@ -241,7 +254,7 @@ def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int
 @functools.lru_cache(maxsize=256)
 def _launch(
     device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
-) -> Launch:  # fmt: skip
+) -> Launch:
     """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
     gpu = devices.is_gpu(device) and not interpreted()
     memory = shared_memory(device) if gpu else 2**20
@@ -255,26 +268,33 @@ def _launch(
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
     rotated = {
-        "BLOCK_R": _ROTATED_ROWS, "PRECISION": devices.exact_products(dtype),
+        "BLOCK_R": _ROTATED_ROWS,
+        "PRECISION": devices.exact_products(dtype),
         "num_warps": 4 if max(blocks["BLOCK_D"], blocks["BLOCK_V"]) <= 128 else 8,
-    }  # fmt: skip
+    }
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles fill a GPU by themselves, and every slice takes memory for its partial result.
         max(1, programs // tiles),
         tiles,
-        sizes | {
-            "GROUP": group, "SPANS": triton.next_power_of_2(spans), "LEAST": _MIN_SLICE,
-            "BLOCK_M": block_m, "BLOCK_N": blocks["BLOCK_N"],
-            "JOIN_M": join_m, "BLOCK_S": max(1, _JOINED_AT_ONCE // (join_m * blocks["BLOCK_V"])),
+        sizes
+        | {
+            "GROUP": group,
+            "SPANS": triton.next_power_of_2(spans),
+            "LEAST": _MIN_SLICE,
+            "BLOCK_M": block_m,
+            "BLOCK_N": blocks["BLOCK_N"],
+            "JOIN_M": join_m,
+            "BLOCK_S": max(1, _JOINED_AT_ONCE // (join_m * blocks["BLOCK_V"])),
             # The interpreter knows bfloat16 as bits, and would multiply those.
             "WIDEN": interpreted() and dtype == torch.bfloat16,
-            "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4, "num_stages": stages,
+            "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4,
+            "num_stages": stages,
         },
         sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
         sizes | rotated | {"GROUP": group},
         rotated | {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"]},
-    )  # fmt: skip
+    )
 
 
 def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> dict[str, Any]:

@@ -86,9 +86,13 @@ def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Te
 
 
 def move(
-    entries: Entries, places: Tensor | None, pools: tuple[Tensor, Tensor, Tensor],
-    scores: Tensor | None = None, positions: Tensor | None = None, extra: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
+    entries: Entries,
+    places: Tensor | None,
+    pools: tuple[Tensor, Tensor, Tensor],
+    scores: Tensor | None = None,
+    positions: Tensor | None = None,
+    extra: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Copy the entries that `rank` gave a place to the pools of k and v, from the `starts` of each span on.
 
     All are copied, in order, where `places` is None.

@@ -131,9 +131,7 @@ def _load_halves(pointers, real, HALF: tl.constexpr):
 
 
 @triton.jit
-def _content(
-    key_0, key_1, value_0, value_1, weight, bias, output, half, unit, DIM: tl.constexpr, WIDEN: tl.constexpr
-):  # fmt: skip
+def _content(key_0, key_1, value_0, value_1, weight, bias, output, half, unit, DIM: tl.constexpr, WIDEN: tl.constexpr):
     """The MLP over [k; v] of one head, given in halves; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
     dtype = tl.float32 if WIDEN else weight.dtype.element_ty
     HALF: tl.constexpr = DIM // 2

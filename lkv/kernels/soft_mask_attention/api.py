@@ -121,9 +121,14 @@ def continuation_attention(
 
 
 def _check_continuations(
-    q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, log_mask: Tensor | None,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    log_mask: Tensor | None,
     owners: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     tensors = {"q": q, "key": key, "value": value, "prompt_key": prompt_key, "prompt_value": prompt_value}
     arguments = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
     for name, x in arguments.items():
@@ -133,12 +138,16 @@ def _check_continuations(
             raise ValueError(f"{name} is on {x.device}, but q is on {q.device}.")
     (rows, kv_heads, tokens, dim), (prompts, _, length, _) = key.shape, prompt_key.shape
     if not (
-        q.shape[0] == rows and q.shape[2:] == (tokens, dim) and kv_heads and q.shape[1] % kv_heads == 0
-        and prompt_key.shape[1::2] == (kv_heads, dim) and value.shape[:3] == key.shape[:3]
+        q.shape[0] == rows
+        and q.shape[2:] == (tokens, dim)
+        and kv_heads
+        and q.shape[1] % kv_heads == 0
+        and prompt_key.shape[1::2] == (kv_heads, dim)
+        and value.shape[:3] == key.shape[:3]
         and prompt_value.shape == (prompts, kv_heads, length, value.shape[3])
         and (log_mask is None or log_mask.shape == (rows, kv_heads, length))
         and (prompts == 1 if owners is None else owners.shape == (rows,))
-    ):  # fmt: skip
+    ):
         shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in arguments.items())
         raise ValueError(f"The shapes do not fit each other: {shapes}.")
     if not q.dtype == key.dtype == value.dtype:

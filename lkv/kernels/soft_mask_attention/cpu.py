@@ -24,9 +24,15 @@ LOWEST = -1e30
 
 
 def attend(
-    q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, log_mask: Tensor | None,
-    owners: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    log_mask: Tensor | None,
+    owners: Tensor | None,
+    scale: float,
+) -> Tensor:
     """Shapes as in `api.continuation_attention`; scores are in float32 or better."""
     with full_precision(q.device):
         return _ContinuationAttention.apply(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
@@ -118,7 +124,7 @@ def _own_gradients(
 
 def _attend_to_prompt(
     q: Tensor, key: Tensor, value: Tensor, log_mask: Tensor | None, owners: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Outputs [n, Hq, t, dv] and log-sum-exp [n, Hq, t] over the prompts' tokens alone.
 
     Without a mask one prompt is read in place; with one it is copied for each continuation, whose columns k gets.
