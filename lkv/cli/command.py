@@ -6,7 +6,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from lkv.errors import LkvError, describe_invalid_value
@@ -99,9 +99,10 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
             group.add_argument(name, **settings | ({"choices": choices} if choices else {}))
             usage.append(settings["metavar"] or name.upper())
         else:
-            group.add_argument(*_flags(name, field), dest=name, required=field.is_required(), **settings)
+            flag = "--" + name.replace("_", "-")
+            group.add_argument(flag, dest=name, required=field.is_required(), **settings)
             if field.is_required():
-                usage.append(f"{_flags(name, field)[0]} {settings['metavar'] or name.upper()}")
+                usage.append(f"{flag} {settings['metavar'] or name.upper()}")
     parser.usage = " ".join(usage)
 
 
@@ -112,12 +113,6 @@ def build_command(options: argparse.Namespace) -> Command:
         return options.command.model_validate(values)
     except ValidationError as error:
         raise LkvError(describe_invalid_value(error, options.command.model_fields, "--")) from None
-
-
-def _flags(name: str, field: FieldInfo) -> list[str]:
-    alias = field.validation_alias
-    names = [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
-    return ["--" + choice.replace("_", "-") for choice in names]
 
 
 def _is_sequence(field: FieldInfo) -> bool:

@@ -17,7 +17,7 @@ _Preset = Literal[tuple(sorted(PRESETS))]  # type: ignore[valid-type]
 _FIELDS: dict[str, Any] = {
     name: (
         Annotated[field.annotation, *(field.metadata or [None])] | None,
-        option(f"{field.description} (paper: {field.default})", group=_GROUP, validation_alias=field.validation_alias),
+        option(f"{field.description} (paper: {field.default})", group=_GROUP),
     )
     for name, field in SETTINGS.items()
 }

@@ -80,16 +80,14 @@ class Checkpoint(NamedTuple):
 
     def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
         """Raise TrainingError unless the run had the settings `config` and, if given, data of this digest."""
-        # A setting that the checkpoint lacks had its default at the time.
-        saved, current = asdict(TrainingConfig()) | self.config, asdict(config)
-        saved["warmup_contexts"] = saved.pop("imitated", saved["warmup_contexts"])  # its name in older checkpoints
+        saved, current = self.config, asdict(config)
         names = [name for name in current if saved.get(name) != current[name]]
         if changes := [f"{name} {saved.get(name)!r} instead of {current[name]!r}" for name in names]:
             raise TrainingError(
                 f"{self.path} belongs to a run with other settings ({', '.join(changes)}); give the same settings to "
                 "resume it, or another folder."
             )
-        if data_digest is not None and self.card.get("data_digest", data_digest) != data_digest:
+        if data_digest is not None and self.card.get("data_digest") != data_digest:
             raise TrainingError(
                 f"{self.path} belongs to a run on other data; give the same --data to resume it, or another folder "
                 f"(--init {self.path.parent} starts from its weights)."
@@ -101,14 +99,14 @@ class Checkpoint(NamedTuple):
         return json.loads(self.metadata["config"])
 
     @property
-    def spec(self) -> ModelSpec | None:
-        """The run's model; None in checkpoints of early versions."""
-        return from_dict(ModelSpec, json.loads(self.metadata["model"])) if "model" in self.metadata else None
+    def spec(self) -> ModelSpec:
+        """The run's model."""
+        return from_dict(ModelSpec, json.loads(self.metadata["model"]))
 
     @property
     def card(self) -> dict[str, Any]:
-        """The policy's card; empty in checkpoints of early versions."""
-        return json.loads(self.metadata.get("card", "{}"))
+        """The policy's card."""
+        return json.loads(self.metadata["card"])
 
     def load_policy(self, policy: Policy) -> None:
         """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
@@ -142,7 +140,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         checkpoint = Checkpoint(path, parse_tensors(data), metadata)
         is_run = isinstance(checkpoint.config, dict) and isinstance(checkpoint.card, dict)
-        if not is_run or checkpoint.step < 0 or not isinstance(checkpoint.spec, ModelSpec | None):
+        if not is_run or checkpoint.step < 0 or not isinstance(checkpoint.spec, ModelSpec):
             raise ValueError("its metadata is not that of a run")
         if not all(bool(x.isfinite().all()) for x in checkpoint.tensors.values()):
             raise ValueError("it contains NaN or infinite values")
@@ -172,11 +170,9 @@ def read_initial_policy(folder: Path, inputs: ScorerInputs) -> Policy:
     return policy
 
 
-def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec | None, folder: Path) -> None:
+def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
     """Load `state` into `policy`, its position tables cut, or flat beyond their last knot."""
     try:
-        if spec is None:
-            raise PolicyMismatchError("a checkpoint without its model")
         policy.check_model(spec)
     except PolicyMismatchError:
         raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.") from None

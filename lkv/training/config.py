@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import (
-    AliasChoices,
     ConfigDict,
     Field,
     ValidationError,
@@ -103,7 +102,6 @@ class TrainingConfig:
     warmup_contexts: int = Field(
         default=0,
         ge=0,
-        validation_alias=AliasChoices("warmup_contexts", "imitated"),  # its name in older files
         description="contexts of the warm start (from eviction errors) of a policy that is trained from scratch",
     )
     student: Literal["continuation", "full"] = Field(

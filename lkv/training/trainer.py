@@ -129,7 +129,7 @@ class Trainer:
             checkpoint.load_policy(self.policy)
             checkpoint.load_optimizer(self.policy, self._optimizer)
             # The call that began the run knows what it started from and on which data.
-            self.policy.card = checkpoint.card or self.policy.card
+            self.policy.card = checkpoint.card
             self._step = checkpoint.step
             self._print(f"continuing from step {self._step} of {self._config.steps}, saved in {self._folder}")
         elif not self._is_calibrated:

@@ -48,7 +48,9 @@ def test_commands_that_load_a_model_take_its_device(name):
 
 
 def test_training_options_are_the_settings():
-    options = parse_arguments("train --data x --out x --imitated 3 --no-position --lr 1e-2 --key unrotated".split())
+    options = parse_arguments(
+        "train --data x --out x --warmup-contexts 3 --no-position --lr 1e-2 --key unrotated".split()
+    )
     changed = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
     assert changed == {"warmup_contexts": 3, "position": False, "lr": 0.01, "key": "unrotated"}
 

@@ -12,7 +12,7 @@ from tests.commands import main
 from tests.conftest import save_model
 from tests.training.test_data import folder  # noqa: F401
 
-SMALL = tuple("--steps 4 --min-tokens 60 --max-tokens 120 --batch 2 --imitated 2 --validation-samples 2".split())
+SMALL = tuple("--steps 4 --min-tokens 60 --max-tokens 120 --batch 2 --warmup-contexts 2 --validation-samples 2".split())
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -98,7 +98,8 @@ def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
 
 def test_checkpoints_that_are_none_are_named(tmp_path):
     path = tmp_path / "checkpoint.safetensors"
-    good = {"step": "1", "config": json.dumps({})}
+    spec = json.dumps(asdict(trainer(tmp_path)[1].spec))
+    good = {"step": "1", "config": "{}", "card": "{}", "model": spec}
     changes = ({"step": "x"}, {"step": "9" * 5000}, {"config": "["}, {"config": "3"}, {"card": "[]"}, {"model": "{}"})
     for metadata in (None, {}, {"step": "1"}, *(good | change for change in changes)):
         path.write_bytes(save({"policy.x": torch.zeros(1)}, metadata))
@@ -309,6 +310,6 @@ def test_a_standard_input_that_is_closed_holds_no_text(monkeypatch, capsys):
 def test_answers_beyond_the_terminals_characters_are_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr("lkv.cli.main.parse_arguments", lambda _: SimpleNamespace(run=lambda: print("Brücke")))
+    monkeypatch.setattr("lkv.cli.main.parse_arguments", lambda *_: SimpleNamespace(run=lambda: print("Brücke")))
     assert main([]) == 0
     assert stream.buffer.getvalue() == b"Br\\xfccke\n"
