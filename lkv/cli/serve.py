@@ -78,7 +78,6 @@ class Serve(PolicyOptions, RunOptions):
         import uvicorn
 
         from lkv.serving.app import make_app
-        from lkv.serving.middleware import BoundedProtocol
         from lkv.serving.service import make_service
 
         service = make_service(self.model_dump())
@@ -88,7 +87,6 @@ class Serve(PolicyOptions, RunOptions):
             app,
             host=self.host,
             port=self.port,
-            http=BoundedProtocol,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=int(self.grace) + 1,

@@ -1,7 +1,6 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
-from email.message import Message as Headers
-from email.utils import collapse_rfc2231_value
+import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -72,7 +71,6 @@ Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Memory = Annotated[str | float, PlainValidator(_check_memory)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
-_MAX_STRINGS, _MAX_STRUCTURE = 20_000, 200_000  # of JSON: number, bytes outside of strings
 
 _Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest")
 _SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
@@ -168,56 +166,41 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> ContextReq
     """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
     if query:
         raise PromptError("the query of the URL is not read; send its fields in the form or in the JSON body.")
-    headers = Headers()
-    headers["content-type"] = content_type[:_MAX_PART_HEADERS]
-    if headers.get_content_type() != "multipart/form-data":
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
         return parse(ContextRequest, body)
-    _parameter(headers, "charset", is_charset=True)
+    if (_parameter(content_type, "charset") or "utf-8").lower() not in ("utf-8", "us-ascii"):
+        raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
     fields: dict[str, Any] = {}
-    names: list[str] = []
-    for part, data in _form_parts(body, _parameter(headers, "boundary") or ""):
-        name, file = (_parameter(part, each, "content-disposition") for each in ("name", "filename"))
-        if name in names and name != "protect":
+    file_name: str | None = None
+    for name, file, text in _form_parts(body, _parameter(content_type, "boundary") or ""):
+        if name == "protect":
+            fields.setdefault(name, []).append(text)
+            continue
+        if name in fields:
             raise PromptError(f"the form has the field {name[:80]!r} twice; send it once.")
-        names.append(str(name))
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
-            raise PromptError(f"the form's field {str(name)[:80]!r} {problem}") from None
-        if "\0" in text:
-            problem = "holds NUL characters, so it is UTF-16 or no text; save or send it as UTF-8."
-            raise PromptError(f"the form's field {str(name)[:80]!r} {problem}")
-        if name == "file":
-            if file is None:
-                raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")
-            fields["text"] = text
-            fields.setdefault("name", (file or "")[:200])
-        elif name == "protect":
-            fields.setdefault("protect", []).append(text)
-        else:
-            fields[str(name)] = text
-    if "file" in names and "text" in names:
-        raise PromptError("the form has a file and a text; send one of them.")
+        if name == "file" and file is None:
+            raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")
+        fields[name] = text
+        file_name = file if name == "file" else file_name
+    if "file" in fields:
+        if "text" in fields:
+            raise PromptError("the form has a file and a text; send one of them.")
+        fields["text"] = fields.pop("file")
+        fields.setdefault("name", (file_name or "")[:200])
     return parse(ContextRequest, fields)
 
 
-def _parameter(headers: Headers, name: str, header: str = "content-type", is_charset: bool = False) -> str | None:
-    """A parameter of a header; None where it is missing. Raises PromptError for any charset but UTF-8."""
-    try:
-        value = headers.get_param(name, header=header)
-    except TypeError:  # of RFC 2231's forms, email cannot sort NAME* among NAME*0, NAME*1, ...
-        raise PromptError(f"the form has a {header} both whole and in pieces; send each parameter once.") from None
-    text, charset = (value[2], value[0]) if isinstance(value, tuple) else (value, None)  # RFC 2231
-    # Other charsets decode slowly, or not what was sent.
-    for used in (charset, text if is_charset else None):
-        if (used or "utf-8").lower() not in ("utf-8", "us-ascii"):
-            raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
-    return None if value is None else collapse_rfc2231_value(value)
+def _parameter(header: str, name: str) -> str | None:
+    """Return a parameter of a header such as `form-data; name="file"`, or None."""
+    found = re.search(rf';\s*{name}=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', header, re.IGNORECASE)
+    return None if found is None else re.sub(r"\\(.)", r"\1", found[1] or "") or found[2] or ""
 
 
-def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
-    """Headers and content of the parts of a form. Raises PromptError for a body that is no form, or has many parts."""
+def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, str]]:
+    """Return the name, file name and text of each part of a form.
+
+    Raises PromptError for a body that is no form, for too many parts and for anything but UTF-8.
+    """
     parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"), _MAX_PARTS + 2)
     if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
         raise PromptError(f"the form is incomplete, or has more than {_MAX_PARTS} fields; send it again.")
@@ -226,19 +209,22 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[Headers, bytes]]:
         head, end, data = part.partition(b"\r\n\r\n")
         if not end or len(head) > _MAX_PART_HEADERS:
             raise PromptError("a part of the form has no headers, or too long ones; send it again.")
-        headers = Headers()
-        for line in head.decode("utf-8", "replace").split("\r\n"):
-            name, _, value = line.partition(":")
-            if name.strip().lower() == "content-disposition":
-                headers["content-disposition"] = value.strip()
-        form_parts.append((headers, data))
+        header = head.decode("utf-8", "replace")
+        name = _parameter(header, "name") or ""
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
+            raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
+        if "\0" in text:
+            problem = "holds NUL characters, so it is UTF-16 or no text; save or send it as UTF-8."
+            raise PromptError(f"the form's field {name[:80]!r} {problem}")
+        form_parts.append((name, _parameter(header, "filename"), text))
     return form_parts
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
     """The body of a request, JSON or the fields of a form. Raises PromptError with one problem."""
-    if isinstance(data, bytes):
-        _check_structure(data)
     try:
         return schema.model_validate_json(data) if isinstance(data, bytes) else schema.model_validate(data)
     except ValidationError as error:
@@ -253,13 +239,6 @@ def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
             says = "this field is missing" if problem["type"] == "missing" else problem["msg"]
             raise PromptError(f"{field}: {says}; {schema.example}.") from None
         raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
-
-
-def _check_structure(body: bytes) -> None:
-    """Raise PromptError for JSON with more values than any request has: each takes much more memory than its text."""
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') > 2 * _MAX_STRINGS or len(b"".join(plain.split(b'"')[::2])) > _MAX_STRUCTURE:
-        raise PromptError("the body: it has more fields or list entries than any request needs; send less.")
 
 
 def error_response(error: LkvError) -> JSONResponse:

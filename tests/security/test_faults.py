@@ -17,7 +17,6 @@ from lkv.errors import StoreError, UnknownContextError
 from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
 from lkv.serving.app import make_app
-from lkv.serving.middleware import RequestGuard
 from lkv.serving.service import Service
 from lkv.serving.store import ContextStore
 from tests.conftest import tiny_llama
@@ -221,10 +220,7 @@ def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, 
             assert is_complete or service.answers.tokens - before < LONG
             if not was_cancelled:  # it ended before: so it does wherever it would be cancelled later
                 break
-    guard = app.middleware_stack
-    while not isinstance(guard, RequestGuard):
-        guard = guard.app
-    assert cancelled > 3 and guard._received == 0
+    assert cancelled > 3
     until(lambda: not service.jobs())
     assert service.is_healthy and not service.answers._waiting
     assert service.ask(TURN, "", 3, SamplingParams()).done.wait(20)

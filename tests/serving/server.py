@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.serving.answers import Answer
 from lkv.serving.app import make_app
-from lkv.serving.middleware import BoundedProtocol
 from lkv.serving.service import Service
 from tests.conftest import save_model
 from tests.context.test_chat import TEMPLATE
@@ -74,9 +73,7 @@ class Server:
     def __init__(self, service: Service, key: str | None = None, local: bool = True, grace: float = 5.0):
         self.service, self.key = service, key
         app = make_app(service, key, local, grace)
-        self._uvicorn = uvicorn.Server(
-            uvicorn.Config(app, port=0, http=BoundedProtocol, log_level="error", access_log=False)
-        )
+        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()
         while not self._uvicorn.started:
