@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.common import RESULTS, method_of
+from experiments.data.hub import HUB_SOURCES
 from experiments.data.loom import NEXT_CODE
 from experiments.tables import KVZIP_KEEPS_FIRST, date_of, document, interval, read, table
 from lkv.methods.registry import find_method
 from lkv.policy.shipped import card_stages, shipped_policies
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
-from lkv.training.data.public_datasets import PUBLIC_DATASETS
 from lkv.training.trainer import ADAMW_BETAS
 
 CLAIMS = Path(__file__).with_name("claims.json")
@@ -223,8 +223,7 @@ def _shipped_training() -> dict[str, str]:
 
 def deviations() -> list[list[str]]:
     """(what, the paper, here) of every deviation, with the settings of preset `paper` as they are."""
-    config, stack = TrainingConfig(), PUBLIC_DATASETS["the_stack"].hub
-    assert stack is not None
+    config, stack = TrainingConfig(), HUB_SOURCES["the_stack"]
     named = (
         vars(config)
         | {

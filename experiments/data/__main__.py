@@ -44,8 +44,8 @@ class Build(ModelOptions):
         if self.recipe == "wide":
             self.refuse_unread("the recipe wide", "--lock")
         from experiments.data.build import DataBuildConfig, build_dataset
+        from experiments.data.folders import describe_dataset
         from lkv.hf.loading import load_tokenizer
-        from lkv.training.data.built_dataset import describe_dataset
 
         config = DataBuildConfig(**self.model_dump(exclude={"model", "revision"}))
         build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
@@ -59,7 +59,7 @@ class Stats(Command):
 
     def run(self) -> None:
         """Print the statistics."""
-        from lkv.training.data.built_dataset import describe_dataset
+        from experiments.data.folders import describe_dataset
 
         print("\n".join(describe_dataset(self.folder)))
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from experiments.data.folders import read_name_map
+from experiments.data.hub import HUB_SOURCES, LoadDataset, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
 from lkv.errors import DataError
 from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
@@ -25,15 +27,12 @@ from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
 from lkv.training.data.public_datasets import (
     PUBLIC_DATASETS,
     DatasetIndex,
-    LoadDataset,
     digest_of,
-    download_rows,
     index_folder,
     match_dataset,
-    read_name_map,
     sha256_of,
 )
-from lkv.training.data.samples import tokenize_sample
+from lkv.training.data.samples import Sample, tokenize_sample
 from lkv.utils.data_files import read_json, read_records
 from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
@@ -48,7 +47,26 @@ _ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one samp
 _MIN_ROWS = 2000
 
 
-Recipe = Loom | Mixture  # where candidates for samples come from
+class Wide:
+    """The mixture of `lkv train` as a recipe, which has one source of candidates."""
+
+    def __init__(self, mixture: Mixture):
+        self.mixture = mixture
+
+    def shares(self) -> dict[str, float]:
+        """The share of the source."""
+        return {"wide": 1.0}
+
+    def num_candidates(self, source: str, samples: int) -> int:
+        """How many candidates there are at most for `samples` samples."""
+        return 20 * samples
+
+    def candidate(self, source: str, number: int) -> Sample:
+        """Make candidate `number`, with as many continuations as preset cpu has."""
+        return self.mixture.sample(number, 6, 1200)
+
+
+Recipe = Loom | Wide  # where candidates for samples come from
 
 
 @dataclass(frozen=True)
@@ -117,8 +135,8 @@ def build_dataset(
     else:
         training, held_out = _open_loom(config, tokenizer, remove_overlapping, sources, load)
     plan["sources"] = sources
-    if isinstance(training, Mixture):
-        plan["weights"] = training.weights
+    if isinstance(training, Wide):
+        plan["weights"] = training.mixture.weights
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
     return builder.build({"train": (training, config.samples), "heldout": (held_out, config.held_out)})
 
@@ -165,8 +183,7 @@ def _open_loom(
 
 def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
     """Items drawn over all rows of a set on the hub, at the commit of `config.lock` if any; and its manifest entry."""
-    hub = PUBLIC_DATASETS[name].hub
-    assert hub is not None
+    hub = HUB_SOURCES[name]
     rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
     commit: str | None = None
     if config.lock:
@@ -217,7 +234,7 @@ def _open_wide(
         title, licence, _ = BUILTIN_TEXTS[name]
         about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
         sources[name] = about | sources.get(name, {})
-    return training, training.held_out(config.seed)
+    return Wide(training), Wide(training.held_out(config.seed))
 
 
 def check_same_settings(out: Path, plan: dict[str, Any]) -> None:

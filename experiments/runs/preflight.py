@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
+from experiments.data.hub import HUB_SOURCES
 from experiments.data.loom import LOOM_RATIOS
 from lkv.cli.doctor import BAD, examine
 from lkv.context.document_reader import read_document
@@ -121,8 +122,8 @@ def _longbench(folder: Path | None) -> Iterator[str]:
 def _training_data(folder: Path | None, api: Any) -> Iterator[str]:
     used = index_folder(folder, LOOM_RATIOS).used if folder else {}
     for name in LOOM_RATIOS:
-        dataset, source = PUBLIC_DATASETS[name], PUBLIC_DATASETS[name].hub
-        if name not in used and source and (reason := _no_access(api, source.repository, "dataset")):
+        dataset, source = PUBLIC_DATASETS[name], HUB_SOURCES[name]
+        if name not in used and (reason := _no_access(api, source.repository, "dataset")):
             yield (
                 f"{dataset.title} is not in the folder, and {source.repository} cannot be downloaded ({reason}); put "
                 f"one of {', '.join(dataset.files)} there."

@@ -43,8 +43,7 @@ from lkv.utils.cpp_compiler import find_compiler
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
-from tests.training.conftest import folder  # noqa: F401
-from tests.training.made_sets import Tokens, prose
+from tests.experiments.made_sets import Tokens, prose
 
 
 def test_lengths_have_one_number_or_one_each():
@@ -323,7 +322,7 @@ def test_the_cost_of_comparing_is_timed_anew_on_every_sample(tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.json"]
 
 
-def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):  # noqa: F811
+def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     places = {name: next(str(path) for path in files if match_dataset(path) == name) for name in data_build.STAND_INS}
     monkeypatch.setattr(data_build, "load_tokenizer", lambda name: Tokens())

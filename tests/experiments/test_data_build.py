@@ -8,15 +8,16 @@ import pytest
 
 from experiments.data import build as building
 from experiments.data.build import DatasetBuilder, build_dataset, split_samples
+from experiments.data.folders import describe_dataset
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
-from lkv.training.data.built_dataset import BuiltDataset, describe_dataset, read_manifest
+from lkv.training.data.built_dataset import BuiltDataset, read_manifest
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import Passage, ShortQuestion
 from lkv.training.data.samples import Continuation, Sample
 from tests.commands import main
-from tests.training.made_sets import Tokens, files, lines_of, prose, rows_of, settings
+from tests.experiments.made_sets import Tokens, files, lines_of, prose, rows_of, settings
 
 
 def build(out, folder, **changes):

@@ -1,8 +1,7 @@
-"""A folder that `python -m experiments.data build` wrote: its manifest, what it holds, and its samples."""
+"""A folder that `python -m experiments.data build` wrote: its manifest and its samples."""
 
 import json
 import random
-from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -16,31 +15,6 @@ from lkv.utils.data_files import read_json
 
 MANIFEST, PROGRESS = "build.json", "progress.json"
 FORMAT = 1
-
-
-def describe_dataset(folder: Path) -> list[str]:
-    """Lines that describe a built folder. Raises DataError for one that is none."""
-    manifest = read_manifest(folder)
-    columns = {"least": 8, "median": 8, "mean": 10, "most": 8}
-    heading = "".join(f"{name:>{width}}" for name, width in columns.items())
-    lines = [f"{'':24}{'wanted':>8}{'samples':>8}{'share':>8}{heading}  rejected"]
-    totals: Counter[str] = Counter()
-    for name, stream in manifest["streams"].items():
-        totals[name.split("-")[0]] += stream["samples"]
-    for name, stream in manifest["streams"].items():
-        share = stream["samples"] / max(1, totals[name.split("-")[0]])
-        rejected = ", ".join(f"{count} {reason}" for reason, count in stream["rejected"].items()) or "none"
-        numbers = "".join(f"{stream['tokens'].get(key, 0):>{width},}" for key, width in columns.items())
-        lines.append(f"{name:24}{stream['wanted']:>8,}{stream['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
-    lines.append(
-        f"recipe {manifest['recipe']}, seed {manifest['seed']}, lengths counted by {manifest['tokenizer']['name']}"
-    )
-    for name, source in manifest["sources"].items():
-        dropped = f", {source['dropped']} dropped for overlap" if "dropped" in source else ""
-        lines.append(
-            f"{name}: {source['title']} ({source['licence']}), {source['items']:,} items{dropped}; {source['from']}"
-        )
-    return lines
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

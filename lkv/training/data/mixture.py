@@ -158,18 +158,6 @@ class Mixture:
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
         return Sample(source, context, tuple(answers))
 
-    def shares(self) -> dict[str, float]:
-        """As a recipe of `python -m experiments.data build`, the mixture is one source of candidates."""
-        return {"wide": 1.0}
-
-    def num_candidates(self, source: str, samples: int) -> int:
-        """How many candidates there are at most for `samples` samples."""
-        return 20 * samples
-
-    def candidate(self, source: str, number: int) -> Sample:
-        """Make candidate `number`, with as many continuations as preset cpu has."""
-        return self.sample(number, 6, 1200)
-
     @property
     def lines(self) -> list[str]:
         """Lines that list each file as used or skipped."""

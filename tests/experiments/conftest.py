@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lkv.training.data.documents import TREC_CLASSES
-from tests.training.made_sets import rows_of
+from tests.experiments.made_sets import rows_of
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,13 @@ import pytest
 
 from experiments.data import build as building
 from experiments.data.build import build_dataset
+from experiments.data.hub import HUB_SOURCES, _draw_lines, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, ShortQuestion, read_dataset
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, _draw_lines, download_rows, match_dataset
+from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.data_files import read_records
-from tests.training.made_sets import Tokens, files, lines_of, rows_of, settings
+from tests.experiments.made_sets import Tokens, files, lines_of, rows_of, settings
 
 
 @pytest.mark.parametrize("name", LOOM_RATIOS)
@@ -62,7 +63,7 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
     ):
         download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=25, **o))
     path, commit = download_rows("mmlu", tmp_path, 60, load=load)
-    assert commit == PUBLIC_DATASETS["mmlu"].hub.revision and len(commit) == 40
+    assert commit == HUB_SOURCES["mmlu"].revision and len(commit) == 40
     assert [options["split"] for _, options in asked] == ["auxiliary_train", "auxiliary_train", "dev"]
     assert all(o == {"split": o["split"], "name": "all", "revision": commit, "streaming": True} for _, o in asked)
     drawn, every = [row for _, row in read_records(path)], list(rows_of("mmlu", 40))
@@ -147,7 +148,7 @@ def test_a_draw_takes_every_row_as_often_as_the_others():
 
 
 def test_a_build_from_the_hub_alone(tmp_path):
-    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
+    names = {hub.repository: name for name, hub in HUB_SOURCES.items()}
 
     def load(repository, **options):
         assert options["streaming"] and len(options["revision"]) == 40
@@ -165,7 +166,7 @@ def test_a_build_from_the_hub_alone(tmp_path):
 
 def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path, monkeypatch):
     """And that one goes on to what it would have been."""
-    names = {hub.repository: name for name, own in PUBLIC_DATASETS.items() if (hub := own.hub)}
+    names = {hub.repository: name for name, hub in HUB_SOURCES.items()}
     monkeypatch.setattr(building, "_SHARD_SAMPLES", 4)
     monkeypatch.setattr(building, "_MIN_ROWS", 10)
     lock = tmp_path / "lock.json"
