@@ -9,7 +9,7 @@ This is the harness's own command line, with `lkv` registered; in Python, import
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -62,13 +62,62 @@ class TaskStatistics:
         """For the results; bytes are those of the compressed contexts alone."""
         return {
             "requests": self.requests,
-            "contexts_left_whole": self.uncompressed,
+            "num_uncompressed": self.uncompressed,
             "context_tokens": self.tokens,
             "realised_retention": self.kept_tokens / self.tokens if self.tokens else 1.0,
             "bytes_held": self.nbytes,
             "bytes_full": self.full_nbytes,
-            "context_told_by": self.splits,
+            "split_source": self.splits,
         }
+
+
+@dataclass(frozen=True)
+class LKVSettings:
+    """What `--model_args` of `--model lkv` takes beside the arguments of `hf`.
+
+    Args:
+        method: As in `lkv.compress`; "full" for the uncompressed cache.
+        retention: As in `lkv.compress`.
+        policy: As in `lkv.compress`.
+        bits: As in `lkv.compress`.
+        context_field: Where the context ends, see `ContextSplit`.
+        question_marker: Where the question begins, see `ContextSplit`.
+        window: The tokens of the question if neither is known, see `ContextSplit`.
+        min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
+            cannot compress.
+        tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
+            context, or more bytes than its entries need.
+    """
+
+    method: str = "lkv"
+    retention: float = 0.15
+    policy: Any = None
+    bits: int | None = None
+    context_field: str | None = None
+    question_marker: str | None = None
+    window: int = 64
+    min_context: int = 64
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        if type(self.min_context) is not int or self.min_context < 1:
+            raise IntegrationError(
+                f"min_context is {self.min_context!r}, but it is a number of tokens: give 1 or more."
+            )
+
+    @property
+    def max_retention(self) -> float:
+        """The largest share of a context's entries that a method may keep."""
+        return 1.0 if self.method == FULL else self.retention + self.tolerance
+
+    def split(self) -> ContextSplit:
+        """Return how prompts are split into context and question."""
+        return ContextSplit(self.context_field, self.question_marker, self.window)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the settings that the results state."""
+        retention = None if self.method == FULL else self.retention
+        return {"method": self.method, "retention": retention, "bits": self.bits}
 
 
 @register_model("lkv")
@@ -78,38 +127,13 @@ class LKVLM(HFLM):
     Prompts are read one at a time.
     """
 
-    def __init__(
-        self,
-        pretrained: Any,
-        method: str = "lkv",
-        retention: float = 0.15,
-        policy: Any = None,
-        bits: int | None = None,
-        context_field: str | None = None,
-        question_marker: str | None = None,
-        window: int = 64,
-        min_context: int = 64,
-        tolerance: float = 0.0,
-        batch_size: Any = 1,
-        **options: Any,
-    ):
+    def __init__(self, pretrained: Any, batch_size: Any = 1, **options: Any):
         """Load the model.
 
         Args:
             pretrained: As in the harness's `hf`.
-            method: As in `lkv.compress`; "full" for the uncompressed cache.
-            retention: As in `lkv.compress`.
-            policy: As in `lkv.compress`.
-            bits: As in `lkv.compress`.
-            context_field: Where the context ends, see `ContextSplit`.
-            question_marker: Where the question begins, see `ContextSplit`.
-            window: The tokens of the question if neither is known, see `ContextSplit`.
-            min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
-                cannot compress.
-            tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
-                context, or more bytes than its entries need.
             batch_size: Accepted, and always 1.
-            options: As in the harness's `hf`.
+            options: The fields of `LKVSettings`, and what the harness's `hf` takes.
 
         Raises:
             IntegrationError: For options that exclude each other. Also what `RaggedCache` raises.
@@ -119,21 +143,23 @@ class LKVLM(HFLM):
                 "--model lkv takes decoders that compute in the dtype of their weights: leave out backend and "
                 "mixed_precision_dtype, and give dtype=bfloat16, for example."
             )
-        if type(min_context) is not int or min_context < 1:
-            raise IntegrationError(f"min_context is {min_context!r}, but it is a number of tokens: give 1 or more.")
-        self._split = ContextSplit(context_field, question_marker, window)
+        names = {each.name for each in fields(LKVSettings)}
+        settings = LKVSettings(**{name: value for name, value in options.items() if name in names})
+        self._settings, self._split = settings, settings.split()
         loading = {"use_safetensors": True} if isinstance(pretrained, str) else {}
-        super().__init__(pretrained, batch_size=1, **loading | options)
+        loading |= {name: value for name, value in options.items() if name not in names}
+        super().__init__(pretrained, batch_size=1, **loading)
         patch_attention(self.model)
         self._method: Any = FULL
-        if method != FULL:
+        if settings.method != FULL:
             self._method = resolve_method(
-                method, self.model, retention=retention, policy=policy, tokenizer=self.tokenizer
+                settings.method,
+                self.model,
+                retention=settings.retention,
+                policy=settings.policy,
+                tokenizer=self.tokenizer,
             )
-        self._max_retention = 1.0 if method == FULL else retention + tolerance
-        self._bits: dict[str, Any] = {} if bits is None else {"bits": bits}
-        self._min_context = min_context
-        self._settings = {"method": method, "retention": None if method == FULL else retention, "bits": bits}
+        self._cache_options: dict[str, Any] = {} if settings.bits is None else {"bits": settings.bits}
         self._statistics: dict[str, TaskStatistics] = {}
         self._question: list[int] | None = None  # ids after the context of the current request
         self._task = ""
@@ -175,7 +201,7 @@ class LKVLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """The harness's information, and under "lkv" the settings and how the contexts of each task were compressed."""
         tasks = {task: statistics.summary() for task, statistics in self._statistics.items()}
-        return {**super().get_model_info(), "lkv": {**self._settings, "tasks": tasks}}
+        return {**super().get_model_info(), "lkv": {**self._settings.summary(), "tasks": tasks}}
 
     def _progress(self, requests: list[Any], is_quiet: bool) -> Iterator[Any]:
         return iter(tqdm(requests, disable=is_quiet or self.rank != 0, desc="Running requests on compressed contexts"))
@@ -224,7 +250,7 @@ class LKVLM(HFLM):
         if context_tokens >= 0 and ids[0, context_tokens:].tolist() != self._question:
             raise IntegrationError(f"{self._task}: the harness cut the question off; leave truncation=True out.")
         context = None
-        if context_tokens >= self._min_context:
+        if context_tokens >= self._settings.min_context:
             context = self._compress(ids[0, :context_tokens].tolist())
         self._statistics[self._task].add(max(0, context_tokens), context)
         if context is None:
@@ -241,8 +267,8 @@ class LKVLM(HFLM):
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
             with suppress(PromptError):  # the method needs a longer text, or a shorter one
-                context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._bits)
-                check_size(context, self._max_retention, self._task)
+                context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._cache_options)
+                check_size(context, self._settings.max_retention, self._task)
                 self._last = context
         return self._last
 

@@ -105,7 +105,7 @@ def test_answer_equals_a_model_with_evicted_entries_masked(parts):
     held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
     context, heads = row.hidden[0][0], 3 * 2
     assert held["realised_retention"] == int(RETENTION * context) / context
-    assert held["context_tokens"] == context and held["context_told_by"] == {"field": 1}
+    assert held["context_tokens"] == context and held["split_source"] == {"field": 1}
     assert held["bytes_full"] == context * heads * 2 * 8 * 8
     assert int(RETENTION * context) * heads * 2 * 8 * 8 <= held["bytes_held"] < 0.5 * held["bytes_full"]
 
@@ -139,7 +139,7 @@ def test_window_and_uncompressed_contexts_are_reported(parts):
     lm.loglikelihood(requests("loglikelihood", (PROMPT, " 4"), ("Boats?", " 41"), document={}), True)
     held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
     context = len(PROMPT) - 10
-    assert held["context_told_by"] == {"window": 2} and held["contexts_left_whole"] == 1
+    assert held["split_source"] == {"window": 2} and held["num_uncompressed"] == 1
     assert held["realised_retention"] == int(RETENTION * context) / context
 
 
@@ -152,7 +152,7 @@ def test_a_context_that_the_method_cannot_compress_is_left_whole(parts):
     found, stock = lm.loglikelihood(asked, True), harness(parts, "hf").loglikelihood(asked, True)
     assert found[0][0] == pytest.approx(stock[0][0], abs=1e-9) and abs(found[1][0] - stock[1][0]) > 1e-3
     held = lm.get_model_info()["lkv"]["tasks"]["some_task"]
-    assert held["contexts_left_whole"] == 1 and held["context_tokens"] == 64 + 65
+    assert held["num_uncompressed"] == 1 and held["context_tokens"] == 64 + 65
     assert held["realised_retention"] == pytest.approx((64 + 65 // 2) / (64 + 65))
 
 
@@ -226,7 +226,7 @@ def test_longbench_from_local_files(folder, tmp_path, monkeypatch):
     assert (held["method"], held["retention"]) == ("knorm", RETENTION)
     for task, asked in zip(tasks, (2, 8), strict=True):
         report = held["tasks"][task]
-        assert report["requests"] == asked and report["context_told_by"] == {"field": asked}
+        assert report["requests"] == asked and report["split_source"] == {"field": asked}
         assert RETENTION - 0.01 < report["realised_retention"] <= RETENTION
         assert report["bytes_held"] < 0.6 * report["bytes_full"]
     assert 0 <= results["results"]["longbench_qasper"]["qa_f1_score,none"] <= 1
@@ -251,7 +251,7 @@ def test_ruler_from_the_harness(folder, tmp_path, monkeypatch):
     given = {"pretrained": str(folder), "max_seq_lengths": [700]}
     results = evaluate(monkeypatch, folder, ["niah_single_1"], tasks, **given)
     report = results["config"]["lkv"]["tasks"]["niah_single_1"]
-    assert report["context_told_by"] == {"marker": 2} and report["context_tokens"] > 200
+    assert report["split_source"] == {"marker": 2} and report["context_tokens"] > 200
     assert RETENTION - 0.01 < report["realised_retention"] <= RETENTION
     for sample in results["samples"]["niah_single_1"]:
         prompt, end = sample["arguments"][0][0], "\nWhat is the special magic number for "

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lkv.integrations.vllm.attention import AmxLayout, CPUPages, FlashPages, PageLayout, page_layout
 from lkv.integrations.vllm.batch import Batch, Row
+from lkv.integrations.vllm.pages import AmxLayout, CPUPages, FlashPages, PageLayout, page_layout
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 32, 32, 12
 SCALE = DIM**-0.5
@@ -47,7 +47,7 @@ def test_the_log_sum_exp_of_pages_on_a_cpu(case, monkeypatch):
     expected = oracle(key, tables, batch, query).float()
     torch.testing.assert_close(pages.log_sum_exp(batch, query, tables, SCALE), expected, atol=1e-5, rtol=1e-5)
     # In blocks of few queries, too.
-    monkeypatch.setattr("lkv.integrations.vllm.attention._MAX_SCORES", 1)
+    monkeypatch.setattr("lkv.integrations.vllm.pages._MAX_SCORES", 1)
     torch.testing.assert_close(pages.log_sum_exp(batch, query, tables, SCALE), expected, atol=1e-5, rtol=1e-5)
     read_key, read_value = pages.read(tables[3], 90)
     assert torch.equal(read_key, key[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
@@ -96,7 +96,7 @@ def test_pages_for_amx(case, monkeypatch):
             cache[:, :, 0, place] = key[:, :, token, channel]
             place = channel // 16 * 16 * SIZE + token // 2 * 32 + channel % 16 * 2 + token % 2
             cache[:, :, 1, place] = value[:, :, token, channel]
-    monkeypatch.setattr("lkv.integrations.vllm.attention.page_layout", lambda *_: AmxLayout)
+    monkeypatch.setattr("lkv.integrations.vllm.pages.page_layout", lambda *_: AmxLayout)
     pages = CPUPages(cache.view(BLOCKS, HEADS, SIZE, 2 * DIM), DIM)
     found = pages.log_sum_exp(batch, query, tables, SCALE)
     torch.testing.assert_close(found, oracle(key, tables, batch, query).float(), atol=1e-5, rtol=1e-5)

@@ -16,6 +16,7 @@ from lkv.context.compression import compress as compress_with_transformers
 from lkv.context.context import Context
 from lkv.errors import LkvError, StoreError
 from lkv.integrations.vllm import adapter
+from lkv.integrations.vllm import worker as worker_hooks
 from lkv.integrations.vllm.contexts import VllmContexts, unsupported_reason
 from lkv.integrations.vllm.requests import compress
 from lkv.policy.policy import Policy
@@ -214,7 +215,7 @@ def test_memory_of_contexts_is_taken_from_that_of_pages(lab):
         (None, {}, 10),
     ):
         config.cache_config.kv_cache_memory_bytes, config.additional_config = size, extra
-        assert adapter._determine_available_memory(lambda _: 10 * 2**20, worker) == left * 2**20
+        assert worker_hooks._determine_available_memory(lambda _: 10 * 2**20, worker) == left * 2**20
 
 
 def test_a_policy_of_another_model_is_refused(lab, tmp_path):
@@ -250,5 +251,5 @@ def test_a_vllm_that_does_not_fit_is_left_alone(monkeypatch):
     lines = []
     monkeypatch.setattr(adapter._LOG, "warning", lambda line, *args: lines.append(line % args))
     adapter.register()
-    assert len(lines) == 1 and "does not fit" in lines[0] and "has no parameter" in lines[0]
+    assert len(lines) == 1 and "Unsupported vLLM version" in lines[0] and "has no parameter" in lines[0]
     assert not hasattr(InputProcessor.process_inputs, "_lkv_hooked")

@@ -9,11 +9,13 @@ log-sum-exp. See docs/guides/vllm.md.
 
 | file | what it does |
 |---|---|
-| `adapter.py` | the entry point of the plugin, and every place where it hooks into vLLM |
+| `adapter.py` | the entry point of the plugin, hooks into the front end, and a list of all hooks |
+| `worker.py` | hooks into the worker, and its RPCs |
 | `contexts.py` | settings; stored contexts of vLLM's model, in each process |
 | `skeleton.py` | the transformers model without weights, by which contexts are checked, loaded and scored |
 | `requests.py` | checks requests in the front end; prompts for `vllm.LLM` |
 | `batch.py` | one forward pass of the worker: which tokens follow which context, which texts are compressed |
 | `attention.py` | attention backends: CPU, CUDA |
+| `pages.py` | k and v in vLLM's pages, and the log-sum-exp of attention over them |
 | `http.py` | `/v1/contexts`, and chats about contexts |
 """

@@ -13,6 +13,7 @@ from lkv.integrations.vllm.contexts import Compression, NewContext, VllmContexts
 from lkv.kernels.ragged_attention import merge_attention
 
 CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
+BATCH_KEY = "lkv"  # of the forward context's additional arguments
 _WORK = "_lkv_work"
 _LOG = logging.getLogger("vllm.lkv")
 
@@ -131,9 +132,9 @@ class Batch:
         output[self.tokens] = merged[0].transpose(0, 1).to(output.dtype)
 
     def finish(self, hidden: Tensor) -> None:
-        """Have the contexts stored that are complete; `hidden` [N, .] is what the model has computed.
+        """Store the complete contexts; `hidden` [N, .] is the output of the model.
 
-        Where a context was lost, an answer without it would look right: it gets tokens that say nothing.
+        Requests whose context was lost return filler tokens, so that the error is visible.
         """
         for tokens in self.lost_tokens:
             hidden[tokens] = 0

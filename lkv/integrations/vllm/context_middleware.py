@@ -2,7 +2,8 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -13,19 +14,37 @@ from lkv.errors import LkvError, PromptError
 from lkv.serving.middleware import refuse
 from lkv.serving.schemas import error_object, error_response
 
-if TYPE_CHECKING:
-    from lkv.integrations.vllm.http import ContextRoutes
-
 PREFIX = "lkv_"  # of all that names contexts
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _MAX_BODY = 64 * 2**20  # bytes of a request to vLLM's routes, images and sound included
 _SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
 
 
+class Contexts(Protocol):
+    """The contexts of a server, as the middleware uses them."""
+
+    is_stopping: bool
+
+    async def refresh_metrics(self) -> None:
+        """Update the metrics of workers and store."""
+
+    def count_request(self, status: int) -> None:
+        """Count a request about a context by the HTTP status of its answer."""
+
+    def split_name(self, body: dict[str, Any]) -> str | None:
+        """Return the context that a request names, and put the model's own name into `body`."""
+
+    def using(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Count a request about a context, which is not deleted in the block."""
+
+    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
+        """Turn a request about a context into one that vLLM answers with the plugin."""
+
+
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them."""
 
-    def __init__(self, app: ASGIApp, routes: "ContextRoutes", local: bool, has_key: bool):
+    def __init__(self, app: ASGIApp, routes: Contexts, local: bool, has_key: bool):
         """`local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
         self._app, self._routes, self._local, self._has_key = app, routes, local, has_key
 
@@ -139,7 +158,7 @@ def _stopping_response() -> JSONResponse:
 class _Answer:
     """An answer on its way to a client, which says that the server ends where vLLM would report a failed engine."""
 
-    def __init__(self, routes: "ContextRoutes", send: Send):
+    def __init__(self, routes: Contexts, send: Send):
         self._routes, self._send = routes, send
         self.is_started = self._is_refused = False
 

@@ -37,7 +37,7 @@ from lkv.serving.service import Job, merge_jobs
 from lkv.serving.store import StoredContext, unknown_context
 from lkv.utils.prompts import encode, render_messages
 
-# What vLLM would ignore: it renders no chat about a context.
+# vLLM ignores these fields for context chats.
 _UNUSED_FIELDS = (
     "tools", "functions", "prompt_embeds", "echo", "chat_template", "chat_template_kwargs", "documents",
     "continue_final_message", "reasoning_effort", "truncate_prompt_tokens", "kv_transfer_params",

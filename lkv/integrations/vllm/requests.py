@@ -18,6 +18,7 @@ from lkv.context.protection import Span
 from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
+from lkv.integrations.vllm.pages import page_layout
 from lkv.utils.prompts import encode_question
 
 
@@ -27,8 +28,6 @@ def front_contexts(processor: Any) -> VllmContexts:
 
     config = processor.vllm_config
     if current_platform.is_cpu():
-        from lkv.integrations.vllm.attention import page_layout
-
         model = config.model_config
         page_layout(model.dtype, config.cache_config.block_size, model.get_head_size())
     return open_contexts(processor, config, torch.device("cpu"), 0)
