@@ -27,6 +27,7 @@ from lkv.errors import LkvError
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
+from lkv.methods.request import CompressionRequest
 from lkv.utils.prompts import encode_context
 from lkv.utils.statistics import bootstrap
 
@@ -129,7 +130,9 @@ def measure(subject: Subject, options: Any, number: int, names: Sequence[str]) -
         answer = Context(model, tokenizer, ids, cache).ask(QUESTION, LENGTH)
         return [INSTRUCTIONS[name].is_followed(answer, word) for name, word in zip(names, words, strict=True)]
 
-    control = compress_ids(model, tokenizer, encode_context(tokenizer, body), method=FULL).ask(QUESTION, LENGTH)
+    control = compress_ids(model, tokenizer, encode_context(tokenizer, body), CompressionRequest(method=FULL)).ask(
+        QUESTION, LENGTH
+    )
     rows = [("none", 1.0, False, [INSTRUCTIONS[n].is_followed(control, w) for n, w in zip(names, words, strict=True)])]
     rows.append((FULL, 1.0, False, follows(RaggedCache(model, method="knorm", retention=1.0))))
     for name in options.methods:

@@ -1,7 +1,7 @@
 """The settings of a cache, and what its layers share."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,20 +11,26 @@ from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
 from lkv.hf.rotation import Rotation
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.memory_budget import QUANTIZED_BITS, UNQUANTIZED, Precision, TierBudget
-from lkv.methods.method import Method
+from lkv.methods.memory_budget import UNQUANTIZED, Precision, TierBudget
+from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import REFIT
+from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Selector, check_numbers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Free slots for appended tokens: a quarter of a head's entries, between these.
 _MIN_SLACK = 16
 _MAX_SLACK_CPU, _MAX_SLACK_GPU = 32, 256
-MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache reads and evicts. See `RaggedCache` for the fields and for the errors."""
+    """How the cache of one model reads and evicts: a request with its method resolved.
+
+    The fields are those of `CompressionRequest`. Raises CacheError for options that the method does not go with.
+    """
 
     method: Method
     slack: int | None = None
@@ -34,19 +40,8 @@ class CacheConfig:
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
-            if not isinstance(flag, bool):
-                raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
-        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MAX_COUNT):
-            raise CacheError(
-                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MAX_COUNT}, or None."
-            )
-        if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
-            raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
         if self.streaming:
             self.check_prompt_declared()
-        if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
-            raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
         if self.bits is not None and self.method.tiers:
             raise CacheError("memory says in which precision entries are stored: leave bits out, or give a retention.")
         if self.stores_scores:
@@ -63,6 +58,20 @@ class CacheConfig:
                 )
             if self.method.protected:
                 raise CacheError(f"{feature} cannot keep protected spans yet; leave one of the two out.")
+
+    @classmethod
+    def resolve(
+        cls, request: CompressionRequest, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None
+    ) -> "CacheConfig":
+        """Resolve a request for `model`; `tokenizer` for methods with a second pass. Raises as `resolve_method`."""
+        method = resolve_method(
+            request.method, model, retention=request.retention, budget_tokens=request.budget_tokens,
+            memory=request.memory, policy=request.policy, pattern=request.pattern, tokenizer=tokenizer,
+            stores_scores=request.decode_eviction, protected=request.protected,
+        )  # fmt: skip
+        return cls(
+            method, request.slack, request.prompt_tokens, request.streaming, request.decode_eviction, request.bits
+        )
 
     @property
     def stores_scores(self) -> bool:

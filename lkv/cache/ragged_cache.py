@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.cache_config import MAX_COUNT, CacheConfig, LayerContext, SharedState
+from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
@@ -25,10 +25,10 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.hf.positions import check_frequencies
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
+from lkv.methods.request import MAX_COUNT, CompressionRequest
 from lkv.policy.policy import Policy
-from lkv.utils.deprecation import positional_keywords
 from lkv.utils.overrides import override_method
 
 
@@ -93,7 +93,6 @@ class RaggedCache(BaseCache):
         LkvError: If the method is unknown.
     """
 
-    @positional_keywords("policy", "retention", "method", "slack")
     def __init__(
         self,
         model: PreTrainedModel,
@@ -116,11 +115,22 @@ class RaggedCache(BaseCache):
                 "RaggedCache has no option compression_ratio: it takes the share to keep; instead of "
                 "compression_ratio=0.85 give retention=0.15."
             )
-        patched = patch_attention(model)
-        method = resolve_method(
-            method, model, retention=retention, budget_tokens=budget_tokens, memory=memory, policy=policy,
-            pattern=pattern, stores_scores=decode_eviction,
+        request = CompressionRequest(
+            retention=retention, method=method, policy=policy, budget_tokens=budget_tokens, memory=memory, slack=slack,
+            prompt_tokens=prompt_tokens, streaming=streaming, decode_eviction=decode_eviction, bits=bits,
+            pattern=pattern,
         )  # fmt: skip
+        self._build(model, CacheConfig.resolve(request, model))
+
+    @classmethod
+    def from_config(cls, model: PreTrainedModel, config: CacheConfig) -> "RaggedCache":
+        """Make a cache of a request that is resolved. Raises CacheError for a method that needs the whole prompt."""
+        cache = cls.__new__(cls)
+        cache._build(model, config)
+        return cache
+
+    def _build(self, model: PreTrainedModel, config: CacheConfig) -> None:
+        method, patched = config.method, patch_attention(model)
         if method.needs_whole_prompt:
             raise CacheError(
                 f"{method.name!r} must see the whole text before the first layer is evicted from: use "
@@ -132,7 +142,7 @@ class RaggedCache(BaseCache):
         # Entries computed with different adapters do not go together.
         self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
-        self.config = CacheConfig(method, slack, prompt_tokens, streaming, decode_eviction, bits)
+        self.config = config
         if self.config.is_tiered:
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None

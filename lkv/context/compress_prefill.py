@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -11,8 +12,6 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.utils.overrides import override_method
-
-_OWN = ("slack", "streaming", "decode_eviction", "bits")  # options of a cache that are not part of its method
 
 
 class PrefillCompression:
@@ -55,8 +54,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             "prompt_tokens follows from each prompt here; leave it out, or pass a RaggedCache to generate."
         )
     # A policy is read once, and wrong options are refused before a prompt is. Streaming requires a length, here any.
-    method = RaggedCache(model, prompt_tokens=1, **options).config.method
-    cache_options = {name: value for name, value in options.items() if name in _OWN}
+    config = RaggedCache(model, prompt_tokens=1, **options).config
     compression, generate = PrefillCompression(), model.generate
 
     @wraps(generate)  # whose signature says which options there are
@@ -68,7 +66,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
             # Beside the cache, a None under its other name is a second value, of which transformers warns.
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
-            compression.cache = RaggedCache(model, method=method, prompt_tokens=tokens, **cache_options)
+            compression.cache = RaggedCache.from_config(model, replace(config, prompt_tokens=tokens))
             kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)
 

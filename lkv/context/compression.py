@@ -4,18 +4,19 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from lkv.cache.cache_config import CacheConfig
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
-from lkv.errors import CacheError, PromptError
+from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.positions import check_frequencies
@@ -24,16 +25,15 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import unwrap_model
 from lkv.methods.budgets import RetentionTarget
 from lkv.methods.memory_budget import TierTarget
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import FULL
+from lkv.methods.request import CompressionRequest
 from lkv.policy.policy import Policy
-from lkv.utils.deprecation import positional_keywords
 from lkv.utils.prompts import encode_context
 
 _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
 
 
-@positional_keywords("method", "retention", "policy")
 @torch.no_grad()
 def compress(
     model: PreTrainedModel,
@@ -90,46 +90,65 @@ def compress(
         check_text(system, "the system prompt", "give some text, or leave it out")
     ids = encode_context(tokenizer, text, system)
     protected = protected_tokens(tokenizer, text, protect, system)
-    return compress_ids(
-        model, tokenizer, ids, memory=memory, retention=retention, method=method, policy=policy, chunk=chunk,
-        progress=progress, text=text, protected=protected, **options,
-    )  # fmt: skip
+    request = CompressionRequest.of_text(
+        options
+        | {
+            "memory": memory,
+            "retention": retention,
+            "method": method,
+            "policy": policy,
+            "chunk": chunk,
+            "protected": tuple(protected),
+        }
+    )
+    return compress_ids(model, tokenizer, ids, request, text, progress)
 
 
 @torch.no_grad()
 def compress_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], *, text: str | None = None,
-    memory: float | int | str | None = None, retention: float | None = None, method: str | Method = "lkv",
-    policy: Policy | str | os.PathLike[str] | None = None, chunk: int | None = None,
-    progress: Callable[[float], None] | None = None, protected: Sequence[int] = (), **options: Any,
-) -> Context:  # fmt: skip
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: list[int],
+    request: CompressionRequest,
+    text: str | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> Context:
     """Like `compress`, but for token ids: no chat template is put around them.
 
-    `text` is what they encode, for the digest that is saved with the context; by default they are decoded. `protected`
-    are the positions of protected tokens.
+    Args:
+        model: A decoder model of transformers.
+        tokenizer: Its tokenizer.
+        ids: The token ids of the text.
+        request: What to keep of it.
+        text: What `ids` encode, for the digest that is saved with the context; by default they are decoded.
+        progress: As in `compress`.
+
+    Returns:
+        The compressed context.
+
+    Raises:
+        PromptError: For a text that is too long, or too short to keep anything of.
+        LkvError: As `CacheConfig.resolve` and `RaggedCache` raise.
     """
-    _check_arguments(method, memory, retention, chunk, protected, options)
     limit = patch_attention(model).spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
             "shorten it."
         )
+    chunk = request.chunk
     tensor = torch.tensor([ids], device=input_device(model))
     if chunk is not None:
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
-    if method == FULL:
+    if request.method == FULL:
         full = DynamicCache()
         with _report_layers(model, progress, len(ids)):
             _prefill(model, full, tensor, chunk)
         return Context(model, tokenizer, ids, full)
     if chunk is not None:
-        options["prompt_tokens"] = len(ids)
-    own_options = {name: options.pop(name, None) for name in ("budget_tokens", "pattern")}
-    chosen = resolve_method(
-        method, model, memory=memory, retention=retention, policy=policy, tokenizer=tokenizer,
-        stores_scores=bool(options.get("decode_eviction")), protected=protected, **own_options,
-    )  # fmt: skip
+        request = replace(request, prompt_tokens=len(ids))
+    config = CacheConfig.resolve(request, model, tokenizer)
+    chosen = config.method
     chosen.check_length(len(ids))
     if chosen.needs_whole_prompt:
         if chunk is not None:
@@ -137,11 +156,12 @@ def compress_ids(
         # A second pass reads the text again.
         with _report_layers(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
             prompt = read_prompt(model, tensor, chosen.reads_queries)
-            cache = RaggedCache(model, method=chosen.for_prompt(ids, prompt), **options)
+            own = replace(config, method=chosen.for_prompt(ids, prompt))
+        cache = RaggedCache.from_config(model, own)
         cache.fill(prompt)
         cache.set_method(chosen)  # without the scores of this prompt, which nothing reads again
     else:
-        cache = RaggedCache(model, method=chosen, **options)
+        cache = RaggedCache.from_config(model, config)
         _prefill(model, cache, tensor, chunk, progress)
     cache.ids = tensor
     digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest()
@@ -161,40 +181,6 @@ def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": text_sha256,
     }
-
-
-def _check_arguments(
-    method: Any, memory: Any, retention: Any, chunk: Any, protected: Sequence[int], options: dict[str, Any]
-) -> None:
-    """Raise PromptError or CacheError for wrong arguments of `compress`, before anything is read."""
-    if not isinstance(method, str | Method):
-        raise CacheError(
-            f"method is {method!r}; give a name that `lkv methods` lists or a Method of your own, and the share to "
-            "keep as retention=0.15."
-        )
-    if "prompt_tokens" in options:
-        raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-    if "compression_ratio" in options:
-        raise CacheError(
-            "compress has no option compression_ratio, the share to remove; give the share to keep: instead of "
-            "compression_ratio=0.85 give retention=0.15."
-        )
-    named = ("model", "memory", "retention", "method", "policy", "prompt_tokens")
-    names = [name for name in signature(RaggedCache).parameters if name not in named]
-    if unknown := sorted(set(options) - set(names)):
-        raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)}, chunk, protect.")
-    if method == FULL and options:
-        raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(sorted(options))} out.")
-    if method == FULL and retention not in (None, 1):
-        raise CacheError(f"{FULL!r} keeps everything, not {retention!r}; leave retention out, or use another method.")
-    if method == FULL and protected:
-        raise CacheError(f"{FULL!r} keeps everything; leave protect out, or use another method.")
-    if method == FULL and memory is not None:
-        raise CacheError(f"{FULL!r} keeps everything; leave memory out, or use another method.")
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise PromptError(f"chunk is {chunk!r}, but a part of the text has at least one token.")
-    if options.get("streaming") and chunk is None:
-        raise PromptError("streaming reads the text in parts; give their size in tokens as chunk, for example 1024.")
 
 
 def _prefill(

@@ -1,6 +1,6 @@
 """The pipeline `lkv-text-generation`: a context and questions in, answers out."""
 
-from inspect import signature
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,16 +9,19 @@ import transformers
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import LkvError, PromptError
 from lkv.hf.loading import DEFAULT, load_model
+from lkv.methods.request import CompressionRequest
 
 TASK = "lkv-text-generation"
 # What `compress` takes; of options that it refuses it says why.
-_COMPRESSION = (signature(compress).parameters.keys() | signature(RaggedCache).parameters.keys()) - {
-    "model", "tokenizer", "text", "options"
-}  # fmt: skip
+_COMPRESSION = {field.name for field in fields(CompressionRequest)} | {
+    "system",
+    "protect",
+    "progress",
+    "compression_ratio",
+}
 
 
 class ContextQuestionPipeline(Pipeline):

@@ -26,6 +26,7 @@ from lkv.hf.positions import check_frequencies
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
+from lkv.methods.request import CompressionRequest
 from lkv.utils.extras import optional_import
 
 with optional_import("lm-eval", "lkv.integrations.lm_eval"):
@@ -159,7 +160,7 @@ class LKVLM(HFLM):
                 policy=settings.policy,
                 tokenizer=self.tokenizer,
             )
-        self._cache_options: dict[str, Any] = {} if settings.bits is None else {"bits": settings.bits}
+        self._request = CompressionRequest(method=self._method, bits=settings.bits)
         self._statistics: dict[str, TaskStatistics] = {}
         self._question: list[int] | None = None  # ids after the context of the current request
         self._task = ""
@@ -267,7 +268,7 @@ class LKVLM(HFLM):
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
             with suppress(PromptError):  # the method needs a longer text, or a shorter one
-                context = compress_ids(self.model, self.tokenizer, ids, method=self._method, **self._cache_options)
+                context = compress_ids(self.model, self.tokenizer, ids, self._request)
                 check_size(context, self._settings.max_retention, self._task)
                 self._last = context
         return self._last

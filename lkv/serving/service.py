@@ -31,6 +31,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.spec import max_positions
 from lkv.methods.registry import parse_method
+from lkv.methods.request import CompressionRequest
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
@@ -279,11 +280,14 @@ class Service:
                 protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
             # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
             with self.answers.passes:
-                context = compress_ids(
-                    self.model, self.tokenizer, ids, method=settings.method,
-                    retention=settings.retention if settings.memory is None else None, memory=settings.memory,
-                    policy=self._policy, progress=progress, text=job.text, protected=protected,
-                )  # fmt: skip
+                request = CompressionRequest(
+                    method=settings.method,
+                    retention=settings.retention if settings.memory is None else None,
+                    memory=settings.memory,
+                    policy=self._policy,
+                    protected=tuple(protected),
+                )
+                context = compress_ids(self.model, self.tokenizer, ids, request, job.text, progress)
             self._check_quota()
             if not job.is_cancelled:
                 described = StoredContext.describe(job.id, job.title, context, settings)

@@ -17,6 +17,7 @@ from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import PerHead
 from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
 from lkv.methods.method import resolve_method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
 from lkv.methods.targets import MemoryTarget
 from tests.cache.helpers import METHOD, ids
@@ -39,7 +40,9 @@ def build(name: str):
 
 def compressed(model, tokens: int, method: str, seed: int = 0, **options) -> Context:
     policy = uneven_policy(model) if method.startswith("lkv") else None
-    return compress_ids(model, Words(), ids(1, tokens, seed)[0].tolist(), method=method, policy=policy, **options)
+    return compress_ids(
+        model, Words(), ids(1, tokens, seed)[0].tolist(), CompressionRequest(method=method, policy=policy, **options)
+    )
 
 
 def full_nbytes(model, tokens: int) -> int:
@@ -91,7 +94,7 @@ def test_better_entries_have_more_bits(tokens, memory, name, method):
     model, text = build(name), ids(1, tokens)[0].tolist()
     policy = uneven_policy(model) if method == "lkv" else None
     options = {"method": method, "policy": policy}
-    context = compress_ids(model, Words(), text, memory=memory, **options)
+    context = compress_ids(model, Words(), text, CompressionRequest(memory=memory, **options))
     chosen = resolve_method(method, model, memory=memory, policy=policy)
     last = chosen.tiers[-1].target
     shares = [tier.target.share(tokens) for tier in chosen.tiers]
@@ -103,7 +106,7 @@ def test_better_entries_have_more_bits(tokens, memory, name, method):
     for number, share in enumerate(shares):
         if share * tokens < 1:
             continue
-        alone = compress_ids(model, Words(), text, retention=share, **options)
+        alone = compress_ids(model, Words(), text, CompressionRequest(retention=share, **options))
         for layer, plain in zip(context.cache.ragged_layers, alone.cache.ragged_layers, strict=True):
             precisions = [tier.precision for tier in chosen.tiers[: number + 1]]
             counts = sum(lens for precision, lens in tiers_of(layer) if precision in precisions)
@@ -115,13 +118,15 @@ def test_the_windows_of_duo_are_in_all_precisions(tokens, memory):
     """What a retention of all precisions together keeps, within the bytes, though the best one alone has less."""
     model, text = build("float32"), ids(1, tokens)[0].tolist()
     pattern = [[0.1, 0.9], [0.2, 0.8], [0.7, 0.3]]
-    context = compress_ids(model, Words(), text, method="duo", pattern=pattern, memory=memory)
+    context = compress_ids(model, Words(), text, CompressionRequest(method="duo", pattern=pattern, memory=memory))
     assert context.cache.nbytes() <= memory * full_nbytes(model, tokens)
     chosen = resolve_method("duo", model, memory=memory, pattern=pattern)
     shares = [tier.target.share(tokens) for tier in chosen.tiers]
-    whole = compress_ids(model, Words(), text, method="duo", pattern=pattern, retention=min(1.0, shares[-1] + 1e-9))
+    whole = compress_ids(
+        model, Words(), text, CompressionRequest(method="duo", pattern=pattern, retention=min(1.0, shares[-1] + 1e-9))
+    )
     with pytest.raises(PromptError, match="smallest retention"):
-        compress_ids(model, Words(), text, method="duo", pattern=pattern, retention=0.2)
+        compress_ids(model, Words(), text, CompressionRequest(method="duo", pattern=pattern, retention=0.2))
     for layer, plain in zip(context.cache.ragged_layers, whole.cache.ragged_layers, strict=True):
         assert torch.equal(layer.store.lens, plain.store.lens)
         best = plain.store.lens - tiers_of(layer)[-1][1]

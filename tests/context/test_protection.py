@@ -18,6 +18,7 @@ from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.memory_budget import Precision
 from lkv.methods.method import resolve_method
+from lkv.methods.request import CompressionRequest
 from lkv.utils.prompts import encode_context, encode_question
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama, uneven_policy
@@ -110,9 +111,11 @@ def test_a_memory_budget_holds_them_in_its_best_precision(tokens, memory, method
     allowed = memory * tokens * 16 * dtype.itemsize
     if (len(protected) + 1) * entry + 32 > allowed:
         with pytest.raises(PromptError, match="the protected spans have"):
-            compress_ids(model, Words(), text, protected=[*range(int(allowed / entry) + 1)], **options)
+            compress_ids(
+                model, Words(), text, CompressionRequest(protected=(*range(int(allowed / entry) + 1),), **options)
+            )
         return
-    context = compress_ids(model, Words(), text, protected=protected, **options)
+    context = compress_ids(model, Words(), text, CompressionRequest(protected=tuple(protected), **options))
     assert context.nbytes() <= memory * context.full_nbytes()
     for layer, whole in zip(context.cache.ragged_layers, read_prompt(model, torch.tensor([text])), strict=True):
         store = layer.store.restore() if hasattr(layer.store, "restore") else layer.store
@@ -128,7 +131,9 @@ def test_the_rest_has_the_precisions_of_the_whole_text_and_the_context_can_be_sa
     """The whole text has 2.35 bits a value, what the protected tokens leave 1.5: other precisions on their own."""
     model = tiny_llama(dtype=torch.bfloat16, max_position_embeddings=2048)
     text = ids(1, 300)[0].tolist()
-    context = compress_ids(model, Words(), text, method="knorm", memory=0.15, protected=range(30))
+    context = compress_ids(
+        model, Words(), text, CompressionRequest(method="knorm", memory=0.15, protected=tuple(range(30)))
+    )
     assert context.nbytes() <= 0.15 * context.full_nbytes()
     stores = [layer.store for layer in context.cache.ragged_layers]
     assert {store.precisions for store in stores} == {(Precision(8, 8), Precision(4, 4))}
@@ -213,7 +218,7 @@ def test_what_cannot_keep_them_says_so(parts):
     with pytest.raises(PromptError, match="characters of each token, which Words does not tell"):
         compress(model, Words(), TEXT, method="knorm", protect=[RULE])
     with pytest.raises(LkvError, match=r"token 500 is protected, but the prompt has 90; give less\."):
-        compress_ids(model, tokenizer, list(range(3, 93)), method="knorm", protected=[500])
+        compress_ids(model, tokenizer, list(range(3, 93)), CompressionRequest(method="knorm", protected=(500,)))
 
 
 def test_a_word_that_is_everywhere_is_found_without_comparing_all_tokens_with_all_places(parts):

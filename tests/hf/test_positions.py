@@ -9,6 +9,7 @@ from lkv.context.compression import compress_ids
 from lkv.errors import PromptError
 from lkv.hf.positions import max_positions
 from lkv.hf.spec import inspect_model
+from lkv.methods.request import CompressionRequest
 from lkv.utils.prompts import encode_question
 from tests.cache.helpers import ids
 from tests.context.test_compression import Words
@@ -23,14 +24,14 @@ def test_yarn_reads_texts_beyond_max_position_embeddings():
     """As Qwen3's model card enables it: `max_position_embeddings` stays as it was."""
     model = build("Qwen3", max_position_embeddings=64, rope_parameters=YARN)
     assert inspect_model(model).max_positions == 256
-    context = compress_ids(model, Words(), TEXT, method="knorm", retention=1.0)
+    context = compress_ids(model, Words(), TEXT, CompressionRequest(method="knorm", retention=1.0))
     logits, answer = context.predict("what is one ?", "so it is")
     whole = TEXT + encode_question(Words(), "what is one ?") + answer.tolist()
     stock = model(torch.tensor([whole]), use_cache=False).logits[0, -4:-1]
     torch.testing.assert_close(logits, stock, atol=1e-9, rtol=1e-9)
     assert len(context.complete([5, 9, 7], 20, eos_token_id=None)) == 20
     with pytest.raises(PromptError, match="has 300 tokens, but the model reads at most 256"):
-        compress_ids(model, Words(), TEXT * 3, method="knorm", retention=1.0)
+        compress_ids(model, Words(), TEXT * 3, CompressionRequest(method="knorm", retention=1.0))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_a_text_beyond_longropes_change_is_not_read_in_parts(options):
     """The first parts would be rotated with the short factors, the others with the long ones."""
     model = longrope_model()
     with pytest.raises(PromptError, match=r"beyond 64 tokens .* \(LongRoPE\) changes, and 32 of 100 tokens"):
-        compress_ids(model, Words(), TEXT, chunk=32, **options)
-    assert compress_ids(model, Words(), TEXT[:64], chunk=32, **options).tokens == 64
+        compress_ids(model, Words(), TEXT, CompressionRequest(chunk=32, **options))
+    assert compress_ids(model, Words(), TEXT[:64], CompressionRequest(chunk=32, **options)).tokens == 64
     # All parts of which the first is longer than that have the long factors.
-    context = compress_ids(model, Words(), TEXT, chunk=65, **{"retention": 1.0} | options)
+    context = compress_ids(model, Words(), TEXT, CompressionRequest(chunk=65, **{"retention": 1.0} | options))
     if "streaming" not in options:
         question = torch.tensor([[5, 9, 7]])
         stock = model(torch.cat([torch.tensor([TEXT]), question], 1), use_cache=False).logits[:, -3:]
@@ -71,7 +72,7 @@ def test_a_text_beyond_longropes_change_is_not_read_in_parts(options):
 @pytest.mark.parametrize("method", ["full", "knorm"])
 @torch.no_grad()
 def test_a_question_beyond_longropes_change_is_refused(method):
-    context = compress_ids(longrope_model(), Words(), TEXT[:50], method=method, retention=1.0)
+    context = compress_ids(longrope_model(), Words(), TEXT[:50], CompressionRequest(method=method, retention=1.0))
     context.predict("yes ?", "so")
     with pytest.raises(PromptError, match="beyond 64 tokens this model's rotary embedding"):
         context.predict("and then " * 10, "so it is")
@@ -80,7 +81,7 @@ def test_a_question_beyond_longropes_change_is_refused(method):
 @pytest.mark.parametrize("method", ["full", "knorm"])
 def test_an_answer_ends_where_longropes_change_begins(method):
     model, question = longrope_model(), [5, 9, 7]
-    context = compress_ids(model, Words(), TEXT[:50], method=method, retention=1.0)
+    context = compress_ids(model, Words(), TEXT[:50], CompressionRequest(method=method, retention=1.0))
     # 64 tokens are read, and the last one of an answer is not.
     assert len(context.complete(question, eos_token_id=None)) == 12
     assert [len(ids) for ids in context.batch_complete([question, question * 2], eos_token_id=None)] == (
@@ -90,7 +91,7 @@ def test_an_answer_ends_where_longropes_change_begins(method):
         PromptError, match=r"would reach 65 tokens, but beyond 64 .* \(LongRoPE\) changes; ask for at most 12"
     ):
         context.complete(question, 13)
-    longer = compress_ids(model, Words(), TEXT[:70], method=method, retention=1.0)
+    longer = compress_ids(model, Words(), TEXT[:70], CompressionRequest(method=method, retention=1.0))
     assert len(longer.complete(question, 20, eos_token_id=None)) == 20
 
 

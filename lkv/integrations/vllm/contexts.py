@@ -185,7 +185,7 @@ class VllmContexts:
                 f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
                 "included; shorten it."
             )
-        RaggedCache(self.model, method=self.method(new_context)).config.method.check_length(tokens)
+        self.method(new_context).check_length(tokens)
 
     def check_quota(self) -> None:
         """Raise StoreError where the store is full."""

@@ -1,0 +1,123 @@
+"""`CompressionRequest`: what to keep of a prompt, how and where, checked once and passed on from every entry point."""
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from lkv.errors import CacheError, PolicyFileError, PromptError, RetentionError
+from lkv.methods.memory_budget import QUANTIZED_BITS
+from lkv.methods.method import Method
+from lkv.methods.registry import FULL
+from lkv.policy.policy import Policy
+
+MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
+_RATIO = "the share to remove; give the share to keep: instead of compression_ratio=0.85 give retention=0.15."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressionRequest:
+    """What to keep of a prompt, how and where. No model is needed to make or to check one.
+
+    Attributes:
+        method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", a `Method` of your own, or "full" for the
+            uncompressed cache.
+        memory: What k and v of the prompt may take: a share of their full cache (0.1 or "10%"), or bytes ("200MB").
+        retention: The share of the prompt's KV entries to keep, in (0, 1].
+        budget_tokens: How many tokens a head keeps on average.
+        policy: For learned methods: a `Policy`, its folder or its hub id.
+        pattern: DuoAttention's alphas [L][H].
+        bits: 8, 4 or 3 bits a value for what is kept of the prompt.
+        slack: Free slots of each head for appended tokens.
+        chunk: Tokens of each part in which the prompt is read.
+        prompt_tokens: The length of the prompt, where it comes in several forward passes.
+        streaming: Whether entries are evicted after each chunk of the prompt.
+        decode_eviction: Whether entries of generated tokens are evicted.
+        protected: Positions of tokens that every head keeps, within the budget.
+
+    Raises:
+        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given.
+        PolicyFileError: For a policy of another type.
+        PromptError: For a `chunk` that is no number of tokens, or `streaming` without one.
+        CacheError: For other values that are out of range or exclude each other.
+    """
+
+    method: str | Method = "lkv"
+    memory: float | int | str | None = None
+    retention: float | None = None
+    budget_tokens: int | None = None
+    policy: Policy | str | os.PathLike[str] | None = None
+    pattern: list[list[float]] | None = None
+    bits: int | None = None
+    slack: int | None = None
+    chunk: int | None = None
+    prompt_tokens: int | None = None
+    streaming: bool = False
+    decode_eviction: bool = False
+    protected: tuple[int, ...] = ()
+
+    @classmethod
+    def of_text(cls, options: dict[str, Any]) -> Self:
+        """Make the request of `lkv.compress` from its options. Raises CacheError and PromptError for unknown ones."""
+        if "prompt_tokens" in options:
+            raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
+        if "compression_ratio" in options:
+            raise CacheError(f"compress has no option compression_ratio, {_RATIO}")
+        names = [field.name for field in fields(cls) if field.name not in ("prompt_tokens", "protected")]
+        if unknown := sorted(options.keys() - {*names, "protected"}):
+            raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)}, protect.")
+        request = cls(**options)
+        if request.streaming and request.chunk is None:
+            raise PromptError(
+                "streaming reads the text in parts; give their size in tokens as chunk, for example 1024."
+            )
+        return request
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str | Method):
+            raise CacheError(
+                f"method is {self.method!r}; give a name that `lkv methods` lists or a Method of your own, and the "
+                "share to keep as retention=0.15."
+            )
+        if self.policy is not None and not isinstance(self.policy, Policy | str | os.PathLike):
+            raise PolicyFileError(
+                f"policy is {self.policy!r}; give a Policy, its folder or its hub id, and how much is kept as "
+                "retention=0.15."
+            )
+        if self.method == FULL:
+            self._check_full()
+        if self.memory is not None and (self.retention is not None or self.budget_tokens is not None):
+            raise RetentionError(
+                "memory says how much to keep and in which precision: give it without retention, budget_tokens and "
+                "bits."
+            )
+        for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
+            if not isinstance(flag, bool):
+                raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
+        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MAX_COUNT):
+            raise CacheError(
+                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MAX_COUNT}, or None."
+            )
+        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
+            raise PromptError(f"chunk is {self.chunk!r}, but a part of the text has at least one token.")
+        if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
+            raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
+            raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
+
+    def _check_full(self) -> None:
+        """Raise CacheError for options that the uncompressed cache does not have."""
+        given = [
+            field.name
+            for field in fields(self)
+            if field.name not in ("method", "memory", "retention", "policy", "chunk", "protected")
+            and getattr(self, field.name) != field.default
+        ]
+        if given:
+            raise CacheError(f"the uncompressed cache of {FULL!r} has no options; leave {', '.join(given)} out.")
+        problem = f"{FULL!r} keeps everything"
+        if self.retention not in (None, 1):
+            raise CacheError(f"{problem}, not {self.retention!r}; leave retention out, or use another method.")
+        if self.protected:
+            raise CacheError(f"{problem}; leave protect out, or use another method.")
+        if self.memory is not None:
+            raise CacheError(f"{problem}; leave memory out, or use another method.")
