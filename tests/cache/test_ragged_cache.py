@@ -251,12 +251,6 @@ def test_another_models_policy_is_refused(policy):
         RaggedCache(tiny_llama(seed=9), policy=policy)
 
 
-def test_arguments_by_position_are_still_accepted(model, policy):
-    with pytest.warns(DeprecationWarning, match=r"write policy=\.\.\., retention=\.\.\., method=\.\.\., slack=\.\.\."):
-        cache = RaggedCache(model, policy, 0.5, "lkv", 3)
-    assert cache.target.retention == 0.5 and cache.policy is policy and cache.config.slack == 3
-
-
 def test_prompts_that_cannot_be_read_are_refused(model, policy):
     with pytest.raises(PromptError, match=r"has 5 tokens: at retention 0\.15 nothing of it would be kept"):
         model.generate(ids(5), past_key_values=RaggedCache(model, policy=policy), max_new_tokens=2)

@@ -327,19 +327,6 @@ def test_a_file_name_is_not_taken_for_its_text(model, tmp_path, monkeypatch):
     assert context.ids == Words()(TEXT)["input_ids"]
 
 
-def test_arguments_by_position_are_still_accepted(model, policy):
-    expected = compress(model, Words(), TEXT, method="lkv-h+knorm", retention=0.3, policy=policy)
-    with pytest.warns(
-        DeprecationWarning, match=r"by keyword from now on; write method=\.\.\., retention=\.\.\., policy"
-    ):
-        context = compress(model, Words(), TEXT, "lkv-h+knorm", 0.3, policy)
-    assert context.metadata == expected.metadata and context.cache.kept_counts() == expected.cache.kept_counts()
-    with pytest.raises(TypeError):
-        compress(model, Words(), TEXT, "knorm", 0.3, None, 16)
-    with pytest.raises(TypeError):
-        compress(model, Words(), TEXT, "knorm", method="knorm")
-
-
 def test_progress_is_of_the_thread_that_compresses(model):
     """Ending a compression does not end other uses of the model at the same time."""
     reached, release = threading.Event(), threading.Event()
