@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention, reads_free_slots
+from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention
 from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
 
@@ -47,8 +47,6 @@ class RaggedStore:
         # A prompt may be read in inference mode and continued outside it, where its tensors could not be written.
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
-            if reads_free_slots(value.device, value.dtype, value.shape[-1]):
-                self.v.zero_()
             self.scores = key.new_empty(size, dtype=torch.float32) if has_scores else None
             self.positions = key.new_empty(size, dtype=torch.int32) if has_scores else None
             # The attention kernels read these on the pools' device: no step waits for a copy.

@@ -118,13 +118,10 @@ def _check_kernels() -> Iterator[Finding]:
 
     def ragged_error(backend: str) -> float:
         """Two KV heads of 40 and 90 entries with free slots after them, two query heads each."""
-        # Flash attention takes half precision alone: its own error is subtracted.
-        is_half = backend in ("fa3", "varlen")
-        dtype = torch.float16 if is_half else torch.float32
-        q, k, v = (random(*shape).to(dtype) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
+        q, k, v = (random(*shape) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
         starts, lens = (torch.tensor([row], dtype=torch.int32, device=device) for row in ([0, 100], [40, 90]))
         computed, expected = (ragged_attention(q, k, v, starts, lens, 0.125, name) for name in (backend, "reference"))
-        return max(0.0, _distance(computed, expected) - (1e-3 if is_half else 0.0))
+        return _distance(computed, expected)
 
     def soft_mask_error(backend: str) -> float:
         q, k, v = (random(*shape) for shape in ((1, 4, 16, 64), (1, 2, 48, 64), (1, 2, 48, 64)))
@@ -145,10 +142,7 @@ def _check_kernels() -> Iterator[Finding]:
         return _distance(soft_topk(random(4, 500), 75.0, 0.1).mask.double().sum(-1) / 75, torch.ones(4))
 
     checks: dict[str, Callable[[], float]] = {
-        **{
-            f"ragged attention, {name}": partial(ragged_error, name)
-            for name in ("loop", "cpp", "varlen", "fa3", "triton")
-        },
+        **{f"ragged attention, {name}": partial(ragged_error, name) for name in ("loop", "cpp", "triton")},
         **{f"soft-masked attention, {name}": partial(soft_mask_error, name) for name in ("sdpa", "triton")},
         "LKV-T scores": scores_error,
         "Soft-TopK": soft_topk_error,

@@ -25,8 +25,6 @@ def test_findings_name_versions_devices_and_kernels(capsys):
     assert told["ok"] and by["lkv"]["detail"].startswith(lkv.__version__) and by["torch"]["detail"] == torch.__version__
     for kernel in ("ragged attention, loop", "soft-masked attention, sdpa", "LKV-T scores", "Soft-TopK"):
         assert by[kernel]["status"] == "ok" and "reference" in by[kernel]["detail"]
-    if not torch.cuda.is_available():
-        assert by["ragged attention, varlen"]["detail"].endswith("variable-length flash attention needs a CUDA device.")
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(told["findings"]) + 1 and lines[-1].startswith("ok: works; -: ")

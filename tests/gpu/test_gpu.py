@@ -334,7 +334,7 @@ def test_launches_of_eviction_a_layer(on_fake):
             on_fake(tokens, past_key_values=cache)
         own = [event.place for event in log.ours("launch")]
         shared = ("hf/rotation", "cache/cache_config")
-        others = ("integrations/", "policy/policy", "kernels/soft_topk", "methods/budgets", *shared)
+        others = ("hf/", "policy/policy", "kernels/soft_topk", "methods/budgets", *shared)
         counts = (sum(place.startswith(places) for place in own) for places in (others, shared))
         return (len(own) - next(counts)) / LAYERS, next(counts)
 

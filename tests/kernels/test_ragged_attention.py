@@ -1,17 +1,13 @@
 """Attention over the ragged pool against the float64 reference."""
 
-import sys
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.profile.memory import LiveBytes
-from lkv.cache.ragged_store import RaggedStore
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, fa3, loop, masked_attention, merge_attention, ragged_attention, varlen
+from lkv.kernels.ragged_attention import api, loop, masked_attention, merge_attention, ragged_attention
 from tests.kernels.pools import pool_of
 
 
@@ -107,113 +103,12 @@ def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
     q = torch.zeros(1, 2, 1, 8)
     with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
         ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
-    with pytest.raises(BackendError, match="'varlen' cannot run: the pools are on 'cpu'"):
-        ragged_attention(q, k, v, starts, lens, 1.0, backend="varlen")
     for _ in range(3):
-        # Neither kernels nor flash attention take float64.
         assert api._chosen("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
-    assert [record.args[0] for record in caplog.records] == ["triton", "fa3", "varlen"]
+    assert [record.args[0] for record in caplog.records] == ["triton"]
     assert api._chosen("auto", torch.device("cpu"), torch.float64, 8, 8) == "loop"
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 1
     api._chosen.cache_clear()
-
-
-def documented_varlen(
-    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, seqused_k: torch.Tensor,
-    return_aux=None,
-):  # fmt: skip
-    """What PyTorch's documentation says of `varlen_attn`, causal or over all keys, on any device."""
-    assert window_size == (-1, -1) or max_q > 1  # under a window one row keeps flash attention from splitting
-    assert (
-        window_size in ((-1, 0), (-1, -1))
-        and enable_gqa
-        and cu_seq_q.dtype == cu_seq_k.dtype == seqused_k.dtype == torch.int32
-    )
-    assert (cu_seq_q.diff() <= max_q).all() and (seqused_k <= max_k).all() and (seqused_k <= cu_seq_k.diff()).all()
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1::-1])
-    for i, length in enumerate(seqused_k.tolist()):
-        own, start = slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), int(cu_seq_k[i])
-        rows = own.stop - own.start
-        scores = torch.einsum("qhd,kd->hqk", q[own], k[start : start + length, 0]) * scale
-        if window_size == (-1, 0):
-            scores += torch.full((rows, length), -torch.inf, dtype=q.dtype).triu(length - rows + 1)
-        out[own] = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v[start : start + length, 0])
-        lse[:, own] = scores.logsumexp(-1)
-    return out if return_aux is None else (out, lse)
-
-
-def documented_fa3(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=None, softmax_scale=None, causal=False,
-    num_splits=1, pack_gqa=None, return_attn_probs=False,
-):  # fmt: skip
-    """FlashAttention-3's function of this name, which pads a sequence's v to whole blocks and multiplies that by 0."""
-    assert num_splits == 0 and pack_gqa
-    out, lse = documented_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=softmax_scale,
-        window_size=(-1, 0 if causal else -1), enable_gqa=True, seqused_k=seqused_k, return_aux=True,
-    )  # fmt: skip
-    for i, length in enumerate(seqused_k.tolist()):
-        end = int(cu_seqlens_k[i]) + length
-        out[int(cu_seqlens_q[i]) : int(cu_seqlens_q[i + 1])] += 0 * v[end : end + 3, 0].sum(0)
-    return (out, lse) if return_attn_probs else out
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("causal", "with_lse"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize(("backend", "operator"), [(varlen, documented_varlen), (fa3, documented_fa3)])
-def test_flash_attention_gets_every_span_as_a_sequence(rows, causal, with_lse, backend, operator, monkeypatch):
-    torch.manual_seed(rows)
-    monkeypatch.setattr(backend, "_operator", lambda: operator)
-    k, v, starts, lens = pool_of([[rows, rows + 9], [rows + 5 if causal else 0, rows + 2]], 3, 8, 8, torch.float64)
-    v.nan_to_num_()
-    q = torch.randn(2, rows, 6, 8, dtype=torch.float64).transpose(1, 2)
-    out, lse = backend.attend(q, k, v, starts, lens, 0.4, causal, with_lse)
-    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.4, backend="reference", causal=causal, lse=True)
-    torch.testing.assert_close(out, exact, atol=1e-12, rtol=1e-12)
-    if with_lse:
-        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("operator", "dtype", "dims", "says"),
-    [
-        (None, torch.float16, (8, 8), "has no variable-length attention"),
-        (documented_varlen, torch.float32, (8, 8), "takes bfloat16 and float16"),
-        (documented_varlen, torch.float16, (8, 16), "of one size"),
-    ],
-)
-def test_varlen_says_what_it_lacks(operator, dtype, dims, says, monkeypatch):
-    monkeypatch.setattr(varlen, "_operator", lambda: operator)
-    properties = SimpleNamespace(name="TestGPU", major=8, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert says in varlen.refusal(torch.device("cuda"), dtype, *dims)
-    assert varlen.refusal(torch.device("cuda"), torch.float16, 64, 64) is None or operator is None
-    properties.major = 7
-    assert operator is None or "7.0" in varlen.refusal(torch.device("cuda"), torch.float16, 64, 64)
-
-
-def test_flash_attention_3_is_for_hopper_where_it_is_installed(monkeypatch):
-    properties = SimpleNamespace(name="TestGPU", major=9, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    given = torch.device("cuda"), torch.float16, 64, 64
-    assert "not installed (No module named 'flash_attn_interface')" in fa3.refusal(*given)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_varlen_func=documented_fa3))
-    assert fa3.refusal(*given) is None
-    properties.major = 10
-    assert "needs 9.0" in fa3.refusal(*given)
-
-
-@pytest.mark.parametrize("backend", ["triton", "varlen", "fa3"])
-def test_free_slots_are_finite_where_attention_multiplies_them(backend, monkeypatch):
-    given = torch.device("cuda"), torch.float16, 8
-    monkeypatch.setattr(api, "_chosen", lambda *given: backend)
-    assert api.reads_free_slots(*given) == (backend != "triton")
-    assert not api.reads_free_slots(torch.device("cpu"), torch.float16, 8)
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *given, **how: new_empty(self, *given, **how).fill_(7))
-    monkeypatch.setattr("lkv.cache.ragged_store.reads_free_slots", lambda *_: api.reads_free_slots(*given))
-    store = RaggedStore(torch.tensor([[3, 0]]), 5, torch.zeros(1, 8), torch.zeros(1, 8))
-    assert store.v.unique().tolist() == [7 if backend == "triton" else 0] and store.k.unique().tolist() == [7]
 
 
 def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():

@@ -1,8 +1,8 @@
 """Attention over spans of unequal length in one flat pool (Sec. 4.5).
 
 `api` chooses a backend and `arguments` has the checks; `cpp` (CPU, with `cpu_kernel.cpp`), `triton` (GPU, with
-`triton_kernels`), `fa3` and `varlen` (GPU without Triton, with `sequences`), `loop` (any device) and `reference` (the
-oracle) compute. `basis` holds the coordinates in which entries may be stored.
+`triton_kernels`), `loop` (any device) and `reference` (the oracle) compute. `basis` holds the coordinates in which
+entries may be stored.
 """
 
 from lkv.kernels.ragged_attention.api import (
@@ -14,7 +14,6 @@ from lkv.kernels.ragged_attention.api import (
     masked_attention,
     merge_attention,
     ragged_attention,
-    reads_free_slots,
 )
 from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV
 from lkv.kernels.ragged_attention.basis import Basis
@@ -31,5 +30,4 @@ __all__ = [
     "masked_attention",
     "merge_attention",
     "ragged_attention",
-    "reads_free_slots",
 ]

@@ -28,11 +28,9 @@ from lkv.kernels.ragged_attention.arguments import (
 from lkv.kernels.ragged_attention.basis import Basis
 from lkv.utils import devices
 
-BACKENDS = ("cpp", "fa3", "loop", "reference", "triton", "varlen")
-_GPU_BACKENDS = ("triton", "fa3", "varlen", "loop")  # in the order in which "auto" tries them
+BACKENDS = ("cpp", "loop", "reference", "triton")
 _FUSED = ("cpp", "triton")  # append and attend in one, over codes and in a basis too
 _READ_IN_BASIS = ("cpp",)  # attend in a basis where nothing is appended
-_READ_FREE_SLOTS = ("fa3", "varlen")
 # Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
 
@@ -63,10 +61,9 @@ def ragged_attention(
         lens: int32 [B, Hkv], the entries of each span, of which the last Tq are the new tokens: causal among
             themselves; everything older is visible.
         scale: What scores are multiplied by, usually d ** -0.5.
-        backend: "auto" takes, on CUDA, the first of "triton", "fa3", "varlen" and "loop" that can run (the reason is
-            logged once); on a CPU "cpp" where it can run and few rows attend, else "loop". A backend given by name,
-            also "reference", never falls back. Only "loop" waits for the device; "cpp" and "triton" give no
-            gradients.
+        backend: "auto" takes "triton" on CUDA, else "loop" where it cannot run (the reason is logged once); on a CPU
+            "cpp" where it can run and few rows attend, else "loop". A backend given by name, also "reference", never
+            falls back. Only "loop" waits for the device; "cpp" and "triton" give no gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
         quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the
@@ -177,11 +174,6 @@ def can_attend_quantized(
 def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether what `append_and_attend` launches there can be captured, and replayed as further steps."""
     return _chosen("auto", device, dtype, dim, dim) in _FUSED
-
-
-def reads_free_slots(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether attention there multiplies free slots of v by zero, so that NaN in them would spread."""
-    return devices.is_gpu(device) and _chosen("auto", device, dtype, dim, dim) in _READ_FREE_SLOTS
 
 
 def append(
@@ -335,13 +327,11 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
         if reason := _refusal(backend, device, dtype, dim, value_dim):
             raise BackendError(backend, reason)
         return backend
-    if not devices.is_gpu(device):
-        return "loop" if _refusal("cpp", device, dtype, dim, value_dim) else "cpp"
-    reasons = {name: _refusal(name, device, dtype, dim, value_dim) for name in _GPU_BACKENDS}
-    chosen = next(name for name in _GPU_BACKENDS if reasons[name] is None)
-    for name in _GPU_BACKENDS[: _GPU_BACKENDS.index(chosen)]:
-        logging.getLogger(__name__).warning("ragged attention goes without %r: %s", name, reasons[name])
-    return chosen
+    fastest = "triton" if devices.is_gpu(device) else "cpp"
+    reason = _refusal(fastest, device, dtype, dim, value_dim)
+    if reason and fastest == "triton":  # "cpp" logs by itself why it cannot be compiled
+        logging.getLogger(__name__).warning("ragged attention goes without %r: %s", fastest, reason)
+    return "loop" if reason else fastest
 
 
 def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
