@@ -93,16 +93,6 @@ def save_rows(
     write_results(options.out, name, rows, seed, command_of(f"experiments.{name}", options, data))
 
 
-def method_of(row: dict[str, Any]) -> str:
-    """A row's method without its precision; empty where it has none."""
-    return plain_name(str(row.get("method", "")))
-
-
-def plain_name(method: str) -> str:
-    """A method's name without its precision."""
-    return method.partition(" (")[0]
-
-
 def row_label(method: str) -> str:
     """The name of a row's method in tables and figures."""
     return "LKV, the paper's scorer" if method == PAPER_SCORER else method_label(method)

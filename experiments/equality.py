@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import torch
 
 from experiments.common import parse_options, save_rows
-from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.loading import load_default
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import PrecomputedScores
 from lkv.utils.devices import dtype_name
+from tests.masked import hidden_from_continuation
 
 LATER = 24
 

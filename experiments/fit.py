@@ -24,7 +24,6 @@ import torch
 
 from experiments.common import SUBJECT, digest_of_names, parse_options, per_length, run_cases, subject_of
 from experiments.fidelity import Sample, measure, summarise
-from experiments.fit_tables import CURVE, RATIO
 from experiments.heldout import HeldOut, cases_by_length, cut_targets
 from experiments.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
@@ -42,6 +41,8 @@ from lkv.utils.statistics import bootstrap_ratio
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text
 SHIPPED = "shipped"
+# The tasks of rows that compare two methods on the same samples, and of those of the held-out KL by minutes.
+RATIO, CURVE = "ratio", "held-out texts of the fit"
 
 
 def main() -> None:

@@ -1,190 +1,396 @@
-"""The README's headline and results, and the pages results and claims, written from the result files alone.
+"""Write the tables of README.md and docs/results.md from the result files, and check the other figures of the pages.
 
-python -m experiments.readme [--check]
+python -m experiments.readme            (rewrites the tables)
+python -m experiments.readme --check    (fails where a table or a figure differs from the result files)
+
+A page marks a table with `<!-- table: NAME FILE key=value ... -->` before it and `<!-- end of the table -->` after it:
+NAME is a function of this module, FILE a file of experiments/results/ without `.json`, and the keys select its rows.
+All other text and the small tables are written by hand. Their intervals, `0.034 [0.023, 0.045]`, must be in the result
+files that the text names, and the figures of `prose_figures` must be on their page.
 """
 
+import argparse
+import json
+import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import torch
-
-from experiments.claims import claims_page
-from experiments.common import RESULTS
+from experiments.common import RESULTS, row_label
 from experiments.evaluations import ABLE
 from experiments.memory import best_precisions, comparable_length
-from experiments.report.names import FULL
-from experiments.results_page import results_page
-from experiments.tables import (
-    AT_4096,
-    KL,
-    KVZIP_KEEPS_FIRST,
-    Row,
-    date_of,
-    document,
-    interval,
-    name_of,
-    overlapping_items,
-    read,
-    score,
-    table,
-    tokens,
-)
+from experiments.report.names import FULL, part_label
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped_policies
 
 ROOT = RESULTS.parents[1]
-README, RESULTS_PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
-CLAIMS_PAGE = ROOT / "docs" / "claims.md"
-TITLE = "## Results\n\n"
-TIERS = "lkv, tiers"  # of decode.json
-_SECOND_MODEL = "memory-qwen2.5-coder-0.5b-instruct"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+CHECKED_PAGES = (PAGES[0], *sorted((ROOT / "docs").rglob("*.md")))
+QWEN = "qwen2.5-coder-0.5b-instruct"
+FITTED_ON = {
+    "lkv@none": "without own texts",
+    "lkv@code": "with code",
+    "lkv@meetings": "with meetings",
+    "lkv@mixture": "the training mixture",
+    "lkv@clean": "the training mixture without what overlaps with evaluated texts",
+}
+_TABLE = re.compile(r"(<!-- table: (\w+) (\S+)((?: \w+=\S+)*) -->\n)(.*?)(<!-- end of the table -->)", re.DOTALL)
+_INTERVAL = re.compile(r"(-?\d+\.\d+)%? \[(-?\d+\.\d+), (-?\d+\.\d+)\]")
+
+_SPLIT = " || "  # between the parts of a line's name that stand in columns of their own
+
+Row = dict[str, Any]
+Cells = dict[tuple[str, str], str]  # by line and column
 
 
-def main() -> None:
-    text = README.read_text(encoding="utf-8")
-    start = text.index(TITLE) + len(TITLE)
-    end = text.index("\n## ", start)
-    first, last = text.index("\n\n") + 2, text.index("\n\n![")
-    pages = {README: text[:first] + headline() + text[last:start] + readme_section() + "\n" + text[end:]}
-    pages |= {RESULTS_PAGE: results_page(), CLAIMS_PAGE: claims_page()}
-    stale = [path for path, page in pages.items() if not path.is_file() or path.read_text(encoding="utf-8") != page]
-    if "--check" in sys.argv and stale:
-        names = ", ".join(path.name for path in stale)
-        sys.exit(f"{names} differ from the result files: run python -m experiments.readme")
-    for path in stale:
-        path.write_text(pages[path], encoding="utf-8")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    is_check = parser.parse_args(arguments).check
+    problems = []
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        page = with_tables(text)
+        if page != text and is_check:
+            problems.append(f"{path.name}: tables differ from the result files; run python -m experiments.readme")
+        elif page != text:
+            path.write_text(page, encoding="utf-8")
+    problems += [problem for path in CHECKED_PAGES for problem in wrong_intervals(path)]
+    problems += [problem for path in PAGES for problem in missing_sources(path)]
+    for name, figures in prose_figures().items():
+        page = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+        problems += [f"{name}: {figure!r} is what the result files say" for figure in figures if figure not in page]
+    if problems:
+        sys.exit("\n".join(problems))
 
 
-def headline() -> str:
-    """What compression changes, at every length at which all methods were measured on the same contexts; for whom."""
-    length = comparable_length(read("memory", memory=0.05))
-    lengths = sorted({row["tokens"] for row in read("memory", memory=0.05) if row["tokens"] <= length})
-    tenth = _agreement("lkv", 0.1, lengths)
-    contexts = [str(_best("lkv", 0.05)[length]["contexts"]) for length in lengths]
-    (time,), (token,) = read("prefill", **AT_4096), read("decode", dtype="float32", what="token", threads=1, **AT_4096)
-    (tiers,) = read("decode", dtype="float32", what="token", threads=1, **{**AT_4096, "method": TIERS})
+def with_tables(text: str) -> str:
+    """Return a page with each marked table written anew."""
+
+    def rewrite(match: re.Match[str]) -> str:
+        start, name, file, conditions, _, end = match.groups()
+        return f"{start}\n{TABLES[name](file, **_parse_conditions(conditions))}\n\n{end}"
+
+    return _TABLE.sub(rewrite, text)
+
+
+def _parse_conditions(text: str) -> Row:
+    """Return the values of `key=value` pairs: numbers where they can be read as such, otherwise strings."""
+    conditions: Row = {}
+    for key, value in (pair.split("=", 1) for pair in text.split()):
+        try:
+            conditions[key] = json.loads(value)
+        except json.JSONDecodeError:
+            conditions[key] = value
+    return conditions
+
+
+def wrong_intervals(path: Path) -> Iterator[str]:
+    """Yield the intervals outside the marked tables that are not in the result files that the text names."""
+    text = _TABLE.sub(r"\1", path.read_text(encoding="utf-8"))
+    last: list[str] = []  # a table is of the files that were named last
+    for line in text.splitlines():
+        files = [name for name in re.findall(r"`([\w.-]+)\.json`", line) if name in result_names()]
+        last = files or last
+        names = files or (last if line.startswith("|") else result_names())
+        for match in _INTERVAL.finditer(line):
+            digits = len(match[1].partition(".")[2])
+            if not any(match.groups() in rounded_intervals(name, digits) for name in names):
+                yield f"{path.name}: {match[0]} is not in {', '.join(names)}"
+
+
+@cache
+def result_names() -> list[str]:
+    return [path.relative_to(RESULTS).with_suffix("").as_posix() for path in sorted(RESULTS.rglob("*.json"))]
+
+
+@cache
+def rounded_intervals(name: str, digits: int) -> frozenset[tuple[str, ...]]:
+    """Return (value, low, high) of every figure of a result file, rounded."""
+    found = set()
+    for row in read(name):
+        for key in row:
+            low, high = ("low", "high") if key == "value" else (f"{key}_low", f"{key}_high")
+            if isinstance(row.get(low), float | int) and high in row:
+                found.add(tuple(f"{row[part]:.{digits}f}" for part in (key, low, high)))
+    return frozenset(found)
+
+
+def missing_sources(path: Path) -> Iterator[str]:
+    """Yield what a page with a table of a result file does not say of the file's policy and earlier runs."""
+    text = path.read_text(encoding="utf-8")
+    for file in dict.fromkeys(match[3] for match in _TABLE.finditer(text)):
+        if file != "-" and source(file) not in text:
+            yield f"{path.name}: no sentence names {source(file)}"
+
+
+def source(name: str) -> str:
+    """Return a result file's name with what a reader must know: another policy, or rows of an earlier run."""
+    about = document(name)
+    policy = about.get("policy")
+    is_other = policy is not None and policy not in _shipped_digests()
     return (
-        "**LKV shrinks the KV cache of a long prompt to a tenth of its bytes, and the model still predicts the same "
-        f"next token in {min(tenth)} to {max(tenth)}% of cases.**\nThe KV cache is what a transformer stores of the "
-        "text that it has read: a key and a value for every token, in every head and layer. At 5% of the bytes, after "
-        f"{' / '.join(f'{tokens:,}' for tokens in lengths)} tokens, the prediction is the same in "
-        f"{_shares('lkv', lengths)} of cases; with KVzip, which reads\nthe text twice, in "
-        f"{_shares('kvzip', lengths)}, with SnapKV in {_shares('snapkv', lengths)} (SmolLM2-135M-Instruct; "
-        f"{' / '.join(contexts)} texts; bytes of a 16-bit cache,\nhalf of those of "
-        "the float32 that a CPU computes in by default; every method stores what it keeps in 8 to 3 bits a "
-        "value; `memory.json`).\n\n"
-        "* **For** many questions about one long text, and for serving more of them in the same memory.\n"
-        f"* **Costs** {time['value'] - 1:.0%} more time to read the text, once. An answer token then takes "
-        f"{token['value']:.2f} of the full cache's time over 15% of the entries, unquantised, and {tiers['value']:.2f} "
-        f"over {bytes_beside(tiers, token)} in 8 to 3 bits ([measured](#results) at 4,096 tokens on a CPU).\n"
-        "* **Needs** a *policy*, a small network that is trained once for each model. Two are included; `lkv fit` "
-        "makes others in minutes.\n"
-        "* **Not for** short prompts, which leave little to save, or for work in which no detail may be lost.\n"
-        "* **Measured** on two small models (135M and 0.5B parameters) on CPUs; on a [GPU](docs/gpu.md), times alone. "
-        "Not on the paper's 8B models ([scripts](experiments/runs/README.md))."
+        f"`{name}.json`"
+        + ", with a policy that is not recorded" * (policy is None)
+        + ", with a policy that is not shipped" * is_other
+        + ", some methods in an earlier run on the same samples" * ("kept" in about)
     )
 
 
-def bytes_beside(row: Row, other: Row) -> str:
-    """How many bytes a row of decode.json holds beside another one of its dtype: "as many" where they differ by less
-    than a twentieth."""
-    ratio = _own_bytes(row) / _own_bytes(other)
-    words = {1.0: "as many bytes", 0.5: "half as many bytes"}
-    return next((text for of, text in words.items() if abs(ratio / of - 1) < 0.05), f"{ratio:.2f} times as many bytes")
+@cache
+def _shipped_digests() -> list[str]:
+    return [Policy.from_pretrained(entry.folder).digest() for entry in shipped_policies()]
 
 
-def _own_bytes(row: Row) -> float:
-    """The bytes of the entries in a row of decode.json, or their share of the full cache's where the file has none."""
-    if "nbytes" in row:
-        return row["nbytes"]
-    if "memory" in row:  # a share of a 16-bit cache's bytes
-        return row["memory"] * 2 / getattr(torch, row["dtype"]).itemsize
-    return row["realised"]
+@cache
+def document(name: str) -> Row:
+    """Return a result file: its rows, with the command, machine and versions."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _agreement(method: str, memory: float, lengths: list[int]) -> list[int]:
-    """In how many of a hundred cases the most likely next token is the full cache's, at each length."""
-    return [round(100 * _best(method, memory)[length]["agreement"]) for length in lengths]
+def read(name: str, /, **wanted: Any) -> list[Row]:
+    """Return the rows of a result file that have these values."""
+    return [row for row in document(name)["rows"] if all(row.get(key) == value for key, value in wanted.items())]
 
 
-def _shares(method: str, lengths: list[int]) -> str:
-    return " / ".join(map(str, _agreement(method, 0.05, lengths))) + "%"
+# Cells and tables.
 
 
-def _best(method: str, memory: float) -> dict[int, dict]:
-    """The rows of a method in its best of the precisions that all have, by their lengths."""
-    rows = best_precisions(read("memory", memory=memory))
-    return {row["tokens"]: row for row in rows if row["method"] == method}
+def name_of(label: str) -> str:
+    """Return a method's name in a table, with its precision where it has one; LKV's is bold."""
+    method, _, precision = label.partition(" (")
+    name = f"**{row_label(method)}**" if method == "lkv" else row_label(method)
+    return name + (f", {precision[:-1]}" if precision else "")
 
 
-def readme_section() -> str:
-    """One table of what each method keeps of the model, and what LKV costs."""
+def tokens_of(length: int) -> str:
+    return f"{length:,} tokens"
+
+
+def interval(row: Row, key: str = "value", digits: int = 3) -> str:
+    low, high = ("low", "high") if key == "value" else (f"{key}_low", f"{key}_high")
+    return f"{row[key]:.{digits}f} [{row[low]:.{digits}f}, {row[high]:.{digits}f}]"
+
+
+def score(row: Row) -> str:
+    return interval(row, digits=1)
+
+
+def minus_lkv(row: Row) -> str:
+    """Return the paired difference to LKV, where there is one."""
+    return interval(row, "difference", 1) if "difference" in row and row["method"] != "lkv" else ""
+
+
+def kl_and_agreement(row: Row) -> str:
+    return f"{interval(row)} / {row['agreement']:.3f}"
+
+
+def table(
+    cells: Mapping[tuple[str, str], str], corner: str = "", missing: str = "", columns: Iterable[str] = ()
+) -> str:
+    """Return a Markdown table.
+
+    Args:
+        cells: By line and column, both in the order in which they first occur.
+        corner: The head of the first column.
+        missing: The text of a cell that is not there.
+        columns: Their order, where it is another one.
+    """
+    heads = list(columns) or list(dict.fromkeys(column for _, column in cells))
+    first = [*corner.split(_SPLIT), *heads]
+    lines = [first, ["---"] * len(first)]
+    for line in dict.fromkeys(line for line, _ in cells):
+        lines.append([*line.split(_SPLIT), *(cells.get((line, head), missing) for head in heads)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main_table(_: str) -> str:
+    """Return the README's table: KL at equal bytes and at equal entries, and RULER."""
     memory = read("memory", memory=0.05)
     length = comparable_length(memory)
     by_bytes = {row["method"]: row for row in best_precisions([row for row in memory if row["tokens"] == length])}
     by_entries = {row["method"]: row for row in read("length", task="all", tokens=length, retention=0.15)}
     ruler = {row["method"]: row for row in read("ruler", task=ABLE)}
-    lines = []
+    cells: Cells = {}
     for method in (FULL, "lkv", "kvzip", "lkv-h+expected", "adakv-snapkv", "snapkv"):
-        whole = "0" if method == FULL else "not measured"
-        lines.append(
-            [
-                name_of(method),
-                interval(by_bytes[method]) if method in by_bytes else whole,
-                interval(by_entries[method]) if method in by_entries and method != FULL else whole,
-                score(ruler[method]) if method in ruler else "not measured",
-            ]
-        )
-    plain, own = (read("grid", task="all", method=method)[0] for method in ("uniform+expected", "lkv-h+lkv-t"))
-    head = ["KL, 5% of the bytes", "KL, 15% of the entries", "RULER, 15% of the entries"]
-    is_earlier = date_of("kvzip", "ruler") < KVZIP_KEEPS_FIRST
-    earlier_kvzip = "; KVzip before it kept the first four tokens, which improved it" * is_earlier
-    notes = (
-        "SmolLM2-135M-Instruct; texts are compressed before the question is known; brackets are 95% intervals. LKV was "
-        f"trained on other texts of the same kinds, invented facts among them ({overlapping_items()}; "
-        "`lkv/policy/checkpoints/*/config.json` names the data sets); the baselines are untrained.\n"
-        f"* {KL} of next-token predictions, in nats per token: 0 is no difference. First column: equal bytes, 5% of a "
-        "16-bit cache's, each method in its best of the precisions that all have "
-        f"({tokens(length)}, {by_bytes['lkv']['contexts']} contexts, `memory.json`). Second: equal entries (an entry "
-        "is the key and value of one token in one head) in float32 "
-        f"({tokens(length)}, {by_entries['lkv']['contexts']} contexts, `length.json`). Expected Attention with its own "
-        f"uniform budgets: {interval(plain)}, where LKV has {interval(own)} (1k to 2k tokens, {own['contexts']} "
-        "contexts, `grid.json`).\n"
-        "* RULER: score of 100, over the tasks where the full cache reaches 50 "
-        f"(2,048 tokens, {ruler[FULL]['n']} samples, `ruler.json`{earlier_kvzip})."
-    )
-    second = {row["method"]: interval(row) for row in best_precisions(read(_SECOND_MODEL, memory=0.05))}
-    links = (
-        f"On **Qwen2.5-Coder-0.5B-Instruct**, KL at 5% of the bytes is {second['lkv']}, with KVzip {second['kvzip']}, "
-        f"with SnapKV {second['snapkv']} (1,000 tokens, 5 contexts, `{_SECOND_MODEL}.json`). "
-        "All figures come from `experiments/results/`, whose files name command, machine and seed. "
-        "[Results](docs/results.md) has other lengths, needles, LongBench and a second model; [claims](docs/claims.md) "
-        "lists what held of the paper."
-    )
-    return "\n\n".join([table(head, lines), notes, _cost_sentence(), links])
+        name, missing = name_of(method), "0" if method == FULL else "not measured"
+        cells[name, "KL, 5% of the bytes"] = interval(by_bytes[method]) if method in by_bytes else missing
+        cells[name, "KL, 15% of the entries"] = interval(by_entries[method]) if method in by_entries else missing
+        cells[name, "RULER, 15% of the entries"] = score(ruler[method])
+    return table(cells)
 
 
-def _cost_sentence() -> str:
-    """Bytes and times of LKV at 4,096 tokens, by those of the full cache."""
-    (size,), (time,) = read("cache_bytes", **AT_4096), read("prefill", **AT_4096)
-    (token,), (half,) = (
-        read("decode", dtype=dtype, what="token", threads=1, **AT_4096) for dtype in ("float32", "bfloat16")
-    )
-    machines = [document(name)["machine"] for name in ("prefill", "decode")]
-    return (
-        f"**Cost**, at 15% of the entries and 4,096 tokens, as a fraction of the full cache's: memory "
-        f"{size['value']:.3f}, prefill time {interval(time, digits=2)} ({machines[0]}), time per decoded token "
-        f"{interval(token, digits=2)} in float32 and {interval(half, digits=2)} in bfloat16 (one thread, "
-        f"{machines[1]}). {_vllm_sentence()}"
-    )
+def by_memory(file: str, tokens: int) -> str:
+    """Return KL and agreement at one length, a column for each budget in bytes."""
+    rows = read(file, tokens=tokens)
+    cells = {(name_of(row["method"]), f"{row['memory']:.0%}"): kl_and_agreement(row) for row in rows}
+    budgets = sorted({row["memory"] for row in rows}, reverse=True)
+    return table(cells, columns=[f"{budget:.0%}" for budget in budgets])
 
 
-def _vllm_sentence() -> str:
-    """Tokens a second inside vLLM, by those over full contexts."""
-    rates = {row["memory"]: row for row in read("vllm", what="throughput", concurrency=16)}
-    about = rates["equal"]
-    return (
-        f"In vLLM on a CPU, 16 concurrent requests over {about['contexts']} contexts of {tokens(about['tokens'])} "
-        f"produce {rates['unlimited']['value']:.1f} times the tokens per second of full contexts in the prefix cache, "
-        f"and {about['value']:.0f} times with equal memory for both."
+def by_length(file: str, retention: float) -> str:
+    """Return KL and agreement, a column for each length, without methods that cannot read all its contexts."""
+    rows = sorted(read(file, task="all"), key=lambda row: row["tokens"])
+    contexts = {row["tokens"]: row["contexts"] for row in rows if row["method"] == FULL}
+    rows = [row for row in rows if row["retention"] == retention and row["contexts"] == contexts[row["tokens"]]]
+    cells = {(name_of(row["method"]), tokens_of(row["tokens"])): kl_and_agreement(row) for row in rows}
+    return table(cells, missing="cannot run")
+
+
+def needles(file: str, count: int) -> str:
+    """Return the share of needles found, a line for each method and budget."""
+    rows = read(file, needles=count)
+    budget, head, form = ("memory", "bytes", ".0%") if "memory" in rows[0] else ("retention", "R", "g")
+    cells = {
+        (f"{name_of(row['method'])}{_SPLIT}{row[budget]:{form}}", tokens_of(row["tokens"])): interval(row, digits=2)
+        for row in rows
+    }
+    return table(cells, _SPLIT + head, "cannot run", map(tokens_of, sorted({row["tokens"] for row in rows})))
+
+
+def ruler(file: str, task: str, retention: float) -> str:
+    """Return RULER's mean score, the paired difference to LKV and the share kept, by length; the best method first."""
+    rows = [row for row in read(file, task=ABLE if task == "able" else task) if row["retention"] in (1.0, retention)]
+    best: dict[str, float] = {}
+    for row in rows:
+        best[row["method"]] = max(row["value"], best.get(row["method"], 0.0))
+    cells: Cells = {}
+    for row in sorted(rows, key=lambda row: -best[row["method"]]):
+        figures = {"tokens": score(row), "minus LKV": minus_lkv(row), "kept": f"{row['realised']:.3f}"}
+        cells |= {(name_of(row["method"]), f"{row['tokens']:,} {head}"): text for head, text in figures.items()}
+    return table(cells)
+
+
+def fidelity(file: str) -> str:
+    """Return KL and agreement of each method."""
+    cells: Cells = {}
+    for row in read(file, task="all"):
+        if row["method"] != FULL:
+            cells[name_of(row["method"]), "KL(full \\|\\| compressed)"] = interval(row)
+            cells[name_of(row["method"]), "top-1 agreement"] = interval(row, "agreement")
+    return table(cells)
+
+
+def grid(file: str) -> str:
+    """Return the KL of budget rules by selectors."""
+    parts = {row["method"]: row["method"].split("+") for row in read(file, task="all") if "+" in row["method"]}
+    rows = {row["method"]: row for row in read(file, task="all")}
+    rules, selectors = (tuple(dict.fromkeys(part[i] for part in parts.values())) for i in (0, 1))
+    return table({(part_label(a), part_label(b)): interval(rows[f"{a}+{b}"]) for a in rules for b in selectors})
+
+
+def fits(file: str, tasks: str = "all") -> str:
+    """Return KL and agreement of policies of `lkv fit`, a column for each task, length and retention."""
+    rows = [row for task in tasks.split(",") for row in read(file, task=task)]
+    order = sorted(
+        (row for row in rows if row["method"] != FULL),
+        key=lambda row: (tasks.split(",").index(row["task"]), row["tokens"], -row["retention"]),
     )
+    head = lambda row: f"{row['task']}, {_length_and_retention(row)}".removeprefix("all, ")  # noqa: E731
+    titles = _fit_titles(rows)
+    found = {(row["method"], row.get("minutes"), head(row)): kl_and_agreement(row) for row in rows}
+    columns = list(dict.fromkeys(map(head, order)))
+    return table({(title, c): found.get((*key, c), "not measured") for key, title in titles.items() for c in columns})
+
+
+def _length_and_retention(row: Row) -> str:
+    return f"{tokens_of(row['tokens'])}, R = {row['retention']:g}"
+
+
+def _fit_titles(rows: Sequence[Row]) -> dict[tuple[str, float | None], str]:
+    """Return what each policy of `lkv fit`, by method and minutes, and each baseline is called."""
+    fitted = {(row["method"], row["minutes"]) for row in rows if row.get("minutes")}
+    titles: dict[tuple[str, float | None], str] = {
+        (method, minutes): f"`lkv fit`, {title}, {minutes:g} minute{'s' * (minutes != 1)}"
+        for method, title in FITTED_ON.items()
+        for minutes in sorted(each for name, each in fitted if name == method)
+    }
+    return titles | {("lkv@shipped", None): "the shipped policy", ("kvzip", None): row_label("kvzip")}
+
+
+def compensation(_: str) -> str:
+    """Return how compensation changes LKV's mean KL, by model and budget."""
+    cells: Cells = {}
+    for suffix in ("", f"-{QWEN}"):
+        model = read(f"length{suffix}")[0]["model"].rpartition("/")[2]
+        for file, budget, share, head in (
+            ("memory", "memory", 0.15, "15% of the bytes"),
+            ("memory", "memory", 0.05, "5% of the bytes"),
+            ("refit", "retention", 0.15, "R = 0.15"),
+            ("refit", "retention", 0.05, "R = 0.05"),
+        ):
+            changes = compensation_changes(f"{file}{suffix}", budget, share)
+            cells[model, head] = ", ".join(f"{change:+.0%} at {length:,}" for length, change in changes.items())
+    return table(cells)
+
+
+def compensation_changes(file: str, budget: str, share: float) -> dict[int, float]:
+    """Return the mean KL of LKV with compensation relative to that without it, minus one, by length."""
+    rows = [row for row in read(file, **{budget: share}) if row.get("task", "all") == "all"]
+    kl = {(row["method"], row["tokens"]): row["value"] for row in rows}
+    lengths = sorted(tokens for method, tokens in kl if method == "lkv+refit")
+    return {tokens: kl["lkv+refit", tokens] / kl["lkv", tokens] - 1 for tokens in lengths}
+
+
+def ruler_tasks(file: str) -> str:
+    """Return RULER's mean over all tasks, and over those that the full cache can do; the best method first."""
+    able = {row["method"]: row for row in read(file, task=ABLE)}
+    cells: Cells = {}
+    for row in sorted(read(file, task="all"), key=lambda row: -row["value"]):
+        is_full = row["method"] == FULL
+        figures = {
+            "13 tasks": score(row),
+            "minus LKV": minus_lkv(row),
+            "where full reaches 50": score(able[row["method"]]),
+            "KL": "" if is_full else f"{row['kl']:.3f}",
+            "top-1 agreement": "" if is_full else f"{row['agreement']:.3f}",
+            "kept": "1" if is_full else f"{row['realised']:.3f}",
+        }
+        cells |= {(name_of(row["method"]), head): text for head, text in figures.items()}
+    return table(cells)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        main_table, by_memory, by_length, needles, ruler, fidelity, grid, fits, compensation, ruler_tasks,
+    )
+}  # fmt: skip
+
+
+def prose_figures() -> dict[str, list[str]]:
+    """Return what the text of each page must say, beside its intervals."""
+    memory = read("memory", memory=0.05)
+    lengths = sorted({row["tokens"] for row in memory if row["tokens"] <= comparable_length(memory)})
+
+    def agreement(method: str, share: float) -> list[int]:
+        rows = {row["tokens"]: row for row in best_precisions(read("memory", memory=share)) if row["method"] == method}
+        return [round(100 * rows[length]["agreement"]) for length in lengths]
+
+    at_4096 = {"tokens": 4096, "dtype": "float32", "what": "token", "threads": 1}
+    (plain,), (tiers,) = (read("decode", method=method, **at_4096) for method in ("lkv", "lkv, tiers"))
+    (prefill,), (size,) = (read(file, method="lkv", tokens=4096) for file in ("prefill", "cache_bytes"))
+    equal, unlimited = (read("vllm", what="throughput", concurrency=16, memory=m)[0] for m in ("equal", "unlimited"))
+    tenth = agreement("lkv", 0.1)
+    readme = [f"{min(tenth)} to {max(tenth)}%", f"{prefill['value'] - 1:.0%} more time", f"memory {size['value']:.3f}"]
+    readme += [f"{' / '.join(map(str, agreement(method, 0.05)))}%" for method in ("lkv", "kvzip", "snapkv")]
+    readme += [f"{plain['value']:.2f} of the full cache's time", f"and {tiers['value']:.2f} over"]
+    readme += [f"{unlimited['value']:.1f} times the tokens", f"{equal['value']:.0f} times with equal memory"]
+    at_15, at_5 = (compensation_changes("memory", "memory", share) for share in (0.15, 0.05))
+    qwen = [compensation_changes(f"memory-{QWEN}", "memory", share)[1000] for share in (0.15, 0.05)]
+    changes = [f"by {_range(at_15.values())}", f"by {_range(v for v in at_5.values() if v < 0)}"]
+    changes += [f"by {change:.0%} at" for change in qwen]
+    at_r = [compensation_changes("refit", "retention", share) for share in (0.15, 0.05)]
+    more = [f"by {_range(at_r[0].values())} at R = 0.15", _range(v for v in at_r[1].values() if v < 0)]
+    return {"README.md": readme, "docs/methods.md": changes + more, "docs/guides/memory.md": changes}
+
+
+def _range(changes: Iterable[float]) -> str:
+    """Return "9% to 42%" for falls by 9 to 42 percent."""
+    falls = [-change for change in changes]
+    return f"{min(falls):.0%} to {max(falls):.0%}"
 
 
 if __name__ == "__main__":

@@ -49,7 +49,14 @@ def write_results(
             {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()} for row in rows
         ],
     }
-    write_text(path, json.dumps(document, indent=1) + "\n", DataError, "the results")
+    write_text(path, format_results(document), DataError, "the results")
+
+
+def format_results(document: Mapping[str, Any]) -> str:
+    """Return a result file's text: the header indented, then `rows` with one row a line."""
+    header = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1)
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in document["rows"])
+    return f'{header[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def collect_provenance(packages: Sequence[str] = ()) -> dict[str, Any]:

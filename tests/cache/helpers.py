@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.masked import attention_over, causal
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
+from tests.masked import attention_over, causal
 
 RATIOS = [[0.5, 0.2], [0.05, 0.6], [0.0, 1.0]]
 

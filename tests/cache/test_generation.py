@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig
 
-from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
@@ -20,6 +19,7 @@ from lkv.methods.method import Method
 from lkv.methods.selectors import H2O, SnapKV
 from tests.cache.helpers import METHOD, RATIOS, OwnScores, evicting_at, ids, padded, score
 from tests.conftest import tiny_llama
+from tests.masked import hidden_from_continuation
 
 
 @settings(max_examples=10)

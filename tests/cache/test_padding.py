@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, PromptError
 from lkv.hf.spec import inspect_model
@@ -15,6 +14,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import METHOD, ids, padded
 from tests.conftest import tiny_llama
+from tests.masked import hidden_from_continuation
 
 
 class Batch:

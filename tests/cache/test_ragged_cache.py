@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.masked import hidden_from_continuation
 from experiments.profile.memory import LiveBytes
 from lkv.cache import ragged_store, tiered_store
 from lkv.cache.ragged_cache import RaggedCache
@@ -27,6 +26,7 @@ from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Selector
 from tests.conftest import tiny_llama
 from tests.families import build as build_family
+from tests.masked import hidden_from_continuation
 
 PROMPT, LATER = 40, 9
 HALF = Method("half", Uniform(0.5), Knorm())

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.masked import hidden_from_continuation
 from lkv.context.chat import Chat
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
@@ -24,6 +23,7 @@ from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_compression import Words
+from tests.masked import hidden_from_continuation
 
 RULE = "Answer in capital letters. "
 TEXT = "The lamp was lit at dusk. " * 4 + RULE + "Nobody came that night, and the sea was calm. " * 4

@@ -1,4 +1,4 @@
-"""Benchmarks of several models: files of their own, lengths with numbers of their own, and what the README draws."""
+"""Benchmarks of several models: files of their own, lengths with numbers of their own."""
 
 import json
 import random
@@ -23,9 +23,6 @@ from experiments import (
     memory,
     overlap,
     quantised_decode,
-    results_page,
-    ship,
-    tables,
 )
 from experiments.common import RESULTS, Subject, per_length
 from lkv.cache.ragged_cache import RaggedCache
@@ -126,14 +123,6 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.other_models() == ["tiny-model"]
-    lead, numbers, _ = results_page.lengths("length-tiny-model")
-    measured = next(row for row in rows if (row["method"], row["tokens"], row["retention"]) == ("lkv", 40, 0.15))
-    assert "5 to 10 contexts a length" in lead
-    assert "40 tokens" in numbers and f"{measured['value']:.3f}" in numbers
-    assert results_page.lengths("longer-tiny-model") == []
-
 
 def test_instructions_are_checked_with_and_without_protection(tmp_path, monkeypatch, capsys):
     checks = {name: each.is_followed for name, each in instructions.INSTRUCTIONS.items()}
@@ -207,46 +196,6 @@ def test_the_best_precision_is_one_that_every_method_has():
         ("lkv", 0.1, 1000): 0.5, ("lkv", 0.05, 2000): 0.7, ("snapkv", 0.05, 2000): 0.8,
     }  # fmt: skip
     assert memory.best_precisions([row("lkv", 1.0), row("snapkv (4 bits)", 2.0)]) == []
-
-
-def test_tables_say_whether_their_policy_is_shipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
-    for policy, told in (
-        (known, "`some.json`"),
-        (known[::-1], "`some.json`, with a policy that is not shipped"),
-        (None, "`some.json`, with a policy that is not recorded"),
-    ):
-        (tmp_path / "some.json").write_text(json.dumps({"policy": policy} if policy else {}))
-        assert tables.source("some") == told
-        sentence = "" if policy else "The policy is not recorded in `some.json`."
-        assert tables.without_policy("some", "absent") == sentence
-
-
-def test_rows_of_an_earlier_run_are_named_and_have_no_difference(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    rows = [{"method": "kvzip", "value": 60.0}, {"method": "lkv+refit", "value": 70.0, "difference": 1.0}]
-    (tmp_path / "some.json").write_text(json.dumps({"kept": {"methods": ["kvzip"]}, "rows": rows}))
-    assert tables.source("some").endswith("some methods in an earlier run on the same samples")
-    assert tables.minus_lkv(rows[0]) == ""
-
-
-def test_files_with_kvzip_as_it_was_are_named_by_its_scores(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-
-    def write(name, *methods, **about):
-        rows = [{"method": method} for method in methods]
-        (tmp_path / f"{name}.json").write_text(json.dumps({"date": "2", **about, "rows": rows}))
-
-    again = {"again": {"kvzip": {"date": "3"}}}
-    write("budgets", "lkv", "lkv-h+kvzip", "kvzip", **again)
-    write("compensated", "kvzip+refit")
-    write("kept", "kvzip (4 bits)", date="3", kept={"date": "1", "methods": ["kvzip (4 bits)"]})
-    write("measured-again", "full", "kvzip", "kvzip (4 bits)", "lkv-paper", "lkv, loop", **again)
-    write("other", "snapkv")
-    (tmp_path / "times.json").write_text(json.dumps({"date": "1", "rows": [{"what": "memory"}]}))
-    assert tables.files_before("kvzip", "3") == ["budgets", "compensated", "kept"]
-    assert [tables.date_of(method, "budgets") for method in ("kvzip", "lkv-h+kvzip")] == ["3", "2"]
 
 
 def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
@@ -376,7 +325,15 @@ def test_cards_say_what_was_measured(capsys):
         assert f"and were left out{more}" in describe_overlap(entry.card)
         assert ("but not" in describe_overlap(entry.card)) == bool(left)
         [source] = {row["source"] for row in entry.card["fidelity"]}
-        assert entry.card["fidelity"] == ship.card_rows(policy, RESULTS / Path(source).name)
+        measured = json.loads((RESULTS / Path(source).name).read_text())
+        method = "lkv-paper" if entry.has_paper_scorer else "lkv"
+        assert measured.get(method, measured)["policy"] == policy.digest()
+        kl = {
+            (row["tokens"], row["retention"]): round(row["kl"], 3)
+            for row in measured["rows"]
+            if row["task"] == "all" and row["method"] == method
+        }
+        assert all(row["kl"] == kl[row["tokens"][0], row["retention"]] for row in entry.card["fidelity"])
     assert main(["policies"]) == 0
     assert capsys.readouterr().out.count("  overlap   ") == 3
 

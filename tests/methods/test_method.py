@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from experiments.masked import hidden_from_continuation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import LkvError
@@ -17,6 +16,7 @@ from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
+from tests.masked import hidden_from_continuation
 from tests.methods.test_kvzip import kvzip
 
 

@@ -19,6 +19,7 @@ import lkv.policy.shipped
 from lkv.cli.main import COMMANDS
 from lkv.hf.attention import patch_attention
 from lkv.hf.conversion import _DONE
+from lkv.methods.registry import METHODS, budgets, selectors
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.commands import PROGRAMS, main, parse_arguments
@@ -26,6 +27,16 @@ from tests.conftest import save_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MORE_PAGES = [
+    ROOT / name
+    for name in (
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "experiments/README.md",
+        "experiments/runs/README.md",
+        "experiments/results/small/README.md",
+    )
+]
 _BLOCK = re.compile(r"(?:<!-- (not run|needs): ([^>]*?) -->\n)?```(python|sh)\n(.*?)```", re.DOTALL)
 _TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
@@ -161,3 +172,30 @@ def test_the_notebook_finds_what_its_text_says(tmp_path):
 def printed_by(notebook) -> str:
     """What all cells of a notebook printed."""
     return "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
+
+
+def test_every_method_is_named_and_no_file_that_is_not_there():
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    for name in (*METHODS, *budgets(), *selectors()):
+        assert f"`{name}`" in text, f"docs/methods.md does not name {name}"
+    for page in [*PAGES, *MORE_PAGES]:
+        for path in re.findall(r"`((?:lkv|tests|examples|dev)/[\w/]+(?:\.\w+)?/?)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {slug(title) for title in titles}, f"{page.name}: no section {target}"
+
+
+def slug(title: str) -> str:
+    """The anchor that forges and mkdocs make of a title."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")

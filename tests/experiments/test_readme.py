@@ -1,0 +1,59 @@
+"""The tables and figures of README and docs are those of the result files, and a change of either is found."""
+
+import re
+
+import pytest
+
+from experiments import readme
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped_policies
+
+_OTHER = str.maketrans("0123456789", "1234567890")
+
+
+def test_the_pages_are_those_of_the_result_files(capsys):
+    readme.main(["--check"])
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "message"),
+    [
+        ("README.md", r"0\.030 \[", "tables differ from the result files"),
+        ("README.md", r"91 / 89 / 95%", "README.md: '91 / 89 / 95%' is what the result files say"),
+        ("docs/results.md", r"0\.250 \[0\.212", "tables differ from the result files"),
+        ("docs/claims.md", r"46\.7 \[37\.6", r"claims\.md: 57\.8 \[48\.7, 56\.2\] is not in ruler"),
+    ],
+)
+def test_another_figure_is_found(tmp_path, monkeypatch, name, figure, message):
+    for page in ("README.md", "docs/results.md", "docs/claims.md", "docs/methods.md", "docs/guides/memory.md"):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        text = (readme.ROOT / page).read_text(encoding="utf-8")
+        if page == name:
+            assert re.search(figure, text)
+            text = re.sub(figure, lambda match: match[0].translate(_OTHER), text, count=1)
+        (tmp_path / page).write_text(text, encoding="utf-8")
+    pages = tuple(tmp_path / path.relative_to(readme.ROOT) for path in readme.PAGES)
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "PAGES", pages)
+    monkeypatch.setattr(readme, "CHECKED_PAGES", (*pages, tmp_path / "docs" / "claims.md"))
+    with pytest.raises(SystemExit, match=message):
+        readme.main(["--check"])
+
+
+def test_a_file_s_policy_and_earlier_runs_are_named(monkeypatch):
+    known = Policy.from_pretrained(shipped_policies()[0].folder).digest()
+    for about, expected in (
+        ({"policy": known}, "`some.json`"),
+        ({"policy": known[::-1]}, "`some.json`, with a policy that is not shipped"),
+        ({}, "`some.json`, with a policy that is not recorded"),
+        ({"policy": known, "kept": {}}, "`some.json`, some methods in an earlier run on the same samples"),
+    ):
+        monkeypatch.setattr(readme, "document", lambda name, about=about: about)
+        assert readme.source("some") == expected
+
+
+def test_a_table_has_its_cells_by_line_and_column():
+    cells = {("a || 1", "x"): "A", ("b || 2", "y"): "B"}
+    assert readme.table(cells, " || n", "-", columns=["y", "x"]) == (
+        "|  | n | y | x |\n| --- | --- | --- | --- |\n| a | 1 | - | A |\n| b | 2 | B | - |"
+    )
