@@ -88,8 +88,6 @@ class Chat:
             del self.turns[-turns:], self._ids[start:]
             crop_to(self.cache, start)
 
-    back = undo  # its name up to version 0.1
-
     def nbytes(self) -> int:
         """Bytes of k and v of the text and all turns."""
         return self._context.nbytes()

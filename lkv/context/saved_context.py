@@ -33,8 +33,7 @@ CONTEXT_FILE = FileKind(
     "context",
     ContextFileError,
     "give a file that Context.save wrote, or compress again",
-    oldest=2,
-    mode=0o600,  # it holds most of what the text says
+    mode=0o600,  # the file may reveal the text
 )
 _NUMBER = (int, float, type(None))
 # The fields that say how a text was compressed, and their types.
@@ -48,7 +47,6 @@ _METADATA: dict[str, tuple[type, ...]] = {
     "text_sha256": (str,),
     "protected_tokens": (int, type(None)),
 }
-_ADDED = ("memory", "protected_tokens")  # later than the oldest version that is read
 
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
@@ -79,7 +77,7 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
             raise ContextFileError(
                 f"{path} was compressed under another policy; load it without a policy, or compress the text again."
             )
-        metadata: dict[str, Any] = {name: header.get(name) if name in _ADDED else header[name] for name in _METADATA}
+        metadata: dict[str, Any] = {name: header[name] for name in _METADATA}
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")

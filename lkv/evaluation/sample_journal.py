@@ -12,7 +12,6 @@ from lkv.utils.journal import Record, append_sample, check_header, read_samples,
 _FROM_FIRST_RUN = ("machine", "date")
 _LISTS = ("methods", "retentions", "planned")
 _SET_ONCE = ("policy", "policy_revision", "pattern", "pattern_from", "fingerprint")  # None until a run needs them
-_MISSING_IN_OLD_FILES = ("make_prompt", "score")
 _MERGED = (*_LISTS, *_SET_ONCE, "policies")
 _CONFLICT = object()
 
@@ -133,12 +132,10 @@ def _merge_setting(name: str, written: Record, header: Record) -> Any:
     new: Any = header.get(name)
     if name in _FROM_FIRST_RUN or old == new or (name in _MERGED and new is None):
         return old if name in written else new
-    if (name in (*_MERGED, *_MISSING_IN_OLD_FILES) and name not in written) or (name in _SET_ONCE and old is None):
+    if (name in _MERGED and name not in written) or (name in _SET_ONCE and old is None):
         return new
     if name in _LISTS and isinstance(old, list):
         return [*old, *(value for value in new if value not in old)]
-    if name == "planned" and isinstance(old, int):  # older files have their number alone
-        return new
     if name == "policies" and isinstance(old, dict) and all(old[key] == new[key] for key in old.keys() & new.keys()):
         return old | new
     return _CONFLICT

@@ -96,11 +96,9 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _is_unchanged(path: Path, record: dict[str, Any] | int) -> bool:
+def _is_unchanged(path: Path, record: dict[str, Any]) -> bool:
     """Whether a file is the one that was recorded; its content is hashed where it was written to since."""
     status = path.stat()
-    if isinstance(record, int):  # as earlier versions recorded it: its size alone
-        return status.st_size == record
     is_touched = status.st_mtime_ns != record["mtime_ns"]
     return status.st_size == record["size"] and not (is_touched and file_digest(path) != record["sha256"])
 

@@ -24,7 +24,7 @@ _ROWS = 2  # segments of each matrix
 # Short and aligned: where a block of columns shares a quantisation scale, the scale does not change the direction.
 _WIDTH = 64
 _ADAPTER_VALUES = 64  # of each matrix of an adapter
-_VALUES = 4  # single values of each matrix, for policies of older versions
+_VALUES = 4  # single values of each matrix, for a digest of the model
 # The matrices of a layer that read a norm's output, and the names that this norm may have.
 _READERS = (
     (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
@@ -149,7 +149,7 @@ def _scales(layer: Any) -> dict[str, float]:
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:
-    """A few single values of each matrix, by which policies of older versions recognise their model."""
+    """A few single values of each plain matrix, for a digest that only the very same weights have."""
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
         height, columns = weight.shape

@@ -20,7 +20,6 @@ from pkgutil import iter_modules
 from typing import Any, TypeVar
 
 from lkv.errors import LkvError
-from lkv.utils.deprecation import renamed_keywords
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
@@ -220,7 +219,6 @@ register_budget = partial(_register, _BUDGETS)  # @register_budget("NAME", label
 register_selector = partial(_register, _SELECTORS)  # the same for selectors, "...+NAME"
 
 
-@renamed_keywords(rule="budget", line="description")
 def register_method(
     name: str,
     selector: str | Callable[..., Any],

@@ -1,9 +1,5 @@
-"""Policy files: one safetensors file with everything, and the description again as config.json for people.
+"""Policy files: one safetensors file with everything, and the description again as config.json for people."""
 
-Format 1 kept the description in config.json alone; such folders still load.
-"""
-
-import hashlib
 import json
 import os
 from os.path import isdir, isfile
@@ -14,11 +10,11 @@ from torch import Tensor
 
 from lkv.errors import PolicyFileError
 from lkv.utils import tensor_file
-from lkv.utils.files import as_path, error_reason, is_path, write_text
+from lkv.utils.files import as_path, is_path, write_text
 from lkv.utils.tensor_file import FileKind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "download or save the policy again")
+_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "give a folder that Policy.save_pretrained wrote, or download it again")
 
 
 def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
@@ -31,46 +27,12 @@ def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[s
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and description of the policy in a folder. Raises PolicyFileError."""
-    if tensor_file.has_kind(folder / _WEIGHTS, _KIND):
-        return tensor_file.read(folder / _WEIGHTS, _KIND)
-    return _read_format_1(folder)
+    return tensor_file.read(folder / _WEIGHTS, _KIND)
 
 
 def is_policy(folder: Path) -> bool:
-    """Whether `folder` holds a policy that `save` wrote."""
-    return isfile(folder / _WEIGHTS) and (isfile(folder / _CONFIG) or tensor_file.has_kind(folder / _WEIGHTS, _KIND))
-
-
-def _read_format_1(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        about = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        version, digest = about["format"], about.get("sha256")
-    except FileNotFoundError:
-        raise PolicyFileError(
-            f"{folder} has no {_CONFIG}; give the folder that Policy.save_pretrained wrote."
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise PolicyFileError(f"{folder / _CONFIG} cannot be read ({error}); download or save it again.") from error
-    if version != 1:
-        raise PolicyFileError(
-            f"{folder / _CONFIG} has format {version!r}, but the {_WEIGHTS} beside it is not of that format; "
-            "download both again, or update lkv-cache."
-        )
-    weights = folder / _WEIGHTS
-    try:
-        data = weights.read_bytes()
-    except FileNotFoundError:
-        raise PolicyFileError(f"{folder} has no {_WEIGHTS}; download or save the policy again.") from None
-    except OSError as error:
-        raise PolicyFileError(f"{weights} cannot be read ({error_reason(error)}); download it again.") from error
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise PolicyFileError(
-            f"{weights} is not the file its {_CONFIG} was written for (truncated or changed); download it again."
-        )
-    try:
-        return tensor_file.parse_tensors(data), about
-    except ValueError as error:
-        raise PolicyFileError(f"{weights} holds no tensors ({error}); download it again.") from error
+    """Whether `folder` holds the file of a policy."""
+    return isfile(folder / _WEIGHTS)
 
 
 def find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:

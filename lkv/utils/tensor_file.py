@@ -26,7 +26,6 @@ class FileKind(NamedTuple):
     noun: str  # what messages call it
     error: type[LkvError]  # to raise for a missing, foreign or damaged file
     remedy: str  # what to do then, as the end of a sentence
-    oldest: int | None = None  # the oldest format that is read; by default only `version` is
     mode: int = 0o666  # permissions of a new file
 
 
@@ -54,15 +53,15 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
         raise kind.error(f"there is no file {path}; {kind.remedy}.") from None
     except OSError as error:
         raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.remedy}.") from error
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise kind.error(f"{path} is no saved {kind.noun} (its header has no {error}); {kind.remedy}.") from error
+    except (ValueError, TypeError, RecursionError) as error:
         raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
     except MemoryError as error:
         raise _too_large(path, kind) from error
-    oldest = kind.version if kind.oldest is None else kind.oldest
-    if type(version) is not int or not oldest <= version <= kind.version:
-        readable = f"{kind.version}" if oldest == kind.version else f"{oldest} to {kind.version}"
+    if type(version) is not int or version != kind.version:
         raise kind.error(
-            f"{path} has format {version!r}, but this version reads {readable}; use the lkv-cache version that "
+            f"{path} has format {version!r}, but this version reads {kind.version}; use the lkv-cache version that "
             f"wrote it, or {kind.remedy}."
         )
     try:
@@ -90,16 +89,6 @@ def parse_tensors(data: bytes) -> dict[str, Tensor]:
             return load(data)
     except (SafetensorError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error).strip() or type(error).__name__) from error
-
-
-def has_kind(path: Path, kind: FileKind) -> bool:
-    """Whether the file at `path` says that it is of this kind."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            return kind.header in json.loads(file.read(min(size, _MAX_HEADER)))["__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -86,18 +86,6 @@ def test_a_refused_run_leaves_the_file_as_it_was(model, policy, tmp_path):
     assert [row["method"] for row in lines[0]["rows"]] == ["full", "snapkv", "lkv"]
 
 
-def test_files_of_before_scoring_was_written_down_are_resumed(model, policy, tmp_path):
-    examples, out = make_examples(2), tmp_path / "x.jsonl"
-    _, whole = run(model, policy, tmp_path / "whole.jsonl", examples)
-    header, lines = run(model, policy, out, examples[:2])
-    for line in (header, *lines):
-        for name in ("make_prompt", "score", "scoring_sha256"):
-            line.pop(name, None)
-    out.write_text("".join(json.dumps(line) + "\n" for line in (header, *lines)))
-    header, lines = run(model, policy, out, examples)
-    assert header["score"] == "tests.fake_suite.score" and len(lines) == len(whole)
-
-
 def test_only_added_methods_and_retentions_are_measured(model, policy, tmp_path, monkeypatch):
     examples, out = make_examples(2), tmp_path / "x.jsonl"
     whole = run(model, policy, tmp_path / "whole.jsonl", examples, ["knorm", "snapkv", "lkv"], [0.3, 0.2])[1]

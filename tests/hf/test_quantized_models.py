@@ -20,7 +20,7 @@ from tests.context.test_compression import TEXT, Words
 from tests.hf.test_fingerprint import Params4bit
 
 SIZES = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "dtype": torch.float32}
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 class Packed(nn.Module):

@@ -70,7 +70,7 @@ with torch.no_grad():
 def two_processes(folder: Path) -> list[dict]:
     """What each of the two processes found."""
     env = os.environ | {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    root = str(Path(__file__).parents[3])
+    root = str(Path(__file__).parents[2])
     logs = [folder / f"log{rank}" for rank in range(2)]
     processes = []
     try:

@@ -59,16 +59,6 @@ def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):
         register_budget("half", label="", description="")(Half)
 
 
-def test_old_keywords_of_register_method_warn(own_registry):
-    with pytest.warns(DeprecationWarning, match="keyword (rule .* is now budget|line .* is now description)") as warned:
-        registry.register_method("mine", lambda inputs: Knorm(), rule="ada", line="small keys")
-    assert len(warned) == 2
-    assert parse_method("ada+mine").name == "ada+mine" and parse_method("mine").budget == "ada"
-    assert "small keys" in parse_method("mine").description
-    with pytest.raises(TypeError, match="rule"):
-        registry.register_method("other", "knorm", budget="ada", rule="ada")
-
-
 @pytest.mark.parametrize(
     ("name", "canonical"),
     [

@@ -1,25 +1,21 @@
 """The policy: parameter counts of the paper, scores against plain layers, files that refuse to lie."""
 
-import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.hf.model_spec import ModelSpec
-from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.spec import inspect_model
 from lkv.methods.memory_budget import DEFAULT_TABLE, TierTable
 from lkv.policy import policy_file
 from lkv.policy.policy import HeadScores, Policy
-from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
@@ -30,7 +26,7 @@ def size(module: torch.nn.Module) -> int:
 
 
 def spec(layers: int, kv_heads: int, head_dim: int) -> ModelSpec:
-    return ModelSpec("X", layers, 4 * kv_heads, kv_heads, head_dim, "", 1000, (0.5, -1.0))
+    return ModelSpec("X", layers, 4 * kv_heads, kv_heads, head_dim, "{}", 1000, (0.5, -1.0))
 
 
 @pytest.mark.parametrize(("layers", "tokens", "embeddings"), [(32, 8_454_144, 32_768), (36, 9_510_912, 36_864)])
@@ -75,7 +71,7 @@ def test_saved_policy_loads_equal(tmp_path, policy):
 def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     with pytest.raises(PolicyFileError, match="there is no policy folder"):
         Policy.from_pretrained(tmp_path / "nowhere" / "at" / "all")
-    with pytest.raises(PolicyFileError, match=r"has no config\.json"):
+    with pytest.raises(PolicyFileError, match=r"there is no file .*policy\.safetensors; give a folder that"):
         Policy.from_pretrained(tmp_path)
     policy.save_pretrained(tmp_path)
     weights = tmp_path / "policy.safetensors"
@@ -92,7 +88,7 @@ def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     with pytest.raises(PolicyFileError, match="damaged or changed"):
         Policy.from_pretrained(tmp_path)
     weights.unlink()
-    with pytest.raises(PolicyFileError, match=r"format 2, but the policy\.safetensors beside it is not"):
+    with pytest.raises(PolicyFileError, match=r"there is no file .*policy\.safetensors"):
         Policy.from_pretrained(tmp_path)
 
 
@@ -127,6 +123,7 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
         ({"model": {"directions": [3]}}, "directions"),
         ({"model": {"rope": None}}, "rope"),
         ({"model": {"rope": "{"}}, "property name"),
+        ({"model": {"rope": "x" * 10**5}}, "Expecting value"),
         ({"model": {"rope": '{"a": ' + "[" * 100_000}}, "recursion"),
         ({"model": {"layers": 3.0}}, "layers"),
         ({"inputs": {"knots": True}}, "knots"),
@@ -147,7 +144,7 @@ def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, polic
 
 @pytest.mark.parametrize(
     "change",
-    [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}, {"model": {"rope": "x" * 10**5}}],
+    [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}],
 )
 def test_a_description_that_says_nothing_is_used_or_refused_in_one_sentence(tmp_path, policy, change):
     policy.save_pretrained(tmp_path)
@@ -179,39 +176,10 @@ def test_a_table_of_precisions_that_is_none_is_refused_in_one_sentence(rows):
     assert TierTable.from_json(DEFAULT_TABLE.to_json()) == DEFAULT_TABLE
 
 
-def as_format_1(folder, policy, **changes):
-    """The folder that versions before format 2 wrote."""
-    folder.mkdir(exist_ok=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in policy.state_dict().items()}, folder / "policy.safetensors"
-    )
-    digest = hashlib.sha256((folder / "policy.safetensors").read_bytes()).hexdigest()
-    about = {"format": 1, "sha256": digest, "model": asdict(policy.spec), "card": policy.card}
-    (folder / "config.json").write_text(json.dumps(about | changes))
-
-
-def test_format_1_loads_and_scores_as_before(tmp_path, policy):
-    as_format_1(tmp_path, policy)
-    loaded = Policy.from_pretrained(tmp_path)
-    prompt = LayerKV(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8), 1.0)
-    assert torch.equal(loaded.tokens(prompt, 1), policy.tokens(prompt, 1)) and loaded.inputs == ScorerInputs()
-    whole = (tmp_path / "policy.safetensors").read_bytes()
-    for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
-        (tmp_path / "policy.safetensors").write_bytes(damaged)
-        with pytest.raises(PolicyFileError, match="truncated or changed"):
-            Policy.from_pretrained(tmp_path)
-    (tmp_path / "policy.safetensors").unlink()
-    with pytest.raises(PolicyFileError, match=r"has no policy\.safetensors"):
-        Policy.from_pretrained(tmp_path)
-    for broken in ("{", "[]", '{"model": 1}', "[" * 50_000):
-        (tmp_path / "config.json").write_text(broken)
-        with pytest.raises(PolicyFileError, match="cannot be read"):
-            Policy.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("about", "message"),
     [
+        ({"format": 1}, "format 1, but this version reads 2"),
         ({"format": 99}, "format 99, but this version reads 2"),
         ({"inputs": {"key": "sideways"}}, "key is 'sideways'"),
         ({"inputs": {"touch": True}}, r"unknown fields \['touch'\] for ScorerInputs"),
