@@ -14,7 +14,8 @@ from lkv.utils.files import as_path, is_path, write_text
 from lkv.utils.tensor_file import FileKind
 
 _WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
-_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, "give a folder that Policy.save_pretrained wrote, or download it again")
+_REMEDY = "give a folder that Policy.save_pretrained wrote, or download it again"
+_KIND = FileKind("lkv-policy", 2, "policy", PolicyFileError, _REMEDY)
 
 
 def save(name: str | os.PathLike[str], tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
