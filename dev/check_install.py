@@ -125,7 +125,6 @@ FEATURES = {
         ["lkv", "data", "stats", "built"],
         ["python", "-c", "import datasets"],
     ],
-    "kvpress": [["python", "-c", "import lkv.integrations.kvpress"]],
     "documents": [["lkv", "ask", "page.html", "What is it about?", "--model", "tiny", "--method", "knorm"]],
     "plots": [["lkv", "inspect", "--figure", "budgets.png"]],
     "serve": [["python", "-c", SERVE]],
@@ -135,8 +134,6 @@ FEATURES = {
 if "MODEL_GGUF" in os.environ:
     second = str(Path(os.environ["MODEL_GGUF"]).resolve())
     FEATURES["gguf"] += [[*ASK, "--model", second], *as_on_the_hub(second, os.environ["MODEL_HUB"])]
-# kvpress allows the oldest transformers alone.
-CONSTRAINTS = {"kvpress": "constraints-oldest.txt"}
 
 
 def main() -> None:
@@ -150,9 +147,8 @@ def main() -> None:
 def check(wheel: Path, extra: str, folder: Path) -> None:
     venv.create(folder / "venv", with_pip=True)
     bin_ = folder / "venv" / "bin"
-    constraints = ROOT / CONSTRAINTS.get(extra, "constraints.txt")
     what = f"{wheel}[{extra}]" if extra else str(wheel)
-    subprocess.run([bin_ / "pip", "install", "-q", "-c", constraints, what], check=True)
+    subprocess.run([bin_ / "pip", "install", "-q", "-c", ROOT / "constraints.txt", what], check=True)
     prepare(folder, bin_, extra)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"LKV_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}

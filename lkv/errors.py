@@ -78,7 +78,7 @@ class ReportError(LkvError):
 
 
 class IntegrationError(LkvError):
-    """An integration (kvpress, lm-eval, continuous batching) is used in a way that it does not support."""
+    """An integration (lm-eval, continuous batching) is used in a way that it does not support."""
 
 
 class MissingPackageError(LkvError):

@@ -19,7 +19,6 @@ EXTRAS = {
     "gguf": ("gguf", "accelerate"),
     "train": ("accelerate",),
     "data": ("datasets", "pyarrow", "numpy"),
-    "kvpress": ("kvpress",),
     "plots": ("matplotlib", "pandas", "scipy"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "fsspec"),
     "vllm": ("accelerate", "fastapi", "fsspec", "prometheus_client"),

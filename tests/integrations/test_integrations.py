@@ -8,8 +8,8 @@ import pytest
 from lkv.errors import MissingPackageError
 
 
-def test_a_missing_kvpress_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvpress", None)
-    monkeypatch.delitem(sys.modules, "lkv.integrations.kvpress", raising=False)
-    with pytest.raises(MissingPackageError, match=r"kvpress needs .*pip install .*\[kvpress\]"):
-        importlib.import_module("lkv.integrations.kvpress")
+def test_a_missing_harness_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lkv.integrations.lm_eval", raising=False)
+    with pytest.raises(MissingPackageError, match=r"lm_eval needs .*pip install .*\[lm-eval\]"):
+        importlib.import_module("lkv.integrations.lm_eval")

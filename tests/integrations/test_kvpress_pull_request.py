@@ -1,4 +1,4 @@
-"""The press in examples/kvpress masks what LKV's own presses mask, and works as kvpress's tests use one."""
+"""The press in examples/kvpress masks what the method "lkv" evicts, and works as kvpress's tests use one."""
 
 import re
 import warnings
@@ -14,14 +14,16 @@ with warnings.catch_warnings():
     kvpress = pytest.importorskip("kvpress")
 
 from examples.kvpress.lkv_press import LKVPress
+from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import inspect_model
-from lkv.integrations.kvpress import LKVHeadBudgetPress, LKVScorerPress
+from lkv.methods.method import resolve_method
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.conftest import tiny_llama
 
 PAGE = Path(__file__).parents[2] / "examples" / "kvpress" / "README.md"
 TOKENS = 200
+IDS = torch.randint(3, 67, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture
@@ -38,23 +40,39 @@ def saved(tmp_path) -> str:
     return str(tmp_path / "policy")
 
 
+def indices(mask: torch.Tensor) -> set[tuple[int, ...]]:
+    """(row, head, token) of each true element of `mask` [B, H, T]."""
+    return set(map(tuple, mask.nonzero().tolist()))
+
+
+@torch.no_grad()
+def evicted(model, retention: float, policy: Policy) -> list[set[tuple[int, ...]]]:
+    """(row, head, token) of what the method "lkv" evicts in each layer after reading two texts."""
+    method = resolve_method("lkv", model, retention=retention, policy=policy)
+    found = []
+    for number, layer in enumerate(read_prompt(model, IDS)):
+        scores = method.selector.scores(number, layer)
+        ranks = scores.argsort(-1, descending=True).argsort(-1)
+        counts = torch.tensor(method.budget.counts(number, scores))
+        found.append(indices(ranks >= counts[..., None]))
+    return found
+
+
 @torch.no_grad()
 def masked(model, press) -> list[set[tuple[int, ...]]]:
     """(row, head, token) of what each layer masks after reading two texts."""
-    ids = torch.randint(3, 67, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     with press(model):
-        model.model(input_ids=ids, past_key_values=DynamicCache(), cache_position=torch.arange(TOKENS))
+        model.model(input_ids=IDS, past_key_values=DynamicCache(), cache_position=torch.arange(TOKENS))
     found = []
     for layer in model.model.layers:
-        indices = layer.self_attn.masked_key_indices
-        found.append(set(zip(*(index.tolist() for index in indices), strict=True)) if indices else set())
+        places = layer.self_attn.masked_key_indices
+        found.append(set(zip(*(place.tolist() for place in places), strict=True)) if places else set())
     return found
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 0.85])
-def test_it_masks_what_the_packages_presses_mask(saved, ratio):
-    policy = Policy.from_pretrained(saved)
-    expected = masked(tiny_llama(), LKVHeadBudgetPress(policy, LKVScorerPress(policy, ratio)))
+def test_it_masks_what_lkv_evicts(saved, ratio):
+    expected = evicted(tiny_llama(), 1 - ratio, Policy.from_pretrained(saved))
     assert masked(tiny_llama(), LKVPress(saved, compression_ratio=ratio)) == expected
     share = sum(map(len, expected)) / (2 * 3 * 2 * TOKENS)
     assert share == pytest.approx(ratio, abs=0.01)
