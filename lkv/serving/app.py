@@ -91,14 +91,12 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
-        contexts = await asyncio.to_thread(service.list_contexts)
+        contexts = await asyncio.to_thread(service.queue.list_contexts, service.store)
         return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def describe(name: str) -> dict[str, Any]:
-        context = await asyncio.to_thread(service.find, name)
-        if context is None:
-            raise unknown_context(name)
+        context = await asyncio.to_thread(service.queue.find, name, service.store)
         return context.as_object()
 
     @app.delete("/v1/contexts/{name}")

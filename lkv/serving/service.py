@@ -1,11 +1,10 @@
 """Serving logic, independent of HTTP: texts are compressed in the background, questions answered side by side."""
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.context.generation import longest_answer
-from lkv.context.input_checks import check_characters, check_text
 from lkv.context.protection import protected_tokens
-from lkv.errors import (
-    BusyError,
-    ContextFileError,
-    ContextPendingError,
-    LkvError,
-    PromptError,
-    StoreError,
-    UnknownContextError,
-    check_retention,
-)  # fmt: skip
+from lkv.errors import LkvError, StoreError, check_retention
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.spec import max_positions
@@ -35,15 +24,14 @@ from lkv.methods.request import CompressionRequest
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
+from lkv.serving.inputs import CHARACTERS_PER_TOKEN, encode_conversation, encode_text
+from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
 from lkv.utils.devices import find_device, torch_dtype
 from lkv.utils.files import cache_folder, short_name
-from lkv.utils.prompts import bos_ids, encode, encode_context, render_messages, tokenizer_digest
+from lkv.utils.prompts import bos_ids, encode_context, tokenizer_digest
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
-_FAILED_JOBS = 256  # failed jobs that are still reported
-# Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
-_CHARACTERS_PER_TOKEN = 16
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
 _EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
 
@@ -60,50 +48,6 @@ class Limits:
     seconds: float = 300.0  # of an answer
     store_bytes: int = 64 * 2**30  # of all stored contexts
     store_seconds: float | None = None  # after which a context that nobody asked is deleted
-
-
-@dataclass(eq=False)
-class Job:
-    """A text that waits or is being compressed, or could not be."""
-
-    id: str
-    title: str
-    text: str
-    settings: CompressionSettings
-    created: float
-    progress: float = 0.0
-    error: str | None = None
-    is_cancelled: bool = False  # by a deletion or at the end of the server
-    is_deleted: bool = False
-
-    def as_object(self) -> dict[str, Any]:
-        """What clients get: a context that is being compressed, or could not be."""
-        return {
-            "object": "context", "id": self.id, "name": self.title, "status": "failed" if self.error else "compressing",
-            "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
-            "method": self.settings.method, "memory": self.settings.memory,
-            "retention": None if self.settings.memory else self.settings.retention,
-            "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
-        }  # fmt: skip
-
-    def is_superseded_by(self, stored: StoredContext | None) -> bool:
-        """Whether the job failed, and another server has stored its context since it began."""
-        return self.error is not None and stored is not None and stored.created > self.created
-
-    def pending_error(self) -> ContextPendingError:
-        """The error of a question about this context."""
-        if self.error is not None:
-            return ContextPendingError(f"the context {self.id!r} could not be made: {self.error}")
-        return ContextPendingError(
-            f"the context {self.id!r} is still being compressed; ask again when its status is 'ready'."
-        )
-
-
-def merge_jobs(jobs: Iterable[Job], stored: Sequence[StoredContext]) -> list[StoredContext | Job]:
-    """The jobs, but for superseded ones, then the stored contexts without a job."""
-    contexts = {context.id: context for context in stored}
-    current = {job.id: job for job in jobs if not job.is_superseded_by(contexts.get(job.id))}
-    return [*current.values(), *(context for context in stored if context.id not in current)]
 
 
 class _CancelledError(Exception):
@@ -128,12 +72,10 @@ class Service:
         )
         self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
         self.answers = AnswerWorker(model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes)
-        self._jobs: dict[str, Job] = {}
-        self._waiting: queue.Queue[Job | None] = queue.Queue()
-        self._lock = threading.Lock()  # of the jobs; never held during input or output
+        self.queue = JobQueue(self.limits.texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
         self._rate: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
-        self._is_stopping = False
+        self._rate_lock = threading.Lock()
         self._worker = threading.Thread(target=self._compress_all, daemon=True)
         self._worker.start()
 
@@ -141,7 +83,7 @@ class Service:
     def body_limit(self) -> int:
         """Bytes of a request: no more than the longest text of this model takes."""
         return min(
-            self.limits.upload_bytes, _CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
+            self.limits.upload_bytes, CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
         )
 
     @property
@@ -153,110 +95,56 @@ class Service:
         self, text: str, title: str = "", system: str | None = None, retention: float | None = None,
         memory: str | float | None = None, protect: Sequence[str] = (),
     ) -> StoredContext | Job:  # fmt: skip
-        """The stored context of `text`, or its job; PromptError, BusyError (too many texts wait), StoreError (full)."""
-        check_text(text, "the text", "give some text to compress")
-        if system is not None:
-            check_text(system, "the system prompt", "give some text, or leave it out")
+        """Compress a text in the background, unless it is stored already.
+
+        Args:
+            text: The text.
+            title: A title for lists; a stored text takes it too.
+            system: A system prompt before the text.
+            retention: The share of the KV entries to keep; by default that of the server.
+            memory: Instead of `retention`, a share of the full cache's bytes, or bytes, as in `lkv.compress`.
+            protect: Words that every head keeps.
+
+        Returns:
+            The stored context, or the job that makes it.
+
+        Raises:
+            PromptError: For a text that cannot be compressed.
+            BusyError: If too many texts wait.
+            StoreError: If the store is full, or fails.
+        """
         settings = self._settings.for_text(retention, memory, system, protect)
-        check_characters(len(text) + len(system or ""), "the text", max_positions(self.model), _CHARACTERS_PER_TOKEN)
         with self._tokenizing:
-            tokens = len(encode_context(self.tokenizer, text, system))
-            if tokens >= (limit := max_positions(self.model)):
-                raise PromptError(
-                    f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
-                    "shorten it."
-                )
-            protected_tokens(self.tokenizer, text, protect, system)  # refuses spans that are not there
-        name = context_id(text, settings)
-        with self._lock:
-            job = self._jobs.get(name)
-            if job is not None and job.error is None:
-                job.title = title or job.title
-                return job
-        stored = self.store.describe(name)
-        if stored is not None:
-            try:
-                self.store.get(name)
-                with self._lock:
-                    if job is not None and self._jobs.get(name) is job:  # failed, before another server stored it
-                        del self._jobs[name]
-                return self.store.rename(stored, title)
-            except (ContextFileError, UnknownContextError):  # a damaged file is made anew
-                title = title or stored.name
-        self._check_quota()
-        with self._lock:
-            job = self._jobs.get(name)
-            if job is not None and job.error is None:
-                job.title = title or job.title
-                return job
-            if self._is_stopping or self._waiting.qsize() >= self.limits.texts:
-                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
-            title = title or (job.title if job is not None else "")  # of one that failed
-            job = self._jobs[name] = Job(name, title, text, settings, time.time())
-            self._waiting.put(job)
-        return job
-
-    def _check_quota(self) -> None:
-        if self.store.nbytes() >= self.limits.store_bytes:
-            raise StoreError(f"the store is full ({self.limits.store_bytes:,} bytes); delete contexts first.")
-
-    def find(self, name: str) -> StoredContext | Job | None:
-        """A stored context, or the job of one that waits, is being compressed or could not be; None for neither."""
-        job = self._jobs.get(name)
-        return self.store.describe(name) if job is None or self._is_outdated(job) else job
-
-    def list_contexts(self) -> list[StoredContext | Job]:
-        """All contexts that are stored, wait, are being compressed or could not be."""
-        jobs = self.jobs()  # first: what becomes ready meanwhile is in the store
-        return merge_jobs(jobs, self.store.list_contexts())
-
-    def jobs(self) -> list[Job]:
-        """All jobs."""
-        with self._lock:
-            return list(self._jobs.values())
-
-    def _is_outdated(self, job: Job) -> bool:
-        """Whether a job failed and another server has stored its context since; it is dropped then."""
-        if job.error is None or not job.is_superseded_by(self.store.describe(job.id)):
-            return False
-        with self._lock:
-            if self._jobs.get(job.id) is job:
-                del self._jobs[job.id]
-        return True
+            encoded = encode_text(self.tokenizer, max_positions(self.model), text, settings)
+        if (running := self.queue.find_running(encoded.id, title)) is not None:
+            return running
+        job = Job(encoded.id, title, text, settings, time.time())
+        if (stored := self.queue.find_stored(job, self.store, self.store.get)) is not None:
+            return stored
+        self.store.check_quota(self.limits.store_bytes)
+        return self.queue.add(job)
 
     def delete(self, name: str) -> bool:
         """Delete a context, or the job that makes it; running answers continue. False if there is none."""
-        with self._lock:
-            job = self._jobs.pop(name, None)
-            if job is not None:
-                job.is_deleted = job.is_cancelled = True
-                with self._waiting.mutex, suppress(ValueError):  # it is being compressed, or failed
-                    self._waiting.queue.remove(job)
+        job = self.queue.delete(name)
         return self.store.delete(name) or job is not None
 
     def context(self, name: str) -> Context:
-        """A stored context. Raises UnknownContextError, or ContextPendingError for one that is being compressed."""
-        job = self._jobs.get(name)
-        if job is not None and not self._is_outdated(job):
-            raise job.pending_error()
+        """Return a stored context.
+
+        Raises UnknownContextError, or ContextPendingError for one that is being compressed.
+        """
+        self.queue.check_ready(name, self.store)
         return self.store.get(name)
 
     def _compress_all(self) -> None:
-        job: Job | None
-        while True:
+        while not self.queue.is_closed:
+            job = self.queue.take(_EXPIRY_SECONDS)
             try:
-                job = self._waiting.get(timeout=_EXPIRY_SECONDS)
-            except queue.Empty:
-                self._expire()
-                continue
-            if job is None:
-                return
-            try:
-                if not job.is_cancelled:
+                if job is not None:
                     self._compress(job)
             except BaseException:  # the next text is compressed all the same
                 logging.getLogger(__name__).exception("a text could not be compressed")
-            job.text = ""
             self._expire()
 
     def _expire(self) -> None:
@@ -267,64 +155,47 @@ class Service:
             logging.getLogger(__name__).warning("expired contexts stay: %s", error)
 
     def _compress(self, job: Job) -> None:
+        stored: StoredContext | None = None
+        try:
+            stored = self._make_context(job)
+        except _CancelledError:
+            pass
+        except LkvError as error:
+            job.error = str(error)
+        except Exception as error:  # reported to the client
+            job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        job.text = ""
+        if self.queue.finish(job, self.store, stored) and stored is not None:
+            self.store.delete(job.id)  # the deletion came too early for it
+
+    def _make_context(self, job: Job) -> StoredContext:
+        """Compress the text of a job, and store its context. Raises _CancelledError for a cancelled job."""
+
         def progress(share: float) -> None:
             job.progress = share
             if job.is_cancelled:
                 raise _CancelledError
 
-        stored: StoredContext | None = None
         settings = job.settings
-        try:
-            with self._tokenizing:
-                ids = encode_context(self.tokenizer, job.text, settings.system)
-                protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
-            # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
-            with self.answers.passes:
-                request = CompressionRequest(
-                    method=settings.method,
-                    retention=settings.retention if settings.memory is None else None,
-                    memory=settings.memory,
-                    policy=self._policy,
-                    protected=tuple(protected),
-                )
-                context = compress_ids(self.model, self.tokenizer, ids, request, job.text, progress)
-            self._check_quota()
-            if not job.is_cancelled:
-                described = StoredContext.describe(job.id, job.title, context, settings)
-                self.store.put(described, context)
-                stored = described
-        except _CancelledError:
-            return
-        except LkvError as error:
-            job.error = str(error)
-        except Exception as error:  # reported to the client
-            job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        if stored is not None:
-            self._end(job, stored)
-        if job.is_deleted:
-            if stored is not None:  # the deletion came too early for it
-                self.store.delete(job.id)
-            return
-        with self._lock:
-            failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
-            for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
-                del self._jobs[name]
-
-    def _end(self, job: Job, stored: StoredContext) -> None:
-        """Drop the job of a stored context, which takes a name that came while it was being stored."""
-        title = stored.name
-        while True:
-            with self._lock:
-                if self._jobs.get(job.id) is not job:  # it was deleted, and perhaps sent again
-                    return
-                if job.title == title:
-                    del self._jobs[job.id]
-                    return
-                title = job.title
-            try:
-                stored = self.store.rename(stored, title)
-            except LkvError as error:  # the context can be used all the same
-                logging.getLogger(__name__).warning("the context %s could not be renamed: %s", job.id, error)
+        with self._tokenizing:
+            ids = encode_context(self.tokenizer, job.text, settings.system)
+            protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
+        # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
+        with self.answers.passes:
+            request = CompressionRequest(
+                method=settings.method,
+                retention=settings.retention if settings.memory is None else None,
+                memory=settings.memory,
+                policy=self._policy,
+                protected=tuple(protected),
+            )
+            context = compress_ids(self.model, self.tokenizer, ids, request, job.text, progress)
+        self.store.check_quota(self.limits.store_bytes)  # again: other texts were stored since the request
+        if job.is_cancelled:
+            raise _CancelledError
+        stored = StoredContext.describe(job.id, job.title, context, settings)
+        self.store.put(stored, context)
+        return stored
 
     def ask(
         self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
@@ -334,14 +205,8 @@ class Service:
 
         Raises PromptError for bad messages, BusyError for too many requests, and as `context` does.
         """
-        characters = sum(len(message["content"]) for message in messages)
-        check_characters(characters, "the conversation", max_positions(self.model), _CHARACTERS_PER_TOKEN)
-        check_text(messages[-1]["content"], "the question", "ask something")
-        for message in messages[:-1]:
-            # Empty messages are harmless, but not what no tokenizer can read.
-            check_text(message["content"] + ".", "a message", "give text")
         with self._tokenizing:
-            ids = encode(self.tokenizer, render_messages(self.tokenizer, messages, after_context=bool(name)))
+            ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, after_context=bool(name))
             if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
         # Last, so that no request has a context in memory while it waits, or is refused.
@@ -354,17 +219,13 @@ class Service:
 
     def stop(self, seconds: float = 30.0) -> None:
         """Take nothing new, finish running answers for up to `seconds`, and drop texts that still wait."""
-        with self._lock:
-            self._is_stopping = True
-            for job in self._jobs.values():
-                job.is_cancelled = True
-        self._waiting.put(None)
+        self.queue.close()
         self.answers.stop(seconds)
         self._worker.join(seconds)
 
     def tokens_per_second(self) -> float:
         """Generated tokens per second, over the last ten seconds or since the last call."""
-        with self._lock:
+        with self._rate_lock:
             now, count = time.monotonic(), self.answers.tokens
             while len(self._rate) > 1 and now - self._rate[0][0] > _RATE_WINDOW:
                 self._rate.popleft()
@@ -374,7 +235,7 @@ class Service:
 
     def collect(self) -> Iterator[Any]:
         """All metrics, as Prometheus's client reads them."""
-        jobs = [job for job in self.jobs() if job.error is None]
+        jobs = [job for job in self.queue.jobs() if job.error is None]
         resident = self.store.resident()
         yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)
         yield GaugeMetricFamily("lkv_healthy", "Whether questions are answered and texts compressed", self.is_healthy)

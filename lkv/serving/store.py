@@ -260,6 +260,11 @@ class ContextStore:
         """Bytes of all files of the store."""
         return self.usage()[1]
 
+    def check_quota(self, max_bytes: int) -> None:
+        """Raise StoreError if the files of the store take `max_bytes` or more."""
+        if self.nbytes() >= max_bytes:
+            raise StoreError(f"the store is full ({max_bytes:,} bytes); delete contexts first.")
+
     def usage(self) -> tuple[int, int]:
         """How many contexts are stored, and the bytes of all files of the store."""
         files = self._listing()

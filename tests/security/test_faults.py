@@ -136,7 +136,7 @@ def test_what_nobody_foresaw_is_an_error_in_openais_form(server, monkeypatch):
     def explode():
         raise OddError("secret")
 
-    monkeypatch.setattr(server.service, "jobs", explode)
+    monkeypatch.setattr(server.service.queue, "jobs", explode)
     assert server.problem("/v1/contexts") == (500, "the server failed to answer this request; send it again.")
     monkeypatch.undo()
     assert server.ask("/v1/contexts")[0] == 200
@@ -221,7 +221,7 @@ def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, 
             if not was_cancelled:  # it ended before: so it does wherever it would be cancelled later
                 break
     assert cancelled > 3
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     assert service.is_healthy and not service.answers._waiting
     assert service.ask(TURN, "", 3, SamplingParams()).done.wait(20)
     service.stop(0)
@@ -268,7 +268,7 @@ def refuse(*_):
 def test_one_description_that_cannot_be_read_breaks_no_listing(parts, tmp_path, monkeypatch):
     service = Service(*parts, "tiny", str(tmp_path), **KNORM)
     name = service.add(TEXT).id
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     folder, link, pipe, foreign = (f"{letter * 32}-{'0' * 16}.json" for letter in "abcd")
     (tmp_path / folder).mkdir()
     (tmp_path / link).symlink_to(link)

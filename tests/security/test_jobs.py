@@ -9,6 +9,7 @@ from lkv.hf.spec import inspect_model
 from lkv.serving import answers
 from lkv.serving import service as service_module
 from lkv.serving.answers import SamplingParams
+from lkv.serving.jobs import Job
 from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, until
 
@@ -16,17 +17,17 @@ from tests.serving.server import OTHER, TEXT, until
 def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
     service, plain = server.service, server.service.store.list_contexts
     name = server.compressed(TEXT)
-    job = service_module.Job(name, "", TEXT, service._settings, 0.0)
+    job = Job(name, "", TEXT, service._settings, 0.0)
 
     def listed():
         return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
 
     def list_before_the_end():
         stored = [context for context in plain() if context.id != name]
-        service._jobs.pop(name)
+        service.queue._jobs.pop(name)
         return stored
 
-    service._jobs[name] = job
+    service.queue._jobs[name] = job
     assert listed() == 1
     monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
     assert listed() == 1
@@ -34,13 +35,13 @@ def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, mon
 
 def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service = make()
-    first, second = (service_module.Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
-    service._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
+    first, second = (Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
+    service.queue._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
-    assert service._jobs["a"] is second
+    assert service.queue._jobs["a"] is second
     service._compress(second)
-    assert "a" not in service._jobs
+    assert "a" not in service.queue._jobs
 
 
 def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
@@ -49,7 +50,7 @@ def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypat
     def then_add(plain, title):
         def call(*args):
             result = plain(*args)
-            assert isinstance(service.add(TEXT, title), service_module.Job)
+            assert isinstance(service.add(TEXT, title), Job)
             return result
 
         return call
@@ -57,7 +58,7 @@ def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypat
     monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
     monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
     name = service.add(TEXT, "first").id
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "third"
     assert [stored.id for stored in service.store.list_contexts()] == [name]
     assert service.store.describe(name).model == inspect_model(service.model).digest()
@@ -77,15 +78,15 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatc
     monkeypatch.setattr(service.store, "put", put)
     monkeypatch.setattr(service.store, "_rewrite", fail)
     name = service.add(TEXT, "first").id
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "first" and service.context(name).tokens
 
 
 def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     service = make()
     name = service.add(TEXT, "old").id
-    until(lambda: not service.jobs())
-    service._jobs[name] = service_module.Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
+    until(lambda: not service.queue.jobs())
+    service.queue._jobs[name] = Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
 
     def fail(stored):
         raise StoreError("no space")
@@ -93,7 +94,7 @@ def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     monkeypatch.setattr(service.store, "_rewrite", fail)
     with pytest.raises(StoreError, match="no space"):
         service.add(TEXT, "new")
-    assert service.jobs() == [] and service.context(name).tokens
+    assert service.queue.jobs() == [] and service.context(name).tokens
 
 
 def failed_job(service, monkeypatch):
@@ -112,13 +113,13 @@ def failed_job(service, monkeypatch):
 def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
     service = make()
     name = service.add(TEXT, "a name").id
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     (tmp_path / f"{name}.kv").write_bytes(b"damaged")
     service.store.release(name)
     failed_job(service, monkeypatch)
     (tmp_path / f"{name}.json").unlink()
     assert service.add(TEXT).title == "a name"
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "a name"
 
 
@@ -149,17 +150,17 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
     first, second = make(), make()
     job = failed_job(first, monkeypatch)
-    assert first.find(job.id) is job and first.list_contexts() == [job]
+    assert first.queue.find(job.id, first.store) is job and first.queue.list_contexts(first.store) == [job]
     with pytest.raises(ContextPendingError, match="could not be made"):
         first.context(job.id)
     second.add(TEXT)
     until(lambda: second.store.describe(job.id))
-    assert [stored.as_object()["status"] for stored in first.list_contexts()] == ["ready"]
-    assert first.context(job.id).tokens and first.jobs() == []
-    first._jobs[job.id] = job
-    assert isinstance(first.find(job.id), StoredContext) and first.jobs() == []
-    first._jobs[job.id] = job
-    assert isinstance(first.add(TEXT), StoredContext) and first.jobs() == []
+    assert [stored.as_object()["status"] for stored in first.queue.list_contexts(first.store)] == ["ready"]
+    assert first.context(job.id).tokens and first.queue.jobs() == []
+    first.queue._jobs[job.id] = job
+    assert isinstance(first.queue.find(job.id, first.store), StoredContext) and first.queue.jobs() == []
+    first.queue._jobs[job.id] = job
+    assert isinstance(first.add(TEXT), StoredContext) and first.queue.jobs() == []
 
 
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
@@ -176,7 +177,7 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
     monkeypatch.setattr(service.store, "put", put)
     service.add(TEXT)
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     monkeypatch.undo()
     job = service.add(OTHER)
     until(lambda: service.store.describe(job.id))
@@ -191,7 +192,7 @@ def test_passes_that_change_rotations_take_turns(make, monkeypatch):
     with service.answers.passes:
         job = service.add(TEXT)
         answer = service.ask([{"role": "user", "content": "Who?"}], "", 3, SamplingParams())
-        assert not answer.done.wait(0.3) and service.find(job.id) is job and job.progress == 0
+        assert not answer.done.wait(0.3) and service.queue.find(job.id, service.store) is job and job.progress == 0
     assert answer.done.wait(20) and answer.error is None
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     assert service.context(job.id).tokens

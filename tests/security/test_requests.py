@@ -9,7 +9,7 @@ import pytest
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
-from lkv.serving import service as service_module
+from lkv.serving import inputs
 from lkv.serving.answers import SamplingParams
 from lkv.serving.service import Limits
 from lkv.serving.store import StoredContext, context_id
@@ -48,11 +48,11 @@ def test_bodies_beyond_every_limit_get_one_sentence(server, body, says):
 
 
 def test_long_questions_are_refused_before_they_are_tokenised(server, monkeypatch):
-    monkeypatch.setattr(service_module, "encode", lambda *_: pytest.fail("tokenised"))
-    monkeypatch.setattr(service_module, "render_messages", lambda *_: pytest.fail("rendered"))
+    monkeypatch.setattr(inputs, "encode", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(inputs, "render_messages", lambda *_: pytest.fail("rendered"))
     status, message = server.chat("x" * 2**17)
     assert status == 400 and "the conversation has 131,072 characters" in message["error"]["message"]
-    monkeypatch.setattr(service_module, "encode_context", lambda *_: pytest.fail("tokenised"))
+    monkeypatch.setattr(inputs, "encode_context", lambda *_: pytest.fail("tokenised"))
     status, message = server.problem("/v1/contexts", {"text": "x" * 2**17})
     assert status == 400 and "the text has 131,072 characters" in message
 
@@ -97,7 +97,7 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
     monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
     service = make(limits=Limits(requests=1))
     name = service.add(TEXT).id
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     service.store.release(name)
     answer = service.ask(TURN, "", 1000, SamplingParams())
     with monkeypatch.context() as patch:
@@ -111,7 +111,7 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
     job = service.add(TEXT)
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     good = json.loads((tmp_path / f"{job.id}.json").read_text()) | {"id": bad}
     texts = ['{"id": 1}', "null", "[" * 100_000, '"\\ud800"', "{", '{"created": NaN}', '{"created": 1e999}']
     texts += [
@@ -130,7 +130,7 @@ def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path
     (tmp_path / "store").rmdir()
     assert service.store.list_contexts() == [] and service.store.nbytes() == 0
     service.add(TEXT)
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     with pytest.raises(StoreError, match=r"the store is full .100 bytes.; delete contexts first"):
         service.add(OTHER)
     assert isinstance(service.add(TEXT), StoredContext)
@@ -171,7 +171,7 @@ def test_a_context_that_does_not_fit_into_memory_is_no_damaged_one(parts, tmp_pa
 def test_metrics_read_no_descriptions(make, monkeypatch):
     service = make()
     service.add(TEXT)
-    until(lambda: not service.jobs())
+    until(lambda: not service.queue.jobs())
     monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
     stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
     assert stored.samples[0].value == 1
@@ -195,7 +195,7 @@ def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
     adding = threading.Thread(target=service.add, args=(TEXT,))
     adding.start()
     assert reading.wait(20)
-    asking = threading.Thread(target=service.jobs, daemon=True)
+    asking = threading.Thread(target=service.queue.jobs, daemon=True)
     asking.start()
     asking.join(5)
     assert not asking.is_alive()

@@ -19,8 +19,8 @@ from lkv.errors import BusyError, LkvError, PolicyFileError, PolicyMismatchError
 from lkv.integrations.vllm import command, context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.jobs import Job
 from lkv.serving.schemas import ContextRequest
-from lkv.serving.service import Job
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
 from tests.serving.server import TEXT, until
 
@@ -96,7 +96,7 @@ def routes(contexts, monkeypatch):
 
 
 def test_texts_that_are_not_compressed_are_not_kept(contexts, routes):
-    routes._jobs = {str(number): Job(str(number), "", "", None, 0.0) for number in range(http._MAX_JOBS)}
+    routes._queue._unfinished = {Job(str(number), "", "", None, 0.0) for number in range(http._MAX_TEXTS)}
     for number in range(3):
         with pytest.raises(BusyError):
             asyncio.run(routes._create(ContextRequest(text=f"{TEXT} {number}")))
@@ -107,9 +107,9 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, rout
     name = contexts.encode(TEXT).id
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
     contexts.store.put(StoredContext.describe(name, "", context, contexts.compression), context)
-    routes._jobs[name] = Job(name, "", "", None, 0.0, error="no")
+    routes._queue._jobs[name] = Job(name, "", "", None, 0.0, error="no")
     assert isinstance(asyncio.run(routes._create(ContextRequest(text=TEXT))), StoredContext)
-    assert routes._jobs == {}
+    assert routes._queue._jobs == {}
 
 
 def test_a_full_store_gives_what_it_has(contexts, routes, client, parts):
@@ -119,7 +119,7 @@ def test_a_full_store_gives_what_it_has(contexts, routes, client, parts):
     assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 200
     full = client.post("/v1/contexts", json={"text": f"{TEXT} again"})
     assert full.status_code == 507 and "the store is full" in full.json()["error"]["message"]
-    assert routes._jobs == {} and contexts._announced_texts == {}
+    assert routes._queue._jobs == {} and contexts._announced_texts == {}
 
 
 def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, parts):
@@ -159,9 +159,9 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes
     monkeypatch.setattr(contexts.store, "_rewrite", fail)
     monkeypatch.setattr(routes, "_read", lambda _: asyncio.sleep(0))
     routes._engine, job = SlowEngine(), Job(new_context.id, "second", "", None, 0.0)
-    routes._jobs[job.id] = job
+    routes._queue._jobs[job.id] = job
     asyncio.run(routes._compress(contexts, new_context, job))
-    assert job.error is None and routes._jobs == {} and contexts.store.describe(job.id).name == "first"
+    assert job.error is None and routes._queue._jobs == {} and contexts.store.describe(job.id).name == "first"
 
 
 def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, monkeypatch):
@@ -171,7 +171,7 @@ def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, mon
     monkeypatch.setattr(contexts.store, "describe", fail)
     with pytest.raises(StoreError):
         asyncio.run(routes._create(ContextRequest(text=TEXT)))
-    assert routes._jobs == {}
+    assert routes._queue._jobs == {}
 
 
 class SlowEngine:
@@ -211,17 +211,17 @@ def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp
     contexts.store.put(StoredContext.describe(name, "a name", context, contexts.compression), context)
     (tmp_path / f"{name}.kv").write_bytes(b"damaged")
     assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
-    routes._jobs[name].error = "no"
+    routes._queue._jobs[name].error = "no"
     (tmp_path / f"{name}.json").unlink()
     assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
     assert contexts._announced_texts[name].name == "a name"
 
 
 def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkeypatch):
-    routes._jobs[NAME] = Job(NAME, "", "", contexts.compression, 0.0)
+    routes._queue._jobs[NAME] = Job(NAME, "", "", contexts.compression, 0.0)
 
     def list_before_the_end():
-        routes._jobs.pop(NAME)
+        routes._queue._jobs.pop(NAME)
         return []
 
     monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
@@ -287,11 +287,11 @@ def test_a_deleted_text_is_not_read_on(routes, client):
     until(lambda: routes._engine.started)
     assert client.delete(f"/v1/contexts/{name}").status_code == 200
     until(lambda: not routes._tasks)
-    assert routes._engine.cancelled == 1 and routes._readings == {} and routes._jobs == {}
+    assert routes._engine.cancelled == 1 and routes._readings == {} and routes._queue._jobs == {}
 
 
 def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
-    monkeypatch.setattr(http, "_MAX_JOBS", 2)
+    monkeypatch.setattr(routes._queue, "_max_unfinished", 2)
     routes._engine.is_done = False
     for number in range(2):
         made = client.post("/v1/contexts", json={"text": f"{TEXT} {number}"})

@@ -285,6 +285,10 @@ def test_a_key_and_limits(parts, tmp_path, monkeypatch):
         until(lambda: not server.service.answers.open)
 
 
+def waiting_texts(server):
+    return [job for job in server.service.queue.jobs() if not job.is_started]
+
+
 def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
     release = threading.Event()
     plain = Service._compress
@@ -296,7 +300,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(Service, "_compress", slow)
     with serving(*parts, tmp_path, limits=Limits(texts=1)) as server:
         first = server.ask("/v1/contexts", {"text": "one " * 9})[1]
-        until(lambda: not server.service._waiting.qsize())
+        until(lambda: not waiting_texts(server))
         second = server.ask("/v1/contexts", {"text": "two " * 9})[1]
         assert server.ask("/v1/contexts", {"text": "one " * 9})[1]["id"] == first["id"]
         assert server.problem("/v1/contexts", {"text": "three " * 9})[0] == 429
@@ -304,7 +308,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         assert status == 409 and "is still being compressed; ask again" in answer["error"]["message"]
         for _ in range(3):  # a deleted text waits no longer
             assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200
-            assert not server.service._waiting.qsize()
+            assert not waiting_texts(server)
             status, second = server.ask("/v1/contexts", {"text": "two " * 9})
             assert status == 202
         assert server.ask(f"/v1/contexts/{second['id']}", method="DELETE")[0] == 200

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from lkv.errors import ContextPendingError, PromptError, StoreError
 from lkv.integrations.vllm.contexts import NewContext
 from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.jobs import Job
 from lkv.serving.schemas import error_response
-from lkv.serving.service import Job
 from lkv.serving.store import CompressionSettings, unknown_context
 
 
@@ -42,6 +42,9 @@ class Store:
 
     def describe(self, name):
         return SimpleNamespace(name="", as_object=lambda: {"id": name}) if name in self.names else None
+
+    def rename(self, stored, title):
+        return stored
 
     def delete(self, name):
         if self.problem is not None:
@@ -152,7 +155,7 @@ def test_a_deletion_that_fails_can_be_repeated(routes):
 
 
 def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(routes):
-    routes._jobs["a"] = Job("a", "", "", CompressionSettings("lkv", 0.5, None, "", ""), 0.0, error="failed.")
+    routes._queue._jobs["a"] = Job("a", "", "", CompressionSettings("lkv", 0.5, None, "", ""), 0.0, error="failed.")
     routes.store.names.add("a")
     assert asyncio.run(routes.client.delete("/v1/contexts/a")).json()["deleted"]
     assert not routes.store.names
@@ -160,8 +163,8 @@ def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(routes
 
 def test_a_context_that_is_being_compressed_cannot_be_asked_yet():
     job, routes = Job("a", "", "", None, 0.0), ContextRoutes()
-    routes._jobs["a"] = job
-    routes.contexts = lambda: asyncio.sleep(0)
+    routes._queue._jobs["a"] = job
+    routes.contexts = lambda: asyncio.sleep(0, SimpleNamespace(store=Store()))
     for error, says in (
         (None, "is still being compressed; ask again"),
         ("too short.", "could not be made: too short."),

@@ -19,9 +19,8 @@ from transformers import AutoTokenizer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import describe_compression
 from lkv.context.context import Context
-from lkv.context.input_checks import check_text
-from lkv.context.protection import Span, protected_tokens
-from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError, StoreError
+from lkv.context.protection import Span
+from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import cache_folder
 from lkv.hf.positions import frequency_change
@@ -31,8 +30,9 @@ from lkv.methods.method import Method, resolve_method
 from lkv.methods.registry import FULL, parse_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id, unknown_context
-from lkv.utils.prompts import encode_context, tokenizer_digest
+from lkv.serving.inputs import encode_text
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, unknown_context
+from lkv.utils.prompts import tokenizer_digest
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
 _MAX_WRITES = 256  # contexts of which is known how their writing ended
@@ -143,19 +143,14 @@ class VllmContexts:
         self, text: str, retention: float | None = None, system: str | None = None, memory: str | float | None = None,
         protect: Sequence[Span] = (),
     ) -> "NewContext":  # fmt: skip
-        """What the engine needs to compress `text`. Raises LkvError for a text that cannot be."""
-        check_text(text, "the text", "give some text to compress")
-        if system is not None:
-            check_text(system, "the system prompt", "give some text, or leave it out")
-        protected = protected_tokens(self.tokenizer, text, protect, system)
+        """Return what the engine needs to compress `text`. Raises LkvError for a text that cannot be compressed."""
         settings = self.compression.for_text(retention, memory, system, protect)
-        ids = encode_context(self.tokenizer, text, system)
+        encoded = encode_text(self.tokenizer, self.max_positions, text, settings)
         new_context = NewContext(
-            id=context_id(text, settings), retention=settings.retention, memory=settings.memory,
-            sha256=hashlib.sha256(text.encode()).hexdigest(), ids=ids,
-            protected=protected,
+            id=encoded.id, retention=settings.retention, memory=settings.memory,
+            sha256=hashlib.sha256(text.encode()).hexdigest(), ids=encoded.ids, protected=encoded.protected,
         )  # fmt: skip
-        self._check_text(new_context, len(ids))
+        self._check_length(new_context)
         return new_context
 
     def announce(self, new_context: "NewContext") -> None:
@@ -175,22 +170,16 @@ class VllmContexts:
         if announced is None or announced.ids != ids or same != new_context.model_dump():
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced_texts[new_context.id]
-        self._check_text(new_context, len(ids))
+        self._check_length(announced)
         self.check_quota()
 
-    def _check_text(self, new_context: "NewContext", tokens: int) -> None:
-        """Raise PromptError for a text of which nothing would be kept, or that is too long."""
-        if tokens >= self.max_positions:
-            raise PromptError(
-                f"the text has {tokens} tokens, but the model reads at most {self.max_positions}, question and answer "
-                "included; shorten it."
-            )
-        self.method(new_context).check_length(tokens)
+    def _check_length(self, new_context: "NewContext") -> None:
+        """Raise PromptError for a text of which nothing would be kept."""
+        self.method(new_context).check_length(len(new_context.ids))
 
     def check_quota(self) -> None:
         """Raise StoreError where the store is full."""
-        if self.store.nbytes() >= self.settings.max_store * 2**20:
-            raise StoreError(f"the store is full ({self.settings.max_store:g} MiB); delete contexts first.")
+        self.store.check_quota(int(self.settings.max_store * 2**20))
 
     def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""

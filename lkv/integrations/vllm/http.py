@@ -23,19 +23,18 @@ from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from lkv.context.input_checks import check_characters
-from lkv.errors import BusyError, ContextFileError, IntegrationError, LkvError, PromptError, UnknownContextError
+from lkv.errors import IntegrationError, LkvError, PromptError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
 from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving import LOOPBACK
+from lkv.serving.inputs import encode_conversation
+from lkv.serving.jobs import Job, JobQueue
 from lkv.serving.page import page_response
 from lkv.serving.schemas import ContextRequest, error_object, error_response, parse_context
 from lkv.serving.schemas import Message as ChatMessage
-from lkv.serving.service import Job, merge_jobs
-from lkv.serving.store import StoredContext, unknown_context
-from lkv.utils.prompts import encode, render_messages
+from lkv.serving.store import StoredContext
 
 # vLLM ignores these fields for context chats.
 _UNUSED_FIELDS = (
@@ -48,8 +47,7 @@ _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
 _MAX_FIELDS = 256  # of a request; each is compared with those that name a context
 _LONGEST_FIELD = 32  # characters; longer ones resemble none
 _BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
-_CHARACTERS_PER_TOKEN = 32  # at most, of texts and chats, for each token that the model reads
-_MAX_JOBS = 256  # texts that are being compressed or could not be
+_MAX_TEXTS = 256  # that are being compressed
 _LOG = logging.getLogger("vllm.lkv")
 
 
@@ -63,12 +61,10 @@ class ContextRoutes:
         self._engine: Any = None
         self._settings = PluginSettings.model_validate({})
         self._models: list[str] = []
-        self._jobs: dict[str, Job] = {}
+        self._queue = JobQueue(_MAX_TEXTS)
         self._tasks: set[asyncio.Task[None]] = set()  # of all jobs, the deleted ones too
-        self._readings: dict[str, asyncio.Task[None]] = {}  # the engine's work for a job, by its context
+        self._readings: dict[Job, asyncio.Task[None]] = {}  # the engine's work for a job
         self._users: Counter[str] = Counter()  # open requests by context
-        self._deleted: set[str] = set()  # contexts that go when no request uses them any more
-        self._cancelled: dict[str, Job] = {}  # deleted while they are made, by context, unless it is made again
         self.is_stopping = False
         self._metrics: _Metrics | None = None
         self._has_template = False  # one of vLLM's own options
@@ -109,32 +105,25 @@ class ContextRoutes:
         @app.get("/v1/contexts")
         async def list_contexts() -> dict[str, Any]:
             store = (await self.contexts()).store
-            jobs = list(self._jobs.values())  # first: what becomes ready meanwhile is in the store
-            stored = await asyncio.to_thread(store.list_contexts)
-            contexts = merge_jobs(jobs, [context for context in stored if context.id not in self._deleted])
+            contexts = await asyncio.to_thread(self._queue.list_contexts, store)
             return {"object": "list", "data": [context.as_object() for context in contexts]}
 
         @app.get("/v1/contexts/{name}")
         async def describe(name: str) -> dict[str, Any]:
-            job = self._jobs.get(name)
-            if job is not None and job.error is not None and name not in self._deleted:
-                stored = await asyncio.to_thread((await self.contexts()).store.describe, name)
-                if stored is not None and job.is_superseded_by(stored):
-                    return stored.as_object()
-            return (job or await self._stored(name)).as_object()
+            store = (await self.contexts()).store
+            return (await asyncio.to_thread(self._queue.find, name, store)).as_object()
 
         @app.delete("/v1/contexts/{name}")
         async def delete(name: str) -> dict[str, Any]:
-            job = self._jobs.pop(name, None)
-            if job is not None and job.error is None:
-                job.is_deleted = True
-                self._cancelled[name] = job  # its context goes where it is complete already
-                if (reading := self._readings.get(name)) is not None:
+            store = (await self.contexts()).store
+            job = self._queue.delete(name)
+            if job is not None and job.error is None:  # its context goes where it is complete already
+                if (reading := self._readings.get(job)) is not None:
                     reading.cancel()
             else:
                 if job is None:  # else one that failed, where another server may have stored the context
-                    await self._stored(name)
-                self._deleted.add(name)
+                    await asyncio.to_thread(self._queue.find, name, store)
+                self._queue.hidden.add(name)
                 await self._delete_unused(name)
             return {"object": "context", "id": name, "deleted": True}
 
@@ -174,17 +163,9 @@ class ContextRoutes:
             )
         return await asyncio.to_thread(front_contexts, self._engine.input_processor)
 
-    async def _stored(self, name: str) -> StoredContext:
-        contexts = await self.contexts()
-        stored = None if name in self._deleted else await asyncio.to_thread(contexts.store.describe, name)
-        if stored is None:
-            raise unknown_context(name)
-        return stored
-
     async def _create(self, body: ContextRequest) -> StoredContext | Job:
-        """The stored context of a text, or the job that makes it."""
+        """Return the stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        check_characters(len(body.text), "the text", contexts.max_positions, _CHARACTERS_PER_TOKEN)
         new_context = await asyncio.to_thread(
             contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
         )
@@ -192,32 +173,17 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        stored, title = None, body.name
-        try:
-            stored = await self._stored(new_context.id)
-            await asyncio.to_thread(contexts.tokens, new_context.id)
-        except (ContextFileError, UnknownContextError):  # none yet, or a damaged one, which is made anew
-            if stored is not None:
-                title, stored = title or stored.name, None
-            await asyncio.to_thread(contexts.check_quota)
-        # Nothing is waited for from here on: two requests for one text make one job.
-        job = self._jobs.get(new_context.id)
-        if job is not None and job.error is None:
-            job.title = body.name or job.title  # which `_compress` gives the stored context at its end
-            return job
-        if stored is not None:
-            if job is not None:  # failed, before another server stored it
-                del self._jobs[new_context.id]
-            return await asyncio.to_thread(contexts.store.rename, stored, body.name)
-        failed = [name for name, other in self._jobs.items() if other.error is not None]
-        if max(len(self._tasks), len(self._jobs) - len(failed)) >= _MAX_JOBS:
-            raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
-        for name in failed[: max(0, len(self._jobs) - _MAX_JOBS + 1)]:
-            del self._jobs[name]
+        if (running := self._queue.find_running(new_context.id, body.name)) is not None:
+            return running
         settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
-        new_context.name = title or (job.title if job is not None else "")  # of one that failed
-        self._cancelled.pop(new_context.id, None)
-        job = self._jobs[new_context.id] = Job(new_context.id, new_context.name, "", settings, time.time())
+        job = Job(new_context.id, body.name, "", settings, time.time(), is_started=True)
+        stored = await asyncio.to_thread(self._queue.find_stored, job, contexts.store, contexts.tokens)
+        if stored is not None:
+            return stored
+        await asyncio.to_thread(contexts.check_quota)
+        if (running := self._queue.add(job)) is not job:
+            return running
+        new_context.name = job.title
         contexts.announce(new_context)
         task = asyncio.create_task(self._compress(contexts, new_context, job))
         self._tasks.add(task)
@@ -226,41 +192,29 @@ class ContextRoutes:
 
     async def _compress(self, contexts: VllmContexts, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
+        stored: StoredContext | None = None
         try:
-            reading = self._readings[new_context.id] = asyncio.create_task(self._read(new_context))
+            reading = self._readings[job] = asyncio.create_task(self._read(new_context))
             await asyncio.wait([reading])
-            if self._readings.get(new_context.id) is reading:
-                del self._readings[new_context.id]
+            del self._readings[job]
             if not reading.cancelled():  # by a deletion, perhaps after the text was compressed
                 reading.result()
-            while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(new_context.id,))):
+            while None in (outcomes := await self._engine.collective_rpc("lkv_outcome", args=(job.id,))):
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
             if job.error is None:
-                stored = await asyncio.to_thread(contexts.store.describe, new_context.id)
+                stored = await asyncio.to_thread(contexts.store.describe, job.id)
                 if stored is None:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
-                title = stored.name if stored is not None else ""
-                # Sent again under another name meanwhile, perhaps once more while that one is written.
-                while stored is not None and job.title not in ("", title):
-                    title = job.title
-                    try:
-                        stored = await asyncio.to_thread(contexts.store.rename, stored, title)
-                    except LkvError as error:  # the context can be used all the same
-                        _LOG.warning("the context %s could not be renamed: %s", job.id, error)
-                self._deleted.discard(new_context.id)  # made anew
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+        is_deleted = await asyncio.to_thread(self._queue.finish, job, contexts.store, stored)
         if self._metrics is not None and not job.is_deleted:
             self._metrics.count_compression(time.time() - job.created, job.error is None)
-        if job.is_deleted:
-            if self._cancelled.get(new_context.id) is job:
-                del self._cancelled[new_context.id]
-                await self._delete(contexts, new_context.id)
-        elif job.error is None:
-            self._jobs.pop(new_context.id, None)
-        else:
-            await self._delete_unused(new_context.id)
+        if is_deleted:
+            await self._delete(contexts, job.id)
+        elif job.error is not None:
+            await self._delete_unused(job.id)
 
     async def _read(self, new_context: NewContext) -> None:
         """Have the engine read a text."""
@@ -278,12 +232,12 @@ class ContextRoutes:
 
         Raises StoreError where the store fails; the context is not deleted then.
         """
-        job = self._jobs.get(name)
-        if name in self._deleted and not self._users[name] and (job is None or job.error is not None):
+        hidden = self._queue.hidden
+        if name in hidden and not self._users[name] and self._queue.find_running(name) is None:
             try:
                 await self._delete(await self.contexts(), name)
             finally:
-                self._deleted.discard(name)
+                hidden.discard(name)
 
     async def _delete(self, contexts: VllmContexts, name: str) -> None:
         """Delete a context's files, and drop it from the workers' memory."""
@@ -309,7 +263,7 @@ class ContextRoutes:
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory, and the store what is in it."""
         assert self._metrics is not None
-        self._metrics.texts_waiting.set(sum(job.error is None for job in self._jobs.values()))
+        self._metrics.texts_waiting.set(sum(job.error is None for job in self._queue.jobs()))
         with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
             self._metrics.set_workers(await self._engine.collective_rpc("lkv_statistics"))
             contexts = loaded_contexts(self._engine.input_processor)
@@ -355,10 +309,7 @@ class ContextRoutes:
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
         """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""
         contexts = await self.contexts()
-        job = self._jobs.get(name)
-        if job is not None:
-            raise job.pending_error()
-        await self._stored(name)
+        await asyncio.to_thread(self._queue.check_ready, name, contexts.store)
         tokens = await asyncio.to_thread(contexts.tokens, name)
         contexts.remember_tokens(name, tokens)
         unused = [field for field in _UNUSED_FIELDS if body.get(field)]
@@ -448,8 +399,4 @@ def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str
             place = ".".join(map(str, ("messages", number, *problem["loc"])))
             example = 'such as {"role": "user", "content": "..."}'
             raise PromptError(f"{place}: {problem['msg']}; a message has a role and a text, {example}.") from None
-    if not plain[-1]["content"].strip():
-        raise PromptError("the question is empty; ask something.")
-    characters = sum(len(message["content"]) for message in plain)
-    check_characters(characters, "the conversation", contexts.max_positions, _CHARACTERS_PER_TOKEN)
-    return plain, encode(contexts.tokenizer, render_messages(contexts.tokenizer, plain, after_context=True))
+    return plain, encode_conversation(contexts.tokenizer, contexts.max_positions, plain, after_context=True)

@@ -1,0 +1,230 @@
+"""Texts that wait, are being compressed or could not be: one model of jobs for `lkv serve` and for vLLM's plugin."""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lkv.errors import BusyError, ContextFileError, ContextPendingError, LkvError, UnknownContextError
+from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, unknown_context
+
+_FAILED_JOBS = 256  # failed jobs that are still reported
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Job:
+    """A text that waits or is being compressed, or could not be."""
+
+    id: str
+    title: str
+    text: str
+    settings: CompressionSettings
+    created: float
+    progress: float = 0.0
+    error: str | None = None
+    is_started: bool = False
+    is_cancelled: bool = False  # by a deletion or at the end of the server
+    is_deleted: bool = False
+    is_replaced: bool = False  # deleted, and the text was sent again
+
+    def as_object(self) -> dict[str, Any]:
+        """Return what clients get: a context that is being compressed, or could not be."""
+        return {
+            "object": "context", "id": self.id, "name": self.title, "status": "failed" if self.error else "compressing",
+            "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
+            "method": self.settings.method, "memory": self.settings.memory,
+            "retention": None if self.settings.memory else self.settings.retention,
+            "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
+        }  # fmt: skip
+
+    def pending_error(self) -> ContextPendingError:
+        """Return the error of a question about this context."""
+        if self.error is not None:
+            return ContextPendingError(f"the context {self.id!r} could not be made: {self.error}")
+        return ContextPendingError(
+            f"the context {self.id!r} is still being compressed; ask again when its status is 'ready'."
+        )
+
+
+class JobQueue:
+    """The jobs of a server, and what its clients see of them beside the contexts of its store.
+
+    It may be used from several threads. No lock is held while the store is read or written.
+    """
+
+    def __init__(self, max_unfinished: int):
+        """At most `max_unfinished` texts wait or are being compressed."""
+        self.hidden: set[str] = set()  # deleted contexts that running requests still use
+        self.is_closed = False
+        self._max_unfinished = max_unfinished
+        self._jobs: dict[str, Job] = {}
+        self._unfinished: set[Job] = set()  # deleted ones are in it until they end
+        self._changed = threading.Condition()
+
+    def jobs(self) -> list[Job]:
+        """Return all jobs."""
+        with self._changed:
+            return list(self._jobs.values())
+
+    def find_running(self, name: str, title: str = "") -> Job | None:
+        """Return the job of a context that is not ready yet, if any, and give it a `title`."""
+        with self._changed:
+            job = self._jobs.get(name)
+            if job is None or job.error is not None:
+                return None
+            job.title = title or job.title
+            return job
+
+    def find_stored(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> StoredContext | None:
+        """Return the stored context of the text of a new `job`, under the job's title.
+
+        Args:
+            job: The new job. It takes the title of a damaged context.
+            store: The store.
+            check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
+
+        Returns:
+            None where there is no context, or a damaged one.
+        """
+        stored = self.describe_stored(job.id, store)
+        if stored is None:
+            return None
+        try:
+            check(job.id)
+        except (ContextFileError, UnknownContextError):
+            job.title = job.title or stored.name
+            return None
+        with self._changed:
+            failed = self._jobs.get(job.id)
+            if failed is not None and failed.error is not None:  # before another server stored it
+                del self._jobs[job.id]
+        return store.rename(stored, job.title)
+
+    def add(self, job: Job) -> Job:
+        """Add a job, or return the running one of the same context.
+
+        Raises BusyError where too many texts wait, or the server is stopping.
+        """
+        with self._changed:
+            if (running := self.find_running(job.id, job.title)) is not None:
+                return running
+            if self.is_closed or len(self._unfinished) >= self._max_unfinished:
+                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+            if (failed := self._jobs.pop(job.id, None)) is not None:
+                job.title = job.title or failed.title
+            for other in self._unfinished:
+                other.is_replaced |= other.id == job.id
+            self._jobs[job.id] = job
+            self._unfinished.add(job)
+            self._changed.notify()
+        return job
+
+    def take(self, seconds: float) -> Job | None:
+        """Start the job that waits for longest; None if none comes within `seconds`, or the queue is closed."""
+
+        def find() -> Job | None:
+            return next((job for job in self._jobs.values() if not job.is_started and job.error is None), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closed or find() is not None, seconds)
+            job = None if self.is_closed else find()
+            if job is not None:
+                job.is_started = True
+            return job
+
+    def finish(self, job: Job, store: ContextStore, stored: StoredContext | None) -> bool:
+        """End a job.
+
+        Args:
+            job: The job, with its error if it failed.
+            store: The store.
+            stored: Its context, which takes a title that came while it was being stored; None without one.
+
+        Returns:
+            Whether the job was deleted, so that its context must be, too.
+        """
+        while stored is not None and not self._drop(job, stored.name):
+            title = job.title
+            try:
+                stored = store.rename(stored, title)
+            except LkvError as error:  # the context can be used all the same
+                _LOG.warning("the context %s could not be renamed: %s", job.id, error)
+            stored = stored.model_copy(update={"name": title})
+        with self._changed:
+            self._unfinished.discard(job)
+            if stored is not None:
+                self.hidden.discard(job.id)  # made anew
+            failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
+            for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
+                del self._jobs[name]
+        return job.is_deleted and not job.is_replaced
+
+    def _drop(self, job: Job, title: str) -> bool:
+        """Remove the job of a stored context. False if it has got another title than `title`."""
+        with self._changed:
+            if self._jobs.get(job.id) is not job:  # it was deleted, and perhaps sent again
+                return True
+            if job.title not in ("", title):
+                return False
+            del self._jobs[job.id]
+            return True
+
+    def delete(self, name: str) -> Job | None:
+        """Remove the job of a context, if any, and cancel it."""
+        with self._changed:
+            job = self._jobs.pop(name, None)
+            if job is not None:
+                job.is_deleted = job.is_cancelled = True
+                if not job.is_started:
+                    self._unfinished.discard(job)
+            return job
+
+    def close(self) -> None:
+        """Take no more jobs, and cancel all."""
+        with self._changed:
+            self.is_closed = True
+            for job in self._jobs.values():
+                job.is_cancelled = True
+            self._changed.notify_all()
+
+    def describe_stored(self, name: str, store: ContextStore) -> StoredContext | None:
+        """Return the description of a stored context; None for one that is deleted, missing or damaged."""
+        return None if name in self.hidden else store.describe(name)
+
+    def find(self, name: str, store: ContextStore) -> StoredContext | Job:
+        """Return a stored context, or the job of one that is not ready. Raises UnknownContextError."""
+        with self._changed:
+            job = self._jobs.get(name)
+        if job is not None and job.error is None:
+            return job
+        stored = self.describe_stored(name, store)
+        if job is None:
+            if stored is None:
+                raise unknown_context(name)
+            return stored
+        if not _is_superseded(job, stored):
+            return job
+        with self._changed:
+            if self._jobs.get(name) is job:
+                del self._jobs[name]
+        assert stored is not None
+        return stored
+
+    def check_ready(self, name: str, store: ContextStore) -> None:
+        """Raise UnknownContextError, or ContextPendingError for a context that is being made or could not be."""
+        if isinstance(found := self.find(name, store), Job):
+            raise found.pending_error()
+
+    def list_contexts(self, store: ContextStore) -> list[StoredContext | Job]:
+        """Return the jobs, then the stored contexts without a job."""
+        jobs = self.jobs()  # first: what becomes ready meanwhile is in the store
+        stored = {context.id: context for context in store.list_contexts() if context.id not in self.hidden}
+        current = {job.id: job for job in jobs if not _is_superseded(job, stored.get(job.id))}
+        return [*current.values(), *(context for context in stored.values() if context.id not in current)]
+
+
+def _is_superseded(job: Job, stored: StoredContext | None) -> bool:
+    """Return whether the job failed, and another server has stored its context since it began."""
+    return job.error is not None and stored is not None and stored.created > job.created
