@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,13 +23,6 @@ from lkv.training.config import TrainingConfig
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.training.distillation import (
-    SampleGroup,
-    Schedule,
-    distillation_losses,
-    group_samples,
-    schedule,
-)
 from lkv.training.fit_plan import (
     PROGRESS_TEXTS,
     STATISTICS_TEXTS,
@@ -46,8 +39,7 @@ from lkv.training.heldout import (
     format_kl,
     format_table,
 )
-from lkv.training.processes import run_at_once
-from lkv.training.trainer import defer_interrupt, make_optimizer, set_learning_rate
+from lkv.training.loop import Batch, TimeBudget, TrainingLoop
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
@@ -71,54 +63,77 @@ class UselessStateError(LkvError):
     """The saved state of an interrupted run cannot be read."""
 
 
+class FitJob(NamedTuple):
+    """What to fit a policy to, in how many seconds, and where it goes.
+
+    With `keeps_earlier` a policy that is in `folder` already stays, and the new one gets a folder beside it.
+    """
+
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    texts: FitTexts
+    seconds: float
+    folder: Path
+    model_name: str
+    keeps_earlier: bool
+
+    @property
+    def state(self) -> Path:
+        """The folder of what a later call resumes from."""
+        return self.folder / RUN / "state"
+
+
 class FitRun:
     """One run of `fit`: its plan, its stages and the state that a later call resumes from.
 
-    `elapsed` gives the seconds of this call and, where it continues a run, of the earlier ones. With `keeps_earlier` a
-    policy that is in `folder` already stays, and the new one gets a folder beside it.
+    Args:
+        job: What to fit a policy to.
+        config: The settings, with the lengths of contexts that the memory suffices for.
+        per_token: Seconds in which the model reads a token.
+        elapsed: Gives the seconds of this call and, where it continues a run, of the earlier ones.
     """
 
-    def __init__(
-        self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        config: TrainingConfig,
-        seconds: float,
-        per_token: float,
-        folder: Path,
-        model_name: str,
-        texts: FitTexts,
-        elapsed: Callable[[], float],
-        keeps_earlier: bool,
-    ):
-        self._model, self._tokenizer, self._config, self._seconds = model, tokenizer, config, seconds
+    def __init__(self, job: FitJob, config: TrainingConfig, per_token: float, elapsed: Callable[[], float]):
+        self._model, self._tokenizer, self._config, self._seconds = job.model, job.tokenizer, config, job.seconds
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
-        self._folder, self._state, self._keeps_earlier = folder, folder / RUN / "state", keeps_earlier
-        self._elapsed, self._texts = elapsed, texts
-        spec = patch_attention(model).spec
+        self._job, self._state, self._elapsed = job, job.state, elapsed
+        self._texts = job.texts.with_lengths(config.min_tokens, config.max_tokens)
+        spec = patch_attention(job.model).spec
         self._lengths = distillation_lengths(config, spec.max_positions)
-        self._learned = texts.training.with_lengths(*self._lengths)
+        self._learned = self._texts.training.with_lengths(*self._lengths)
         torch.manual_seed(config.seed)
-        card: dict[str, Any] = {"model": name_without_place(model_name), "data": texts.training.origins}
-        training = asdict(config) | {"dtype": dtype_name(model.dtype)}
+        self.policy = Policy(spec, self._make_card(), config.inputs).to(input_device(job.model))
+        # Before the regression, scores are the attention to expect alone.
+        self._initial_output = self.policy.tokens.output.detach().clone()
+        self.policy.tokens.output.detach().zero_()
+        self._best = copy.deepcopy(self.policy)
+        at_once = 1 if is_rope_by_length(job.model) else config.batch
+        remedy = "load the model in float32 (--dtype float32)."
+        self._loop = TrainingLoop(job.model, self.policy, config, self._draw_batch, remedy, contexts_at_once=at_once)
+        self._stage = 0
+        self._best_kl, self._last_kl, self._distilling_since = math.inf, math.inf, 0.0
+        self._curve: list[dict[str, float]] = []
+        self._report_seconds = 0.0
+        self._batches: list[Batch] = []
+
+    def _make_card(self) -> dict[str, Any]:
+        """The policy's card."""
+        model, texts = self._model, self._texts
+        training = asdict(self._config) | {"dtype": dtype_name(model.dtype)}
+        card: dict[str, Any] = {"model": name_without_place(self._job.model_name), "data": texts.training.origins}
         card |= {"data_digest": texts.digest, "training": training, "trained_tokens": self._lengths.most}
         if texts.decontamination:
             card["decontamination"] = texts.decontamination
         if commit := getattr(model.config, "_commit_hash", None):
             card["revision"] = commit
         if "/" in card["model"]:
-            card["hub"] = [model_name]
-        self.policy = Policy(spec, card, config.inputs).to(input_device(model))
-        # Before the regression, scores are the attention to expect alone.
-        self._initial_output = self.policy.tokens.output.detach().clone()
-        self.policy.tokens.output.detach().zero_()
-        self._best = copy.deepcopy(self.policy)
-        self._optimizer = make_optimizer(self.policy, config)
-        self._stage, self._steps, self._contexts = 0, 0, 0
-        self._best_kl, self._last_kl, self._distilling_since = math.inf, math.inf, 0.0
-        self._curve: list[dict[str, float]] = []
-        self._report_seconds = 0.0
-        self._batches: list[list[tuple[int, TokenizedSample]]] = []
+            card["hub"] = [self._job.model_name]
+        return card
+
+    @property
+    def _contexts(self) -> int:
+        """How many contexts were learned from."""
+        return self._loop.step * self._config.batch
 
     def run(self) -> Policy:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
@@ -155,8 +170,8 @@ class FitRun:
             initialize_from(self._best, self._state / "best")
             is_shorter = self._config.max_tokens < lengths["max_tokens"]
             if not is_shorter:  # position tables are shorter too
-                checkpoint.load_optimizer(self.policy, self._optimizer)
-            self._stage, self._steps, self._contexts = progress["stage"], checkpoint.step, progress["contexts"]
+                checkpoint.load_optimizer(self.policy, self._loop.optimizer)
+            self._stage, self._loop.step = progress["stage"], checkpoint.step
             self._best_kl = math.inf if is_shorter else progress["best_kl"]
             self._last_kl = progress["last_kl"]
             self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
@@ -182,11 +197,11 @@ class FitRun:
 
     def _save(self) -> None:
         self.policy.card["progress"] = {
-            "stage": self._stage, "contexts": self._contexts, "seconds": self._elapsed(), "best_kl": self._best_kl,
-            "last_kl": self._last_kl, "distilling_since": self._distilling_since, "curve": self._curve,
+            "stage": self._stage, "seconds": self._elapsed(), "best_kl": self._best_kl, "last_kl": self._last_kl,
+            "distilling_since": self._distilling_since, "curve": self._curve,
         }  # fmt: skip
         self._best.save_pretrained(self._state / "best")
-        save_checkpoint(self._state, self._steps, self._config, self.policy, self._optimizer)
+        save_checkpoint(self._state, self._loop.step, self._config, self.policy, self._loop.optimizer)
 
     def _make_plan(self) -> None:
         """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
@@ -256,9 +271,10 @@ class FitRun:
     def _finish_stage(self, stage: int, title: str) -> None:
         self._stage = stage
         self._report(title)
+        self._save()
 
     def _report(self, title: str) -> None:
-        """Print the held-out KL, store the weights if they are the best so far, and save the state."""
+        """Print the held-out KL, and store the weights if they are the best so far."""
         begin = self._elapsed()
         measured = self._progress_texts.measure(self.policy)
         self._report_seconds = self._elapsed() - begin
@@ -274,7 +290,6 @@ class FitRun:
         text = ", ".join(f"{format_kl(fidelity.kl)} at R {retention:g}" for retention, fidelity in measured.items())
         minutes, seconds = divmod(int(self._elapsed()), 60)
         log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
-        self._save()
 
     def _distill(self) -> None:
         """Train until the comparison has to begin; the schedule follows the clock."""
@@ -282,59 +297,29 @@ class FitRun:
         begin = self._distilling_since = self._distilling_since or self._elapsed()
         config = config_for_distillation(self._config, self._reading, end - begin)
         self._best.card["training"] |= {"lr": config.lr, "lr_end": config.lr_end}
-        pace, reported = 0.0, self._elapsed()
-        interval = max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
-        with defer_interrupt() as interrupted:
-            while (now := self._elapsed()) + pace < end:
-                self._step(schedule(config, config.steps * (now - begin) / (end - begin)))
-                pace = max(pace / 2, self._elapsed() - now)
-                is_last = self._elapsed() + pace >= end
-                if is_last or interrupted.is_set() or self._elapsed() - reported > interval:
-                    self._report(f"{self._contexts} contexts")
-                    reported = self._elapsed()
-                if interrupted.is_set():
-                    raise TrainingStoppedError(
-                        f"stopped after {self._elapsed() / 60:.1f} of {self._seconds / 60:g} minutes, which are saved "
-                        f"in {self._state}; run the same command to continue."
-                    )
+        self._loop.config = config
+        budget = TimeBudget(
+            config.steps, self._elapsed, begin, end, max((end - begin) / 12, self._report_seconds / _REPORT_SHARE)
+        )
+        if self._loop.run(budget, lambda means: self._report(f"{self._contexts} contexts"), self._save):
+            raise TrainingStoppedError(
+                f"stopped after {self._elapsed() / 60:.1f} of {self._seconds / 60:g} minutes, which are saved in "
+                f"{self._state}; run the same command to continue."
+            )
         if not self._contexts:
             log("3. the distillation did not run: no time was left for it; give more --minutes")
 
-    def _next_batch(self) -> list[tuple[int, TokenizedSample]]:
-        """Numbered contexts of similar length for the next update, so that threads are done with them together."""
-        batch = self._config.batch
-        position = self._contexts // batch % _BATCHES_BY_LENGTH
+    def _draw_batch(self, step: int) -> Batch:
+        """Numbered contexts of similar length for a step, so that threads are done with them together."""
+        batch, position = self._config.batch, step % _BATCHES_BY_LENGTH
         if not (position and self._batches):
-            first = _FIRST_CONTEXT + self._contexts - position * batch
+            first = _FIRST_CONTEXT + (step - position) * batch
             numbers = range(first, first + _BATCHES_BY_LENGTH * batch)
             drawn = [(number, self._sample(self._learned, number, self._lengths.most)) for number in numbers]
             drawn.sort(key=lambda pair: len(pair[1].context))
             batches = (drawn[start : start + batch] for start in range(0, len(drawn), batch))
             self._batches = sorted(batches, key=lambda pairs: min(number for number, _ in pairs))
         return self._batches[position]
-
-    def _step(self, now: Schedule) -> None:
-        """One update on a batch of contexts."""
-        config = self._config
-        set_learning_rate(self._optimizer, now.lr)
-        self._optimizer.zero_grad(set_to_none=True)
-
-        def add_gradients(group: SampleGroup) -> None:
-            kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
-            loss = (kl + config.beta * hidden) / config.batch
-            if not loss.isfinite():
-                raise TrainingError(
-                    f"the loss is {loss.item()} ({group}); load the model in float32 (--dtype float32)."
-                )
-            loss.backward()
-
-        groups = group_samples(self._next_batch(), config.contexts_per_forward)
-        at_once = 1 if is_rope_by_length(self._model) else config.batch
-        run_at_once(add_gradients, groups, input_device(self._model), at_once)
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), config.max_grad_norm)
-        self._optimizer.step()
-        self._contexts += config.batch
-        self._steps += 1
 
     def _finish(self) -> Policy:
         """Compare the policy with the baselines, save it, and print the comparison."""
@@ -356,14 +341,14 @@ class FitRun:
              "agreement": row["agreement"], "texts": row["texts"]}
             for row in rows if row["method"] == "lkv"
         ]  # fmt: skip
-        folder = _free_folder(self._folder) if self._keeps_earlier else self._folder
+        folder = _free_folder(self._job.folder) if self._job.keeps_earlier else self._job.folder
         policy.save_pretrained(folder, half=True)
-        rmtree(self._folder / RUN, ignore_errors=True)
+        rmtree(self._job.folder / RUN, ignore_errors=True)
         print(format_table(rows))
         print(f"the policy is in {folder}, after {self._elapsed() / 60:.1f} minutes")
         for line in describe_better_baselines(better):
             print(line)
-        if self._keeps_earlier and not card["fit"]["preferred"]:
+        if self._job.keeps_earlier and not card["fit"]["preferred"]:
             cause = "SnapKV" if is_worse_than_snapkv else "the policy that was this model's default"
             print(f"{cause} is better, so the new one is not the default; to use it, give it as the policy: {folder}")
         return policy

@@ -24,7 +24,7 @@ from lkv.policy.policy_file import is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
-from lkv.training.fit_run import RUN, FitRun, UselessStateError, log
+from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
 from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
@@ -102,7 +102,7 @@ def fit_to(
     _check_folder(folder, texts)
     is_new = not folder.exists()
     check_writable_folder(folder / RUN, TrainingError, "the policy")
-    keeps_earlier = out is None
+    job = FitJob(model, tokenizer, texts, minutes * 60, folder, model_name, keeps_earlier=out is None)
     with (
         lock_folder(folder / RUN),
         _removed_if_unused(folder / RUN, is_new),
@@ -114,7 +114,7 @@ def fit_to(
         per_token = _seconds_per_token(
             model, min(_PROBE_TOKENS, spec.max_positions), min(_PROBE_SECONDS, _PROBE_SHARE * minutes * 60)
         )
-        interrupted, earlier = _interrupted_run(folder / RUN / "state")
+        interrupted, earlier = _interrupted_run(job.state)
         longest = interrupted or longest_context(minutes * 60 / per_token)
 
         def elapsed() -> float:
@@ -123,16 +123,12 @@ def fit_to(
         while True:
             config = config_for(spec.max_positions, longest)
             try:
-                contexts = texts.with_lengths(config.min_tokens, config.max_tokens)
-                return FitRun(
-                    model, tokenizer, config, minutes * 60, per_token, folder, model_name, contexts, elapsed,
-                    keeps_earlier,
-                ).run()  # fmt: skip
+                return FitRun(job, config, per_token, elapsed).run()
             except UselessStateError as error:
                 kept = folder / f"{RUN}-unreadable"
                 log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
                 rmtree(kept, ignore_errors=True)
-                (folder / RUN / "state").rename(kept)
+                job.state.rename(kept)
                 longest, earlier = longest_context(minutes * 60 / per_token), 0.0
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-def run_at_once(function: Callable[[Item], Any], items: Sequence[Item], device: torch.device, most: int) -> None:
-    """Call `function` with each of `items`; on a CPU with up to `most` at once, in threads that divide PyTorch's.
+def run_at_once(
+    function: Callable[[Item], Result], items: Sequence[Item], device: torch.device, most: int
+) -> list[Result]:
+    """Return `function` of each of `items`; on a CPU up to `most` run at once, in threads that divide PyTorch's.
 
     One small operation keeps few cores busy. Gradients of two items add up to the same bits in either order.
     """
@@ -31,13 +34,11 @@ def run_at_once(function: Callable[[Item], Any], items: Sequence[Item], device: 
     workers = min(len(items), most, threads)
     # Autocast holds for the thread that turned it on.
     if device.type != "cpu" or workers < 2 or torch.is_autocast_enabled("cpu"):
-        for item in items:
-            function(item)
-        return
+        return [function(item) for item in items]
     torch.set_num_threads(threads // workers)
     try:
         with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(function, items))
+            return list(pool.map(function, items))
     finally:
         torch.set_num_threads(threads)
 

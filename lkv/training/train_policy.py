@@ -72,7 +72,7 @@ def train_policy(*arguments: Any, **options: Any) -> Policy:
     setup = prepare(*arguments, **options)
     is_main = setup.accelerator.is_main_process
     with lock_folder(setup.out) if is_main else nullcontext():
-        policy = build(setup).run()
+        policy = build(setup).run(setup.accelerator.log)
         if setup.accelerator.trackers:
             setup.accelerator.end_training()
         if is_main:
@@ -188,20 +188,15 @@ def build(setup: TrainingSetup) -> Trainer:
     samples = partial(sample, setup.data)
 
     validation = [sample(setup.validation_data, index) for index in range(config.validation_samples)]
-    return Trainer(
-        model,
-        policy,
-        config,
-        samples,
-        require_samples(validation),
-        setup.out,
-        is_calibrated=setup.init is not None,
-        warm_start=partial(warm_start, model, tokenizer, policy, samples, config.warmup_contexts)
-        if config.warmup_contexts
-        else None,
-        is_sharded=is_sharded,
-        log=accelerator.log,
-    )
+
+    def initialize() -> None:
+        if setup.init is None:
+            trainer.calibrate()
+            if config.warmup_contexts:
+                warm_start(model, tokenizer, policy, samples, config.warmup_contexts)
+
+    trainer = Trainer(model, policy, config, samples, require_samples(validation), setup.out, initialize, is_sharded)
+    return trainer
 
 
 def resolve_config(

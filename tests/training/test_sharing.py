@@ -178,7 +178,7 @@ def test_a_step_accumulates_the_gradient_of_the_mean_loss(tmp_path, most):
     each = [distillation_losses(model, policy, group, config, now) for group in group_samples(numbered(), 1)]
     (sum(kl + config.beta * hidden for kl, hidden in each) / 6).backward()
     expected = {name: value.grad.clone() for name, value in policy.named_parameters() if value.grad is not None}
-    Trainer(model, policy, config, uneven, [], tmp_path)._train_step()
+    Trainer(model, policy, config, uneven, [], tmp_path)._loop.update(schedule(config, 0))
     fresh = policy_of(model).double()
     for name, value in policy.named_parameters():
         torch.testing.assert_close(value.grad, expected[name], rtol=1e-6, atol=1e-9)

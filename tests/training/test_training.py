@@ -51,15 +51,15 @@ class KilledError(Exception):
 
 def train_for(run, steps):
     """`run.run()`, killed after so many steps: what they saved stays, and nothing more is saved."""
-    step, taken = run._train_step, []
+    update, taken = run._loop.update, []
 
-    def counted():
+    def counted(now):
         if len(taken) == steps:
             raise KilledError
         taken.append(1)
-        return step()
+        return update(now)
 
-    run._train_step = counted
+    run._loop.update = counted
     with pytest.raises(KilledError):
         run.run()
 

@@ -25,12 +25,12 @@ from lkv.policy import lookup
 from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy, policy_for
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
-from lkv.training import fit_run, fitting
+from lkv.training import fit_run, fitting, loop
 from lkv.training.distillation import schedule
 from lkv.training.fit_plan import RECIPE, Plan
 from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare, format_table
-from lkv.training.trainer import make_optimizer, set_learning_rate
+from lkv.training.loop import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, regression_scores, regression_targets
 from tests.training.fit.helpers import TEXT, comparison_rows, ids, random_policy, sample
 
@@ -103,8 +103,8 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     monkeypatch.setitem(sys.modules, "accelerate", None)  # the extra for research trainings is not needed
     with pytest.raises(PolicyMismatchError, match=r"make one with `lkv fit MODEL` \(--minutes 10\)"):
         lkv.RaggedCache(model)
-    rates, set_rate = [], fit_run.set_learning_rate
-    monkeypatch.setattr(fit_run, "set_learning_rate", lambda optimizer, lr: rates.append(lr) or set_rate(optimizer, lr))
+    rates, update = [], loop.TrainingLoop.update
+    monkeypatch.setattr(loop.TrainingLoop, "update", lambda self, now: rates.append(now.lr) or update(self, now))
     started = fitting.clock()
     policy = fit(model, tokenizer, [TEXT], minutes=0.07, name="owner/tiny")
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -15,7 +15,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
-from lkv.training import fit_run, fitting
+from lkv.training import fit_run, fitting, loop
 from lkv.training.checkpoint import Checkpoint
 from lkv.training.fit_plan import (
     RECIPE,
@@ -91,7 +91,7 @@ def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, cap
 @pytest.mark.usefixtures("ticking")
 def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
-    original, signals = fit_run.distillation_losses, [signal.SIGINT]  # a second one would not wait for the step
+    original, signals = loop.distillation_losses, [signal.SIGINT]  # a second one would not wait for the step
 
     def interrupted(*arguments):
         if signals:
@@ -99,7 +99,7 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit_run, "distillation_losses", interrupted)
+        patch.setattr(loop, "distillation_losses", interrupted)
         with pytest.raises(
             TrainingStoppedError, match=r"of 0.07 minutes, which are saved in .* run the same command to"
         ):
@@ -115,14 +115,14 @@ def test_a_run_interrupted_in_the_distillation_says_how_to_continue(loaded, cach
 def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, monkeypatch):
     """What was learned until then is kept."""
     model, tokenizer = loaded
-    original = fit_run.distillation_losses
+    original = loop.distillation_losses
 
     def limited(model, policy, group, config, now):
         if max(len(sample.context) for _, sample in group.numbered) > 500:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return original(model, policy, group, config, now)
 
-    monkeypatch.setattr(fit_run, "distillation_losses", limited)
+    monkeypatch.setattr(loop, "distillation_losses", limited)
     monkeypatch.setattr(fitting, "_SHORTEST", 200)
     policy = fit(model, tokenizer, minutes=0.1, name="tiny")
     said = capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_contexts_become_shorter_where_memory_is_short(loaded, cache, capsys, mo
     assert said.count("statistics: held-out") == said.count("regression, ") == 1
     assert policy.trained_tokens == 480 and policy.card["fit"]["contexts"] > 0
     assert policy.card["fit"]["minutes"] == pytest.approx(0.1, abs=0.06)
-    monkeypatch.setattr(fit_run, "distillation_losses", run_out_of_memory)
+    monkeypatch.setattr(loop, "distillation_losses", run_out_of_memory)
     with pytest.raises(TrainingError, match="not enough memory to fit a policy, even with the shortest contexts"):
         fit(model, tokenizer, minutes=0.1, name="tiny")
 
