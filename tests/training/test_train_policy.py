@@ -17,9 +17,9 @@ from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.checkpoint import initialize_from, save_checkpoint
 from lkv.training.config import PRESETS, check_positions, fit_to_positions
+from lkv.training.loop import make_optimizer
 from lkv.training.processes import select_device
 from lkv.training.train_policy import build, prepare, resolve_config, train_policy
-from lkv.training.loop import make_optimizer
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.families import build as build_family
