@@ -20,7 +20,7 @@ for name in POLICY PATTERN TEXT RULER LONGBENCH DATA MODEL OUT; do
     if [[ -e ${!name:-} ]]; then printf -v "$name" %s "$(realpath "${!name}")"; fi
 done
 if [[ -n ${OUT:-} && $OUT != /* ]]; then OUT="$PWD/$OUT"; fi
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 case "${1:-}" in
 llama) paper=meta-llama/Llama-3.1-8B-Instruct short=llama-3.1-8b ;;
 qwen) paper=Qwen/Qwen3-8B short=qwen3-8b ;;

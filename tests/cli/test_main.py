@@ -61,12 +61,6 @@ MISTAKES = {
     "eval ruler --out x --preset kvpress --retention 0.3": "leave --retention and --protocol out",
     "eval ruler --out x --preset kvpress --protocol longbench": "leave --retention and --protocol out",
     "eval ruler --out .": "is a folder; give a file",
-    "profile --out x.txt": "use a name that ends with .json",
-    "profile --out x.json --methods snapvk": "did you mean 'snapkv'",
-    "profile --out x.json --memory-limit 0": "--memory-limit is 0, but must be greater than 0",
-    "profile --tokens 64 x": "--tokens is x, but must be a valid integer",
-    "report none.jsonl": "none.jsonl",
-    "report x --retention 1 2": "must lie in (0, 1]",
 }
 
 

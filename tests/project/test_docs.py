@@ -111,7 +111,9 @@ def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
 
 def test_messages_that_fail_are_those_of_the_code():
     """Of every message in the table of troubles, what is no name or number stands in the code."""
-    code = "\n".join(path.read_text() for path in sorted((ROOT / "lkv").rglob("*.py")))
+    code = "\n".join(
+        path.read_text() for part in ("lkv", "experiments") for path in sorted((ROOT / part).rglob("*.py"))
+    )
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # texts over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)

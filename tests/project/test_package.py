@@ -45,7 +45,6 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
         about = Parser().parsestr(wheel.read(info).decode())
     assert {
         "lkv/py.typed",
-        "experiments/report/published.json",
         "lkv/evaluation/longbench.json",
         "lkv/training/data/texts.json",
     } <= files
@@ -149,7 +148,7 @@ def test_tests_of_the_sdist_run_from_the_sdist(built):
         [
             "tests/kernels/test_soft_topk.py",
             "tests/policy/test_policy.py",
-            "tests/evaluation/report/test_tables.py",
+            "tests/experiments/report/test_tables.py",
         ],
     ):
         done = subprocess.run([*pytest_, *words], cwd=root, env=env, capture_output=True, text=True, timeout=500)

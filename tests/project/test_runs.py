@@ -18,8 +18,8 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Ada, estimate_mean_pattern, estimate_pattern
 from lkv.methods.registry import METHODS
 from lkv.methods.selectors import SnapKV
+from tests.commands import PROGRAMS, parse_arguments
 from tests.commands import main as lkv
-from tests.commands import parse_arguments
 from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
 
@@ -116,7 +116,12 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         subprocess.run([script, model], env=environment, check=True, cwd=tmp_path)
         said = log.read_text()
         commands = [item.split() for item in said.splitlines()]
-        understood = [parse_arguments(words[2:]) for words in commands if words[1] == "lkv"]
+        names = [words[1].removeprefix("experiments.") for words in commands]
+        understood = [
+            parse_arguments(words[2:] if own == "lkv" else [own, *words[2:]])
+            for own, words in zip(names, commands, strict=True)
+            if own in ("lkv", *PROGRAMS)
+        ]
         for options in understood:
             if isinstance(options, Eval):
                 assert set(options.methods) <= set(METHODS) | {f"{r}+{s}" for r in RULES for s in SELECTORS}
@@ -124,9 +129,9 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
         assert understood or f"--text {tmp_path / 'a.txt'}" in said  # a path of the caller's folder
         assert name in said or "--config" in said
         log.unlink()
-        reports = [item.split() for item in said.splitlines() if "lkv.cli.main report" in item]
+        reports = [item.split() for item in said.splitlines() if "experiments.report" in item]
         for item in reports:  # what they report they have made
-            made = item[item.index("--profile") + 1] if "--profile" in item else item[3]
+            made = item[item.index("--profile") + 1] if "--profile" in item else item[2]
             assert f"--out {made}" in said
     failed = subprocess.run([script, "gpt"], env=environment, capture_output=True, text=True)
     assert failed.returncode == 2 and "llama|qwen" in failed.stderr
@@ -142,8 +147,8 @@ def test_everything_is_run_in_its_order():
 @pytest.mark.parametrize(("failing", "status", "made"), [("none", 0, 6), ("table2", 1, 6), ("train", 1, 0)])
 def test_a_table_that_fails_keeps_no_other_from_being_made(tmp_path, failing, status, made):
     """all.sh beside stand-ins for its steps, which write down their names; one fails."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
+    runs = tmp_path / "experiments" / "runs"
+    runs.mkdir(parents=True)
     for script in RUNS.glob("*.sh"):
         (runs / script.name).write_text(f"echo {script.stem} >>done\n[[ {script.stem} != {failing}* ]]\n")
     for name in ("all.sh", "common.sh"):

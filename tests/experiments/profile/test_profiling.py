@@ -197,7 +197,7 @@ def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, 
     assert main(arguments) == 0
     assert taken == [128, 192, 256] and not (tmp_path / "p.jsonl").exists()
     document = json.loads((tmp_path / "p.json").read_text())
-    assert document["name"] == "profile" and document["command"].startswith("lkv profile ")
+    assert document["name"] == "profile" and document["command"].startswith("python -m experiments.profile ")
     assert [(row["tokens"], row["method"]) for row in document["rows"]] == [
         (tokens, method) for tokens in (128, 192, 256) for method in ("full", "lkv", "snapkv")
     ]

@@ -179,4 +179,4 @@ def test_without_pandas_the_command_says_what_to_install(tmp_path, monkeypatch, 
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert main(["report", str(path)]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert "lkv report needs pandas, which is not installed" in error and "[plots]" in error
+    assert "experiments.report needs pandas, which is not installed" in error and "[plots]" in error
