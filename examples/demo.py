@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from examples.document import NOTES, document
+from experiments.result_file import write_results
 from lkv import Context, compress, default_policy, load_default
 from lkv.cli.inspect import draw_budgets
-from lkv.utils.results import write_results
 
 OUT = Path("demo-output")
 MEMORY = 0.1

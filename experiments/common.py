@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from experiments.bootstrap import bootstrap
+from experiments.journal import open_journal
 from experiments.report.names import method_label
+from experiments.result_file import write_results
 from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.hf.loading import DEFAULT, load_model
@@ -23,9 +26,7 @@ from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.files import check_writable_file
-from lkv.utils.journal import open_journal
-from lkv.utils.results import collect_provenance, write_results
-from lkv.utils.statistics import bootstrap
+from lkv.utils.provenance import collect_provenance
 
 _FOLDERS = ("data", "train", "work", "out")
 RESULTS = Path(__file__).parent / "results"

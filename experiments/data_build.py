@@ -22,7 +22,7 @@ from experiments.data.loom import LOOM_RATIOS
 from lkv.hf.loading import DEFAULT, load_tokenizer
 from lkv.training.data.built_dataset import MANIFEST
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
-from lkv.utils.results import collect_provenance
+from lkv.utils.provenance import collect_provenance
 
 STAND_INS = {
     "hotpotqa": "hotpotqa_train_200.jsonl.gz",

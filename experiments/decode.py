@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
 from experiments.common import command_of, interleaved, paired_ratio, parse_options
+from experiments.result_file import write_results
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_default
@@ -28,7 +29,7 @@ from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.devices import dtype_name
-from lkv.utils.results import collect_provenance, write_results
+from lkv.utils.provenance import collect_provenance
 
 FORMS = ("grouped", "repeated", "rows")
 

@@ -15,10 +15,10 @@ import pandas as pd
 from experiments.common import RESULTS
 from experiments.report.names import CATEGORIES, FULL
 from experiments.report.results_frame import Pair, Results, Scores, Unit, method_pairs, read_results
+from experiments.result_file import write_results
 from lkv.errors import ReportError
 from lkv.hf.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
-from lkv.utils.results import write_results
 
 LEAST_SCORE = 50.0  # of the full cache, for a task to say something about eviction
 ABLE = f"full >= {LEAST_SCORE:g}"

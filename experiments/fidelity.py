@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from experiments.bootstrap import bootstrap
 from experiments.common import parse_options, rows_of, run_cases
 from experiments.heldout import TASKS, Continuations, HeldOut
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
@@ -16,7 +17,6 @@ from lkv.hf.loading import load_default
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
-from lkv.utils.statistics import bootstrap
 
 METHODS = ("lkv", "lkv+refit", "lkv-t", "snapkv", "kvzip")
 Sample = dict[str, Any]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from experiments.bootstrap import bootstrap_ratio
 from experiments.common import SUBJECT, digest_of_names, parse_options, per_length, run_cases, subject_of
 from experiments.fidelity import Sample, measure, summarise
 from experiments.heldout import HeldOut, cases_by_length, cut_targets
@@ -35,8 +36,7 @@ from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE
 from lkv.utils.files import write_text
-from lkv.utils.results import describe_machine
-from lkv.utils.statistics import bootstrap_ratio
+from lkv.utils.provenance import describe_machine
 
 TASKS = (*LENGTH_TASKS, "needles")
 SETS = {"meetings": "qmsum", "code": "the_stack"}  # of TRAIN_FOLDER, for policies of one kind of text

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.bootstrap import bootstrap
 from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
@@ -29,7 +30,6 @@ from lkv.methods.method import resolve_method
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.utils.prompts import encode_context
-from lkv.utils.statistics import bootstrap
 
 METHODS = ["lkv", "kvzip", "snapkv"]
 QUESTION = "What is the text about?"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.bootstrap import bootstrap
 from experiments.common import (
     SUBJECT,
     method_grids,
@@ -27,7 +28,6 @@ from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.registry import FULL
 from lkv.utils.prompts import encode_question
-from lkv.utils.statistics import bootstrap
 
 METHODS = ["lkv", "kvzip", "lkv-h+expected", "snapkv"]
 NEEDLES = (1, 4)  # hidden in a text; the question is about one of them

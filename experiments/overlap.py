@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common import RESULTS
+from experiments.result_file import write_results
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import item_texts, mmlu, read_dataset, read_standard_library
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
 from lkv.utils.data_files import read_records
-from lkv.utils.results import write_results
 
 _TEST_TOO = "mmlu"
 

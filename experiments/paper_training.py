@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from experiments.bootstrap import bootstrap
 from experiments.common import parse_options
+from experiments.result_file import write_results
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
@@ -25,8 +27,6 @@ from lkv.training.data.built_dataset import BuiltDataset
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, hard_mask
-from lkv.utils.results import write_results
-from lkv.utils.statistics import bootstrap
 
 _RETENTIONS = (0.15, 0.05)
 _SPREAD = 0.1  # of the mixture's lengths around the one that is asked for

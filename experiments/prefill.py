@@ -11,11 +11,11 @@ import torch
 from transformers import DynamicCache
 
 from experiments.common import command_of, interleaved, paired_ratio, parse_options
+from experiments.result_file import write_results
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.cache_layers import kv_nbytes
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
-from lkv.utils.results import write_results
 
 METHODS = ("full", "lkv", "snapkv")
 

@@ -17,6 +17,7 @@ from itertools import cycle, islice
 from operator import truediv
 from typing import Any
 
+from experiments.bootstrap import bootstrap
 from experiments.common import interleaved, parse_options, save_rows, wall_clock
 from lkv.context.compression import compress
 from lkv.context.context import Context
@@ -25,7 +26,6 @@ from lkv.policy.lookup import default_policy
 from lkv.serving.answers import Answer, AnswerWorker
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.prompts import encode_context, encode_question
-from lkv.utils.statistics import bootstrap
 
 _BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
 _GOODS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()

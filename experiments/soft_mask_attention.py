@@ -21,9 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.common import interleaved, paired_ratio, parse_options, wall_clock
+from experiments.result_file import write_results
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.devices import dtype_name
-from lkv.utils.results import write_results
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from experiments.bootstrap import bootstrap
 from experiments.common import interleaved, paired_ratio, parse_options, save_rows
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_default
@@ -25,7 +26,6 @@ from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
 from lkv.training.trainer import Trainer
-from lkv.utils.statistics import bootstrap
 
 _TARGET = 120  # tokens of a continuation
 _RETENTION = 0.15

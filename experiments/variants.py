@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.bootstrap import bootstrap
 from experiments.common import parse_options, per_length, run_cases
 from experiments.fidelity import fidelity_row
 from experiments.heldout import HeldOut
@@ -20,7 +21,6 @@ from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
-from lkv.utils.statistics import bootstrap
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},

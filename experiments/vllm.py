@@ -18,12 +18,13 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
+from experiments.bootstrap import bootstrap
 from experiments.common import command_of, interleaved, parse_options
+from experiments.result_file import write_results
 from experiments.serving import make_text
 from lkv.hf.loading import DEFAULT, cache_folder, load_tokenizer
 from lkv.utils.prompts import encode_context, encode_question
-from lkv.utils.results import collect_provenance, write_results
-from lkv.utils.statistics import bootstrap
+from lkv.utils.provenance import collect_provenance
 
 _BLOCK = 32  # tokens of a page
 _SPARE = 64  # pages for questions and answers, beside those of the texts

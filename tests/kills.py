@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from experiments.journal import open_journal
+from experiments.result_file import write_results
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import UnknownContextError
@@ -29,8 +31,6 @@ from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.hf.conversion import convert_once, is_complete
 from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
-from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
 from tests import fake_suite
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from experiments.report.results_frame import read_results
+from experiments.result_file import write_results
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.context.saved_context import CONTEXT_FILE
@@ -32,7 +33,7 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_checkpoint
 from lkv.utils import tensor_file
-from lkv.utils.results import collect_provenance, write_results
+from lkv.utils.provenance import collect_provenance
 from tests.cache_machine import CacheMachine
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from experiments.journal import open_journal
+from experiments.result_file import write_results
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, RetentionError
@@ -16,8 +18,6 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.hf.loading import DEFAULT
 from lkv.methods.method import resolve_method
 from lkv.policy.lookup import load_policy
-from lkv.utils.journal import open_journal
-from lkv.utils.results import write_results
 from tests.commands import main
 from tests.conftest import save_model
 from tests.context.test_compression import TEXT, Words

@@ -34,7 +34,7 @@ from lkv.training.data.public_datasets import (
 )
 from lkv.training.data.samples import Sample, tokenize_sample
 from lkv.utils.data_files import read_json, read_records
-from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place, write_text
+from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def build_dataset(
         "asked": {"train": config.samples, "heldout": config.held_out},
         "bounds": [config.min_tokens, config.max_tokens],
         "tokenizer": {
-            "name": name_without_place(model_name),
+            "name": strip_parent_dirs(model_name),
             "sha256": tokenizer_digest(tokenizer),
         },
         "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},

@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from experiments.journal import open_journal
+from experiments.result_file import write_results
 from lkv.cli.command import option
 from lkv.cli.main import main
 from lkv.cli.options import (
@@ -20,8 +22,7 @@ from lkv.cli.options import (
     find_needs,
 )
 from lkv.errors import LkvError, PolicyMismatchError
-from lkv.utils.journal import open_journal
-from lkv.utils.results import collect_provenance, write_results
+from lkv.utils.provenance import collect_provenance
 
 _MAX_TOKENS = 2**22  # limit of the search for the largest context
 _MEASUREMENT = (

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from experiments.bootstrap import bootstrap
 from experiments.profile.memory import Peak, measure_peak
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
@@ -19,8 +20,7 @@ from lkv.hf.spec import unwrap_model
 from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy
 from lkv.utils import devices
-from lkv.utils.results import describe_machine
-from lkv.utils.statistics import bootstrap
+from lkv.utils.provenance import describe_machine
 
 OUT_OF_MEMORY = "out of memory"
 _PRECISION = 1 / 16  # how closely the largest context is found, as a share of it

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from experiments.bootstrap import ratio_of_macro_means
 from experiments.report.names import CATEGORIES, FULL, is_lkv, sort_methods
 from experiments.report.tables import Cell
 from lkv.errors import ReportError
+from lkv.evaluation.statistics import Mean, macro_mean
 from lkv.utils.journal import JOURNAL_FORMAT, MEMORY, ROW_METRICS, read_journal
-from lkv.utils.statistics import Mean, macro_mean, ratio_of_macro_means
 
 DEFAULT_RETENTION = 0.15  # the paper's
 Pair = tuple[str, float]  # (method, retention)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from experiments.report.names import FULL, is_lkv
-from lkv.utils.statistics import Mean
+from lkv.evaluation.statistics import Mean
 
 MIN_SAMPLES = 5  # that an interval needs
 MEASURED, PUBLISHED = "measured", "published"

@@ -16,6 +16,7 @@ import torch
 
 from experiments.report.figures import plot_policies, save_figure
 from experiments.report.names import method_label
+from experiments.result_file import write_results
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.options import estimate_retrieval_heads, load_pattern
 from lkv.context.document_reader import read_document
@@ -27,7 +28,6 @@ from lkv.methods.method import resolve_method
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
-from lkv.utils.results import write_results
 
 METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
 

@@ -30,7 +30,7 @@ from lkv.hf.shapes import Shape
 from lkv.methods.budgets import read_pattern
 from lkv.policy.lookup import load_policy
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
-from lkv.utils.extras import EXTRAS, require
+from lkv.utils.extras import extras, require
 from lkv.utils.files import nearest_folder
 
 _EXTRAS = ("train", "data", "evals", "plots")
@@ -81,7 +81,7 @@ def problems(options: argparse.Namespace, api: Any = None) -> Iterator[str]:
 
 def _installation(launch: Sequence[str]) -> Iterator[str]:
     for extra in _EXTRAS:
-        if any(find_spec(package) is None for package in EXTRAS[extra]):
+        if any(find_spec(package) is None for package in extras()[extra]):
             try:
                 require(extra, "a script of experiments/runs/")
             except LkvError as error:

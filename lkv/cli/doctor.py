@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lkv.cli.command import Command, option
 from lkv.errors import BackendError, LkvError
-from lkv.utils.extras import EXTRAS, install_command
+from lkv.utils.extras import extras, install_command, minimum_versions
 from lkv.version import __version__
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 OK, OFF, BAD = "ok", "off", "bad"
 _MARKS = {OK: "ok ", OFF: "-  ", BAD: "BAD"}
-_MIN_VERSIONS = {"torch": (2, 8), "transformers": (5, 2)}
 _MIN_FREE_BYTES = 2e9  # for the converted default model, and to convert it
 _TOLERANCE = 1e-4  # of float32 kernels, against the reference in float64
 _REPORT = "report it with the output of `lkv doctor --json`"
@@ -67,12 +66,12 @@ def examine() -> list[Finding]:
 def _check_packages() -> Iterator[Finding]:
     yield Finding("lkv", OK, f"{__version__}, {Path(__file__).parents[1]}")
     yield Finding("python", OK, f"{platform.python_version()}, {platform.platform()}")
-    for name, least in _MIN_VERSIONS.items():
-        installed = metadata.version(name)
-        fits = tuple(int(part) for part in installed.split("+")[0].split(".")[:2]) >= least
-        fix = "" if fits else f"pip install '{name}>={'.'.join(map(str, least))}'"
+    for name in ("torch", "transformers"):
+        installed, least = metadata.version(name), minimum_versions().get(name, "0")
+        fits = _release(installed) >= _release(least)
+        fix = "" if fits else f"pip install '{name}>={least}'"
         yield Finding(name, OK if fits else BAD, installed, fix)
-    for extra, packages in EXTRAS.items():
+    for extra, packages in extras().items():
         if extra == "vllm" and find_spec("vllm") is None:
             advice = "only `lkv serve --engine vllm` needs it: docs/guides/vllm.md"
             yield Finding("extra vllm", OFF, "vLLM, which this extra extends, is not installed", advice)
@@ -80,6 +79,10 @@ def _check_packages() -> Iterator[Finding]:
         missing = [name for name in packages if find_spec(name) is None]
         detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
         yield Finding(f"extra {extra}", OFF if missing else OK, detail, install_command(extra) if missing else "")
+
+
+def _release(version: str) -> list[int]:
+    return [int(part) for part in version.split("+")[0].split(".")[:2]]
 
 
 def _check_devices() -> Iterator[Finding]:

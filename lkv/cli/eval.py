@@ -117,7 +117,7 @@ def _evaluate(
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for
     from lkv.utils.devices import distributed_state
-    from lkv.utils.files import name_without_place
+    from lkv.utils.files import strip_parent_dirs
 
     needs_policy = any(POLICY in find_needs(method) for method in methods)
     policies: dict[str, Policy] = {}
@@ -148,7 +148,7 @@ def _evaluate(
         pattern=pattern,
         pattern_source=pattern_source,
         by_memory=bool(options.memory),
-        model_name=name_without_place(options.model_name),
+        model_name=strip_parent_dirs(options.model_name),
         seed=options.seed,
         max_rows=options.rows_at_once,
     )

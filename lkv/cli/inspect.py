@@ -176,7 +176,7 @@ def _write_page(options: Inspect, source: str) -> None:
     from lkv.context.inspection import inspect_text, is_page, render_page
     from lkv.hf.progress import estimate_reading_seconds
     from lkv.methods.targets import MemoryTarget
-    from lkv.utils.files import check_writable_file, name_without_place, write_text
+    from lkv.utils.files import check_writable_file, strip_parent_dirs, write_text
     from lkv.utils.prompts import encode_context
 
     check_writable_file(out, LkvError, "the page")
@@ -195,7 +195,7 @@ def _write_page(options: Inspect, source: str) -> None:
     budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
     seconds = time.perf_counter() - started
     answers = _answer(options, model, tokenizer, text, policy, budget, seconds) if options.question else {}
-    model_name = name_without_place(options.model_name)
+    model_name = strip_parent_dirs(options.model_name)
     write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")
     _log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")

@@ -27,7 +27,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, MEMORY, Record, lock_journal
 from lkv.utils.prompts import encode
-from lkv.utils.results import collect_provenance
+from lkv.utils.provenance import collect_provenance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -4,8 +4,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from lkv.errors import DataError
+from lkv.evaluation.statistics import macro_mean
 from lkv.utils.journal import MEMORY, Record, read_journal
-from lkv.utils.statistics import macro_mean
 
 _MIN_SAMPLES = 5  # that an interval needs
 _COLUMNS = ("method", "kept", "score", "95% interval", "KL", "agreement", "n")

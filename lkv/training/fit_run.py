@@ -43,7 +43,7 @@ from lkv.training.loop import Batch, TimeBudget, TrainingLoop
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
-from lkv.utils.files import name_without_place
+from lkv.utils.files import strip_parent_dirs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,7 +120,7 @@ class FitRun:
         """The policy's card."""
         model, texts = self._model, self._texts
         training = asdict(self._config) | {"dtype": dtype_name(model.dtype)}
-        card: dict[str, Any] = {"model": name_without_place(self._job.model_name), "data": texts.training.origins}
+        card: dict[str, Any] = {"model": strip_parent_dirs(self._job.model_name), "data": texts.training.origins}
         card |= {"data_digest": texts.digest, "training": training, "trained_tokens": self._lengths.most}
         if texts.decontamination:
             card["decontamination"] = texts.decontamination

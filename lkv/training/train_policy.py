@@ -38,7 +38,7 @@ from lkv.training.trainer import Trainer, require_samples
 from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
 from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
-from lkv.utils.files import check_is_not_data, check_writable_folder, name_without_place
+from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -167,7 +167,7 @@ def build(setup: TrainingSetup) -> Trainer:
         if is_main:
             print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
-    card: dict[str, Any] = {"model": name_without_place(setup.model_name), "data": setup.data.origins}
+    card: dict[str, Any] = {"model": strip_parent_dirs(setup.model_name), "data": setup.data.origins}
     card["training"] = asdict(config)
     card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
     if commit := getattr(model.config, "_commit_hash", None):

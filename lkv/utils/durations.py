@@ -1,4 +1,4 @@
-"""Durations as an estimate is worth."""
+"""Format durations with rounded precision."""
 
 
 def format_duration(seconds: float) -> str:

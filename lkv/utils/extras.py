@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,33 +15,45 @@ from urllib.request import url2pathname
 
 from lkv.errors import MissingPackageError
 
-# Import names of the packages of each extra; pyproject.toml has their versions.
-EXTRAS = {
-    "default-model": ("gguf", "accelerate"),
-    "gguf": ("gguf", "accelerate"),
-    "train": ("accelerate",),
-    "data": ("datasets", "pyarrow", "numpy"),
-    "plots": ("matplotlib", "pandas", "scipy"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "fsspec"),
-    "vllm": ("accelerate", "fastapi", "fsspec", "prometheus_client"),
-    "documents": ("inscriptis", "pypdf"),
-    "lm-eval": ("lm_eval", "accelerate", "jieba", "fuzzywuzzy", "rouge", "nltk", "wonderwords"),
-    "evals": ("accelerate", "wonderwords", "pyarrow", "rouge", "pandas", "scipy"),
-}
+_NOT_FEATURES = ("dev", "docs", "triton")  # extras that no feature names
+
+
+@cache
+def minimum_versions() -> dict[str, str]:
+    """Return the oldest supported version of each required package that has one."""
+    required = (re.match(r"([\w-]+)>=([\d.]+)$", line) for line in _requirements())
+    return dict(match.groups() for match in required if match)
+
+
+@cache
+def extras() -> dict[str, tuple[str, ...]]:
+    """Return the import names of the packages of each extra, from the installed package's metadata."""
+    packages: dict[str, list[str]] = {}
+    for line in _requirements():
+        if match := re.match(r"([\w-]+).*extra == \W([\w-]+)\W", line):
+            packages.setdefault(match[2], []).append(match[1].replace("-", "_"))
+    return {extra: tuple(names) for extra, names in packages.items() if extra not in _NOT_FEATURES}
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("lkv-cache") or []
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return []
 
 
 def require(extra: str, purpose: str, packages: Sequence[str] = ()) -> None:
     """Check that the packages of an extra are installed.
 
     Args:
-        extra: A key of `EXTRAS`.
+        extra: A key of `extras()`.
         purpose: The feature that needs them, as the subject of the error message.
         packages: Those of the extra that are needed (default: all).
 
     Raises:
         MissingPackageError: Packages are missing; the message names them and the command that installs them.
     """
-    missing = [name for name in packages or EXTRAS[extra] if find_spec(name) is None]
+    missing = [name for name in packages or extras().get(extra, ()) if find_spec(name) is None]
     if missing:
         names = f"{', '.join(missing[:-1])} and {missing[-1]}" if missing[1:] else missing[0]
         verb = "is" if len(missing) == 1 else "are"

@@ -28,14 +28,14 @@ def is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
-def name_without_place(model: str) -> str:
-    """A model's name for what others read: of a local folder or file, its own name and not where it is."""
+def strip_parent_dirs(model: str) -> str:
+    """Return the name of a local folder or file without its parent directories, any other name unchanged."""
     return Path(os.path.abspath(model)).name if os.path.exists(model) else model
 
 
 def short_name(model: str) -> str:
     """The last part of a model's name, by which it is served."""
-    return Path(name_without_place(model)).name
+    return Path(strip_parent_dirs(model)).name
 
 
 def cache_folder() -> Path:

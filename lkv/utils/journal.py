@@ -136,34 +136,6 @@ def lock_journal(path: Path) -> Iterator[None]:
         lock.release()
 
 
-class Journal(dict[str, Record]):
-    """Finished samples by key, each appended to its file when it is added."""
-
-    def __init__(self, path: Path, settings: Record):
-        """Read the samples of `path`. Raises DataError if they were measured with other settings."""
-        self._path = path
-        header, samples = read_samples(path) if path.exists() else (None, [])
-        check_header(path, settings if header is None else header, settings)
-        write_journal(path, [settings, *samples])  # drops an incomplete last line: that sample is measured again
-        super().__init__({row["key"]: {name: row[name] for name in row if name != "key"} for row in samples})
-
-    def add(self, key: str, row: Record) -> None:
-        """Append one sample. Raises DataError if the system refuses."""
-        self[key] = row
-        append_sample(self._path, {"key": key} | row)
-
-
-@contextmanager
-def open_journal(path: Path, settings: Record) -> Iterator[Journal]:
-    """Open the journal of a resumable measurement.
-
-    The file is deleted when the block ends without an error, and stays to resume from otherwise.
-    """
-    with lock_journal(path):
-        yield Journal(path, settings)
-        path.unlink(missing_ok=True)
-
-
 def _json_line(row: Record) -> str:
     """One line of JSON; half of a surrogate pair, which a model can generate, is escaped."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)

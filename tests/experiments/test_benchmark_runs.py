@@ -12,8 +12,8 @@ from experiments.common import Subject
 from lkv.errors import DataError
 from lkv.hf.attention import patch_attention
 from lkv.policy.policy import Policy
-from lkv.utils import results
-from lkv.utils.results import collect_provenance
+from lkv.utils import provenance
+from lkv.utils.provenance import collect_provenance
 from tests.conftest import tiny_llama
 
 
@@ -47,7 +47,7 @@ def test_an_interrupted_benchmark_resumes_on_the_same_files_and_versions_alone(t
         if measured == [1, 2]:
             raise KeyboardInterrupt
         if len(measured) == 3:  # packages that go during a run
-            monkeypatch.setattr(results, "_version", lambda package: "absent")
+            monkeypatch.setattr(provenance, "_version", lambda package: "absent")
         return {"value": case}
 
     versions = collect_provenance()["versions"]

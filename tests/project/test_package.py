@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import lkv
 from dev import release
 from lkv.errors import MissingPackageError
-from lkv.utils.extras import EXTRAS, install_command, require
+from lkv.utils.extras import install_command, require
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
@@ -54,13 +53,6 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
     assert all(name.startswith(("lkv/", "lkv_cache-")) for name in files)
     assert about["Version"] == lkv.__version__ == "".join(re.findall(r"lkv_cache-([^-]+)-", path.name))
     assert f"Source, {ADDRESS}" in about.get_all("Project-URL")
-    assert set(EXTRAS) <= set(about.get_all("Provides-Extra"))
-
-
-def test_extras_name_the_packages_that_pyproject_installs():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for extra, packages in EXTRAS.items():
-        assert names(extras[extra]) == set(packages), extra
 
 
 def test_one_sentence_names_all_that_is_missing(monkeypatch):

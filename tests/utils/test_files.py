@@ -14,7 +14,7 @@ from lkv.utils.files import (
     atomic_write,
     check_writable_file,
     check_writable_folder,
-    name_without_place,
+    strip_parent_dirs,
     write_text,
 )  # fmt: skip
 
@@ -27,7 +27,7 @@ def test_folders_have_a_name_however_they_are_given(tmp_path, monkeypatch):
     (folder := tmp_path / "model").mkdir()
     monkeypatch.chdir(folder)
     names = [".", "../model/", f"{folder}/", "owner/model"]
-    assert [name_without_place(name) for name in names] == ["model"] * 3 + ["owner/model"]
+    assert [strip_parent_dirs(name) for name in names] == ["model"] * 3 + ["owner/model"]
 
 
 def test_two_writers_of_one_file_never_share_a_temporary_file(tmp_path):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from experiments.journal import open_journal
+from experiments.result_file import write_results
 from lkv.errors import DataError
 from lkv.evaluation.sample_journal import SampleJournal
-from lkv.utils.journal import lock_journal, open_journal, read_journal, read_samples
-from lkv.utils.results import write_results
+from lkv.utils.journal import lock_journal, read_journal, read_samples
 
 
 def test_an_interrupted_journal_resumes(tmp_path):

@@ -11,7 +11,7 @@ from experiments.report.results_frame import read_results
 from experiments.report.score_tables import build_table
 from experiments.report.tables import to_terminal
 from lkv.errors import ReportError
-from lkv.utils.statistics import macro_mean
+from lkv.evaluation.statistics import macro_mean
 from tests.commands import main
 from tests.results import (
     GRID,

@@ -1,20 +1,16 @@
-"""Result files: one JSON format for benchmarks, evaluations and the demo. Does not import torch."""
+"""Result files: one JSON format for all programs of experiments/ and the demo. Does not import torch."""
 
 import json
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
 from lkv.utils.files import write_text
-
-_PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy")
+from lkv.utils.provenance import collect_provenance
 
 
 def write_results(
@@ -59,32 +55,6 @@ def format_results(document: Mapping[str, Any]) -> str:
     return f'{header[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
-def collect_provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return today's date, this machine, and the versions of Python, of the core packages and of `packages`."""
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": describe_machine(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *packages)}},
-    }
-
-
-def describe_machine() -> str:
-    """Return the processor's name and the number of usable cores."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text().splitlines()
-        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
-    return f"{model}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
-
-
 def _make_relative(arguments: Sequence[str]) -> list[str]:
     # Result files should not contain this machine's folders.
     return [os.path.relpath(argument) if os.path.isabs(argument) else argument for argument in arguments]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"

@@ -1,4 +1,4 @@
-"""Means with 95% intervals: over contexts, over tasks, and of methods compared on the same samples."""
+"""Means over tasks, with 95% intervals."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,30 +17,6 @@ class Mean(NamedTuple):
     n: int
 
 
-def bootstrap(groups: Groups) -> Mean:
-    """The mean of all values, with a percentile bootstrap that draws whole groups, such as one context's values.
-
-    Raises:
-        ValueError: For no values.
-    """
-    if not any(len(group) for group in groups):
-        raise ValueError("there are no values to average.")
-    sums, sizes = np.array([(sum(group), len(group)) for group in groups], np.float64).T
-    return _ratio_of_sums(sums, sizes, int(sizes.sum()))
-
-
-def bootstrap_ratio(groups: Groups, baseline: Groups) -> Mean:
-    """The mean of all values by that of `baseline`, positive values of the same samples, drawn as in `bootstrap`."""
-    sums, sums_of_baseline = (np.array([sum(group) for group in each], np.float64) for each in (groups, baseline))
-    return _ratio_of_sums(sums, sums_of_baseline, sum(map(len, groups)))
-
-
-def _ratio_of_sums(sums: np.ndarray, others: np.ndarray, samples: int) -> Mean:
-    """The sum over groups of `sums` by that of `others`, drawing groups."""
-    drawn = np.random.default_rng(0).integers(0, len(sums), (2000, len(sums)))
-    return _interval(sums.sum() / others.sum(), sums[drawn].sum(1) / others[drawn].sum(1), samples)
-
-
 def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
     """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
@@ -56,22 +32,11 @@ def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
     Raises:
         ValueError: For an empty group.
     """
-    point, drawn = _draw_macro_means([np.asarray(group, np.float64)[:, None] for group in groups], draws)
-    return _interval(point[0], drawn[:, 0], sum(map(len, groups)))
+    point, drawn = draw_macro_means([np.asarray(group, np.float64)[:, None] for group in groups], draws)
+    return to_interval(point[0], drawn[:, 0], sum(map(len, groups)))
 
 
-def ratio_of_macro_means(values: Groups, baseline: Groups) -> Mean | None:
-    """The macro mean of `values` over that of `baseline` (the same samples in the same groups), with its interval.
-
-    None where `baseline` averages 0, in any draw.
-    """
-    point, drawn = _draw_macro_means([np.stack(pair, 1) for pair in zip(values, baseline, strict=True)], 2000)
-    if point[1] <= 0 or (drawn[:, 1] <= 0).any():
-        return None
-    return _interval(point[0] / point[1], drawn[:, 0] / drawn[:, 1], sum(map(len, values)))
-
-
-def _draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarray, np.ndarray]:
     """The mean over the groups' means [K] and its draws [draws, K], for groups of shape [samples, K]."""
     from scipy.stats import norm, t
 
@@ -100,6 +65,7 @@ def _draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndar
     return point, point + spread / len(groups) * (t.ppf(0.975, freedom) / norm.ppf(0.975))
 
 
-def _interval(value: float, drawn: np.ndarray, samples: int) -> Mean:
+def to_interval(value: float, drawn: np.ndarray, samples: int) -> Mean:
+    """The mean `value` with the 95% interval of its draws [draws]."""
     low, high = np.quantile(drawn, [0.025, 0.975])
     return Mean(float(value), float(low), float(high), samples)

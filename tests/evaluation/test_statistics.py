@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from lkv.utils.statistics import bootstrap, macro_mean, ratio_of_macro_means
+from experiments.bootstrap import bootstrap, ratio_of_macro_means
+from lkv.evaluation.statistics import macro_mean
 
 
 def test_bootstrap_interval_covers_the_mean():
