@@ -22,7 +22,7 @@ _NOT_FEATURES = ("dev", "docs", "triton")  # extras that no feature names
 def minimum_versions() -> dict[str, str]:
     """Return the oldest supported version of each required package that has one."""
     required = (re.match(r"([\w-]+)>=([\d.]+)$", line) for line in _requirements())
-    return dict(match.groups() for match in required if match)
+    return {match[1]: match[2] for match in required if match}
 
 
 @cache

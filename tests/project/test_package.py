@@ -32,10 +32,6 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
-def names(requirements: list[str]) -> set[str]:
-    return {re.split(r"[<>=;\[ ]", requirement)[0] for requirement in requirements}
-
-
 def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
