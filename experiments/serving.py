@@ -23,7 +23,8 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
-from lkv.serving.answers import Answer, AnswerWorker
+from lkv.serving.answer import Answer
+from lkv.serving.batcher import AnswerWorker
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
 from lkv.utils.prompts import encode_context, encode_question
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from lkv.errors import LkvError, PromptError, UnknownContextError
-from lkv.serving.answers import Answer
+from lkv.serving.answer import Answer
 from lkv.serving.middleware import RequestGuard
 from lkv.serving.page import page_response
 from lkv.serving.schemas import ChatRequest, error_object, error_response, parse_chat, parse_context

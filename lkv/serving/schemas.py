@@ -29,7 +29,7 @@ from lkv.errors import (
     StoreError,
     UnknownContextError,
 )
-from lkv.serving.answers import SamplingParams
+from lkv.serving.answer import SamplingParams
 
 # Fields of OpenAI's API that change no answer here.
 _WITHOUT_EFFECT = frozenset({

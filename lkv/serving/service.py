@@ -23,7 +23,8 @@ from lkv.methods.registry import parse_method
 from lkv.methods.request import CompressionRequest
 from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
-from lkv.serving.answers import Answer, AnswerWorker, SamplingParams
+from lkv.serving.answer import Answer, SamplingParams
+from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, encode_conversation, encode_text
 from lkv.serving.jobs import Job, JobQueue
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext

@@ -15,7 +15,7 @@ import pytest
 from lkv.context.compression import compress
 from lkv.errors import StoreError, UnknownContextError
 from lkv.serving import service as service_module
-from lkv.serving.answers import SamplingParams
+from lkv.serving.answer import SamplingParams
 from lkv.serving.app import make_app
 from lkv.serving.service import Service
 from lkv.serving.store import ContextStore

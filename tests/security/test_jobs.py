@@ -6,9 +6,9 @@ import pytest
 
 from lkv.errors import ContextPendingError, StoreError
 from lkv.hf.spec import inspect_model
-from lkv.serving import answers
+from lkv.serving import answer_queue
 from lkv.serving import service as service_module
-from lkv.serving.answers import SamplingParams
+from lkv.serving.answer import SamplingParams
 from lkv.serving.jobs import Job
 from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, until
@@ -187,7 +187,7 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
 
 def test_passes_that_change_rotations_take_turns(make, monkeypatch):
-    monkeypatch.setattr(answers, "is_rope_by_length", lambda model: True)
+    monkeypatch.setattr(answer_queue, "is_rope_by_length", lambda model: True)
     service = make()
     with service.answers.passes:
         job = service.add(TEXT)

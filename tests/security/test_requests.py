@@ -10,7 +10,7 @@ import pytest
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import inputs
-from lkv.serving.answers import SamplingParams
+from lkv.serving.answer import SamplingParams
 from lkv.serving.service import Limits
 from lkv.serving.store import StoredContext, context_id
 from tests.serving.server import OTHER, TEXT, serving, until

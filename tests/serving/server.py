@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lkv.serving.answers import Answer
+from lkv.serving.answer import Answer
 from lkv.serving.app import make_app
 from lkv.serving.service import Service
 from tests.conftest import save_model

@@ -13,8 +13,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import BusyError, PromptError
-from lkv.serving import answers as answers_module
-from lkv.serving.answers import AnswerWorker, IncrementalDetokenizer, Sampler, SamplingParams
+from lkv.serving import batcher
+from lkv.serving.answer import IncrementalDetokenizer, Sampler, SamplingParams
+from lkv.serving.batcher import AnswerWorker
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -79,7 +80,7 @@ def result(answer, seconds=120):
 
 
 def test_hundreds_of_requests_in_any_order_with_cancellations(start, contexts, monkeypatch):
-    monkeypatch.setattr(answers_module, "TURN_TOKENS", 2)  # batches make way again and again
+    monkeypatch.setattr(batcher, "TURN_TOKENS", 2)  # batches make way again and again
     draw, threads = random.Random(3), threading.active_count()
     worker = start(1000, 7)
     wanted = {
@@ -134,7 +135,7 @@ def test_contexts_take_turns(start, contexts):
 
 
 def test_long_questions_are_read_again_seldom(start, contexts, monkeypatch):
-    monkeypatch.setattr(answers_module, "TURN_TOKENS", 2)
+    monkeypatch.setattr(batcher, "TURN_TOKENS", 2)
     reads, plain, worker = [], Context.complete, start()
     right, question = expected(contexts[1], "why ?", 120), asked("why " * 300)
     right_long = contexts[2].complete(question, 120)

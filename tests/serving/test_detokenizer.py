@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from lkv.serving.answers import IncrementalDetokenizer
+from lkv.serving.answer import IncrementalDetokenizer
 
 
 def test_bytes_that_were_a_character_and_are_none_do_not_end_an_answer():
