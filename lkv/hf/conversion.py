@@ -7,7 +7,6 @@ broken conversion is never taken for a model, and a second process waits for the
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -22,14 +21,15 @@ import torch
 import transformers
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.errors import ModelLoadError
+from lkv.hf.gguf_settings import UnreadPartError, apply_settings
 from lkv.utils.extras import require
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
-_ROPE_SCALING = re.compile(r"\.rope\.(scaling\.type|scaling\..*factor|scale_linear)$")
+_VERSION = 2  # of what a conversion reads; folders of another one are made again
 _KEEPS_PACKED = hasattr(transformers, "GgufConfig")
 
 
@@ -90,7 +90,8 @@ def convert_once(
 def is_complete(folder: Path) -> bool:
     """Whether every file of the conversion is there as it was written."""
     try:
-        files = json.loads((folder / _DONE).read_text(encoding="utf-8"))["files"]
+        record = json.loads((folder / _DONE).read_text(encoding="utf-8"))
+        files = record["files"] if record.get("version") == _VERSION else {}
         return bool(files) and all(_is_unchanged(folder / name, record) for name, record in files.items())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
@@ -130,7 +131,8 @@ def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
             }
             for path in work.iterdir()
         }
-        (work / _DONE).write_text(json.dumps({"source": source.name, "files": files}), encoding="utf-8")
+        record = {"version": _VERSION, "source": source.name, "files": files}
+        (work / _DONE).write_text(json.dumps(record), encoding="utf-8")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)
     finally:
@@ -162,45 +164,61 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         reader = GGUFReader(source)
         _check_layers(reader)
         dtype = dtype or _stored_dtype(reader)
+        config = AutoConfig.from_pretrained(source.parent, **options)
+        apply_settings(config, reader)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent, dtype=dtype, output_loading_info=True, **options, **plain
+            source.parent, config=config, dtype=dtype, output_loading_info=True, **options, **plain
         )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+        unread = _unread_tensors(reader, model)
+    except UnreadPartError as error:
+        raise _unread_error(source, str(error)) from error
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
         reason = shorten(str(error), 160) or type(error).__name__
         raise ModelLoadError(
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
             "reads, or the folder or hub id of the model itself."
         ) from error
-    if missing := sorted(report["missing_keys"]):
+    missing = set(report["missing_keys"])
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        # Such a class has biases in every projection where a file has them in some; no bias is one of zeros.
+        biases = [name for name in missing if name.endswith(".bias")]
+        for name in biases:
+            torch.nn.init.zeros_(model.get_parameter(name))
+        missing.difference_update(biases)
+    if missing:
         raise ModelLoadError(
-            f"{source} lacks {len(missing)} of the model's tensors ({missing[0]}, ...); give the whole model, not one "
-            "part of it."
+            f"{source} lacks {len(missing)} of the model's tensors ({min(missing)}, ...); give the whole model, not "
+            "one part of it."
         )
-    if unread := _unread_parts(reader, model):
-        raise ModelLoadError(
-            f"{source} holds {unread[0]}, which transformers does not read from GGUF, so that the model would compute "
-            "something else; give the folder or hub id of the model itself."
-        )
+    if unread:
+        raise _unread_error(source, unread[0])
     _add_end_tokens(reader, model)
     return model, tokenizer
 
 
-def _unread_parts(reader: Any, model: Any) -> list[str]:
-    """Name the tensors and settings of a GGUF file that change what the model computes but are not in `model`."""
-    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
-    unread = []
-    settings = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if settings.get("rope_type", "default") == "default":
-        unread += [name for name in sizes if name.startswith("rope_f")]  # rope_freqs, rope_factors_long and _short
-        scaling = [(name, field) for name, field in reader.fields.items() if _ROPE_SCALING.search(name)]
-        unread += [name for name, field in scaling if field.contents() not in ("none", 0, 1)]
-    biases = [name for name in sizes if name.endswith("bias")]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    if sum(sizes[name] for name in biases) > sum(tensor.numel() for name, tensor in tensors if name.endswith("bias")):
-        unread += biases
-    return unread
+def _unread_error(source: Path, part: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{source} holds {part}, which transformers does not read from GGUF, so that the model would compute "
+        "something else; give the folder or hub id of the model itself."
+    )
+
+
+def _unread_tensors(reader: Any, model: Any) -> list[str]:
+    """Name the tensors of a GGUF file that are not in `model`, by the names and sizes of its own tensors."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = reader.get_field("general.architecture").contents()
+    architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(architectures[architecture], model.config.get_text_config().num_hidden_layers)
+    unread = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_f")}
+    # Tensors that transformers joins, such as experts, have names of their own: they stand for as many values.
+    joined = 0
+    for name, weight in {weight.data_ptr(): (name, weight) for name, weight in model.state_dict().items()}.values():
+        if unread.pop(names.get_name(name, try_suffixes=(".weight", ".bias")), None) is None:
+            joined += weight.numel()
+    return list(unread) if sum(unread.values()) > joined else []
 
 
 def _add_end_tokens(reader: Any, model: Any) -> None:

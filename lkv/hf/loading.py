@@ -133,15 +133,25 @@ def _load(
         if device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
             placement = {"device_map": {"": device}}
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **placement, **hub)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
+        )
+        model, report = loaded
+        if missing := report["missing_keys"]:  # which transformers makes at random
+            raise ValueError(f"its weights lack {min(missing)!r}, {len(missing)} tensors of the model in all")
         if not placement and device is not None:
-            model.to(device)  # type: ignore[arg-type]
+            model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
         # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("its tokenizer has no vocabulary")
     except Exception as error:  # foreign files make transformers raise anything
         raise _not_loaded("model", name, error) from error
+    if unexpected := report["unexpected_keys"]:
+        print(
+            f"{name}: {len(unexpected)} tensors, such as {min(unexpected)!r}, have no place in {type(model).__name__} "
+            "and are not used.", file=sys.stderr,
+        )  # fmt: skip
     return model.eval(), tokenizer
 
 

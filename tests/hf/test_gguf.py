@@ -189,31 +189,6 @@ def test_a_cache_folder_of_another_user_is_named(tmp_path, cache, monkeypatch):
         load_model(str(path))
 
 
-def frequencies(writer: gguf.GGUFWriter) -> None:
-    writer.add_tensor("rope_freqs.weight", np.array([1, 1, 2, 4, 8, 8, 8, 8], np.float32))
-
-
-def bias(writer: gguf.GGUFWriter) -> None:
-    writer.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32))
-
-
-@pytest.mark.parametrize(
-    ("more", "part"),
-    [
-        (frequencies, "rope_freqs.weight"),
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "llama.rope.scaling.type"),
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "llama.rope.scaling.type"),
-        (lambda writer: writer.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor"),
-        (bias, "blk.0.attn_q.bias"),
-    ],
-)
-def test_what_transformers_would_drop_of_a_file_is_refused_by_name(tmp_path, cache, capsys, more, part):
-    path = write_gguf(tmp_path / "tiny.gguf", more=more)
-    with pytest.raises(ModelLoadError, match=f"tiny.gguf holds {part}, which transformers does not read"):
-        load_model(str(path))
-    assert folders(cache) == []
-
-
 def test_settings_that_change_nothing_are_no_reason_to_refuse(tmp_path, cache, capsys):
     def more(writer: gguf.GGUFWriter) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lkv.cli.main import main
@@ -72,3 +73,27 @@ def test_without_accelerate_weights_are_moved_to_their_device(tmp_path, monkeypa
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     model, _ = load_model(saved, torch.float32)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"), "lack 'model.layers.1.mlp.up_proj.weight'"),
+        (
+            lambda weights: weights.update({"a.place.elsewhere": torch.ones(2)}),
+            "1 tensors, such as 'a.place.elsewhere'",
+        ),
+    ],
+)
+def test_tensors_that_a_folder_lacks_or_has_beside_the_model_are_named(tmp_path, capsys, change, message):
+    folder = save_model(tmp_path / "model")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    if message.startswith("lack"):
+        with pytest.raises(LkvError, match=message):
+            load_model(str(folder))
+    else:
+        load_model(str(folder))
+        assert message in capsys.readouterr().err

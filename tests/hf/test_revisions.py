@@ -38,8 +38,8 @@ def hub(tmp_path, monkeypatch):
                 asked.append((name, revision))
                 assert trust_remote_code is False
                 found = loader.from_pretrained(folder if name == "own/model" else name, **options)
-                if hasattr(found, "config"):
-                    found.config._commit_hash = MODEL_COMMIT
+                if isinstance(found, tuple):  # a model and what was found of it
+                    found[0].config._commit_hash = MODEL_COMMIT
                 return found
 
         return Served

@@ -1,0 +1,214 @@
+"""What a GGUF file says about the forward pass: applied to the configuration of transformers, or refused by name.
+
+transformers reads the settings in its own mapping and drops the rest without a word. llama.cpp's reading of a setting
+is the reference: `llama_model::load_hparams` and `ggml_rope_ext`.
+"""
+
+from fnmatch import fnmatch
+from typing import Any
+
+import numpy as np
+
+# The attributes of a configuration that a setting may have; the model's own are assigned.
+_ATTRIBUTES = {
+    "attention.layer_norm_*epsilon": (
+        "rms_norm_eps",
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+        "norm_epsilon",
+    ),
+    "attention.key_length": ("head_dim",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+# Settings that the shapes of the tensors repeat, that transformers maps for every architecture, or that only describe.
+_SHAPES = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count*",
+    "attention.value_length", "attention.*_length_swa", "expert_count", "expert_shared_count", "ssm.*", "shortconv.*",
+    "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count_swa",
+)  # fmt: skip
+# The values of a setting that say what every model does that lacks it; of others these are 0, an empty text and "none".
+_NEUTRAL = {"attention.causal": (True,), "expert_gating_func": (0, 1), "expert_weights_scale": (0, 1)}
+# llama.cpp and transformers compute the scale of these models from their width instead of a head's.
+_WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}
+_INFINITE = 1e29  # a factor of `rope_freqs` that leaves a frequency out
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 to 3.3
+
+
+class UnreadPartError(ValueError):
+    """A part of a GGUF file that changes what the model computes and that transformers has nothing for."""
+
+
+def apply_settings(config: Any, reader: Any) -> None:
+    """Assign what a GGUF file says about the forward pass to a configuration that transformers made of it.
+
+    Args:
+        config: The configuration, which is changed.
+        reader: The file's `gguf.GGUFReader`.
+
+    Raises:
+        UnreadPartError: For a setting or a tensor of RoPE factors that the configuration cannot express.
+    """
+    architecture = reader.get_field("general.architecture").contents()
+    text, prefix = config.get_text_config(decoder=True), f"{architecture}."
+    unread = {
+        name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if name.startswith(prefix)
+    }
+    tensors = {tensor.name for tensor in reader.tensors}
+    for setting in [name for name in unread if any(fnmatch(name, pattern) for pattern in _SHAPES)]:
+        del unread[setting]
+    # Gemma 4 has heads of two sizes, which transformers reads.
+    if hasattr(text, "global_head_dim") or unread.get("attention.key_length") == _head_dim(text):
+        unread.pop("attention.key_length", None)
+    for name in list(unread):
+        for pattern, attributes in _ATTRIBUTES.items():
+            own = [attribute for attribute in attributes if hasattr(text, attribute)] if fnmatch(name, pattern) else []
+            for attribute in own:
+                setattr(text, attribute, unread[name])
+            if own:
+                del unread[name]
+                break
+    scale = unread.pop("attention.scale", None)
+    if hasattr(text, "query_pre_attn_scalar"):
+        is_wide = (architecture, text.num_hidden_layers) in _WIDE_SCALE
+        scalar = text.hidden_size / text.num_attention_heads if is_wide else text.head_dim
+        scalar = round(scale**-2, 3) if scale else scalar
+        text.query_pre_attn_scalar = int(scalar) if scalar == int(scalar) else scalar
+    elif scale and not np.isclose(scale, _head_dim(text) ** -0.5):
+        raise UnreadPartError(f"{prefix}attention.scale")
+    _apply_window(text, unread, text.max_position_embeddings if hasattr(text, "max_position_embeddings") else 0)
+    for attribute, parts in (("attention_bias", "attn_"), ("mlp_bias", "ffn_")):
+        if any(f".{parts}" in name and name.endswith(".bias") for name in tensors) and hasattr(text, attribute):
+            setattr(text, attribute, True)
+    factors = {
+        tensor.name: np.array(tensor.data, np.float64).ravel()
+        for tensor in reader.tensors
+        if tensor.name.startswith("rope_f")
+    }
+    if hasattr(text, "rope_parameters"):
+        _apply_rope(text, unread, factors)
+    _check_rest(prefix, unread, factors)
+    type(config).from_dict(config.to_dict())  # the class checks its own values, as it will when the folder is read
+
+
+def _head_dim(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _check_rest(prefix: str, unread: dict[str, Any], factors: dict[str, Any]) -> None:
+    """Raise UnreadPartError for the first setting or tensor that is left and not neutral."""
+    changes = (name for name, value in unread.items() if value not in _NEUTRAL.get(name, (0, "", "none")))
+    for part in (*factors, *(prefix + name for name in changes)):
+        raise UnreadPartError(part)
+
+
+def _apply_window(text: Any, unread: dict[str, Any], longest: int) -> None:
+    """Assign the length of sliding windows and the layers that have them."""
+    window, pattern = unread.get("attention.sliding_window"), unread.get("attention.sliding_window_pattern")
+    if text.model_type == "mistral":
+        text.sliding_window = window or None  # its class has a window by default
+    layer_types = getattr(text, "layer_types", None)
+    if pattern and layer_types:
+        if isinstance(pattern, int):
+            pattern = [(layer + 1) % pattern != 0 for layer in range(len(layer_types))]
+        text.layer_types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in pattern]
+        del unread["attention.sliding_window_pattern"]
+    if not window or window >= longest:
+        unread.pop("attention.sliding_window", None)
+    elif hasattr(text, "sliding_window") and (not layer_types or "sliding_attention" in layer_types):
+        text.sliding_window = unread.pop("attention.sliding_window")
+
+
+def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> None:
+    """Assign RoPE's base, rotated part and scaling; what was applied is removed from `unread` and `factors`."""
+    nested = "full_attention" in text.rope_parameters
+    rope = dict(text.rope_parameters["full_attention"] if nested else text.rope_parameters)
+    head_dim = _head_dim(text)
+    if (base := unread.pop("rope.freq_base", None)) is not None and not hasattr(text, "global_head_dim"):
+        rope["rope_theta"] = base
+    if (base := unread.pop("rope.freq_base_swa", None)) is not None:
+        if not nested and base != rope["rope_theta"]:
+            unread["rope.freq_base_swa"] = base
+        elif nested:
+            text.rope_parameters["sliding_attention"]["rope_theta"] = base
+    rotated = unread.get("rope.dimension_count") or head_dim
+    is_read = hasattr(text, "global_head_dim") or hasattr(text, "rotary_dim")
+    if "partial_rotary_factor" in rope and not is_read:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if rotated == head_dim or "partial_rotary_factor" in rope or is_read:
+        unread.pop("rope.dimension_count", None)
+    # llama.cpp takes a missing type for "linear", and the factor's older name where there is none of the newer.
+    kind = unread.pop("rope.scaling.type", "") or "linear"
+    factor = unread.pop("rope.scaling.factor", 0) or unread.pop("rope.scale_linear", 0) or 1.0
+    unread.pop("rope.scale_linear", None)
+    original = unread.pop("rope.scaling.original_context_length", 0) or text.max_position_embeddings
+    attention = unread.pop("rope.scaling.attn_factor", 0) or 1.0
+    if kind == "none":
+        factor = 1.0
+    if kind == "yarn" and factor != 1 and not factors:
+        betas = {name: unread.pop(f"rope.scaling.yarn_{name}", 0) for name in ("beta_fast", "beta_slow")}
+        rope |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        rope |= {name: beta for name, beta in betas.items() if beta}
+        if attention != 1:
+            rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1)
+        for name in ("yarn_ext_factor", "yarn_attn_factor"):
+            if unread.get(f"rope.scaling.{name}") == 1:
+                del unread[f"rope.scaling.{name}"]
+    elif factors and kind != "yarn":
+        short, long = _take_factors(factors)
+        rope |= _divided(short * factor, long * factor, rope["rope_theta"], original, attention)
+    elif attention != 1 or (text.model_type == "phi3" and factor != 1):  # which transformers knows of LongRoPE alone
+        constant = np.full(rotated // 2, factor)
+        rope |= _divided(constant, constant, rope["rope_theta"], original, attention)
+    elif factor != 1 and kind != "yarn":
+        rope |= {"rope_type": "linear", "factor": factor}
+    if rope.get("rope_type") == "longrope" and hasattr(text, "original_max_position_embeddings"):
+        text.original_max_position_embeddings = original
+    text.rope_parameters = text.rope_parameters | {"full_attention": rope} if nested else rope
+
+
+def _take_factors(factors: dict[str, Any]) -> tuple[Any, Any]:
+    """Remove and return the factors of short and of long texts, which are the same where the file has one tensor."""
+    if (both := factors.pop("rope_freqs.weight", None)) is not None:
+        return both, both
+    short, long = (factors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if short is None or long is None:
+        raise UnreadPartError(next(iter(factors)))
+    factors.clear()
+    return short, long
+
+
+def _divided(short: Any, long: Any, base: float, original: int, attention: float) -> dict[str, Any]:
+    """RoPE settings by which each frequency is divided by its own factor.
+
+    Args:
+        short: The factors [d / 2] of texts of up to `original` tokens, for d rotated dimensions.
+        long: Those of longer ones.
+        base: RoPE's base.
+        original: Tokens of the texts that the model was trained with before its RoPE was scaled.
+        attention: What cos and sin are multiplied by.
+    """
+    if np.array_equal(short, long) and attention == 1:
+        if short.max() > _INFINITE and set(short[short < _INFINITE]) <= {1.0}:
+            return {"rope_type": "proportional", "partial_rotary_factor": float((short < _INFINITE).mean())}
+        if np.allclose(short, _llama3_factors(base, len(short), factor := float(short.max())), rtol=1e-4):
+            return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
+    return {
+        "rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist(),
+        "original_max_position_embeddings": original, "attention_factor": attention,
+    }  # fmt: skip
+
+
+def _llama3_factors(base: float, pairs: int, factor: float) -> Any:
+    """What the RoPE scaling of Llama 3.1 to 3.3, with its settings there, divides the frequencies [pairs] by."""
+    low, high, original = _LLAMA3.values()
+    turns = original * base ** (-np.arange(pairs) / pairs) / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
