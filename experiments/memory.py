@@ -23,7 +23,7 @@ from experiments.report.figures import finish_figure, method_styles, new_figure,
 from experiments.report.names import method_label
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.memory_budget import DEFAULT_TABLE, Precision, TierTable
+from lkv.methods.targets import DEFAULT_TABLE, Precision, TierTable
 
 METHODS = ["lkv", "lkv+refit", "kvzip", "snapkv", "lkv-h+expected"]
 TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}

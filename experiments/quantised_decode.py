@@ -19,7 +19,7 @@ from experiments.profile.random_models import extend_positions, random_model, ra
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_default
-from lkv.methods.memory_budget import QUANTIZED_BITS as BITS
+from lkv.kernels import QUANTIZED_BITS as BITS
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices

@@ -12,8 +12,8 @@ from experiments.common import interleaved, paired_ratio, parse_options, save_ro
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.loading import load_default
 from lkv.hf.prompt_kv import LayerKV, read_prompt
-from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS, parse_method
+from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import default_policy
 
 

@@ -19,8 +19,8 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.memory_budget import Precision, TierTable
-from lkv.methods.method import resolve_method
+from lkv.methods.resolve import resolve_method
+from lkv.methods.targets import Precision, TierTable
 from lkv.policy.policy import Policy
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample

@@ -15,10 +15,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.memory_budget import Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
+from lkv.methods.targets import Precision
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.dense import Dense, Row, beams

@@ -30,7 +30,7 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.hf.loading import load_model
 from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import read_pattern
-from lkv.methods.method import resolve_method
+from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, read_checkpoint

@@ -10,12 +10,14 @@ from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
 from lkv.hf.rotation import Rotation
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.memory_budget import UNQUANTIZED, Precision, TierBudget
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.request import CompressionRequest
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Selector, check_numbers
+from lkv.methods.targets import UNQUANTIZED, Precision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -15,7 +15,6 @@ from lkv.errors import CacheError
 from lkv.kernels.ragged_attention.arguments import LEVELS
 
 WIDTH_MULTIPLE = 8  # what head sizes must be multiples of
-NORM_BITS = 16
 _LARGEST = 1e18  # norms beyond that have no float32 square
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lkv.cache.quantization import check_width, code_width, quantize, rotation, to_dtype
 from lkv.cache.ragged_store import RaggedStore, StoreView, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit
+from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
     Basis,
@@ -18,7 +19,7 @@ from lkv.kernels.ragged_attention import (
     can_attend_quantized,
     ragged_attention,
 )
-from lkv.methods.memory_budget import QUANTIZED_BITS, UNQUANTIZED, Precision
+from lkv.methods.targets import UNQUANTIZED, Precision
 from lkv.utils import devices
 
 _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.cache.quantization import dequantize, rotation
 from lkv.cache.ragged_store import packed_starts, slot_indices
-from lkv.methods.memory_budget import Precision
+from lkv.methods.targets import Precision
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,11 +23,10 @@ from lkv.hf.positions import check_frequencies
 from lkv.hf.progress import report_progress
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import unwrap_model
-from lkv.methods.budgets import RetentionTarget
-from lkv.methods.memory_budget import TierTarget
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
+from lkv.methods.targets import RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context
 

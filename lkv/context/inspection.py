@@ -16,10 +16,12 @@ from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt
+from lkv.methods.base import tier_counts
 from lkv.methods.budgets import Budget
-from lkv.methods.memory_budget import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision, tier_counts
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import method_label, parse_method
+from lkv.methods.resolve import resolve_method
+from lkv.methods.targets import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 

@@ -19,12 +19,13 @@ from lkv.hf.cache_argument import cache_argument
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.prompt_kv import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
-from lkv.methods.budgets import RetentionTarget, Uniform
-from lkv.methods.memory_budget import TierBudget, TierTable
-from lkv.methods.method import Method, MethodInputs, build_tiers, combine_rowwise, tier_table_of
+from lkv.methods.base import MethodInputs, TierBudget
+from lkv.methods.budgets import Uniform
+from lkv.methods.method import Method, combine_rowwise
 from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
+from lkv.methods.resolve import build_tiers, tier_table_of
 from lkv.methods.selectors import Selector, StreamingLLM
-from lkv.methods.targets import MemoryTarget
+from lkv.methods.targets import MemoryTarget, RetentionTarget, TierTable
 from lkv.policy.policy import Policy
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 

@@ -32,11 +32,10 @@ _KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name
     "duoattentiononthefly": "duo",
     "expectedattentione2": "expected-e2",
 }
-_RENAMED_BUDGETS = {"contest": "global"}  # as result files of earlier versions name them
 
 
 class Buildable:
-    """Base of budgets and selectors, which are built from `lkv.methods.method.MethodInputs`."""
+    """Base of budgets and selectors, which are built from `lkv.methods.base.MethodInputs`."""
 
     required_inputs: tuple[str, ...] = ()  # those that the constructor takes first, such as "model" or "policy"
 
@@ -236,7 +235,7 @@ def register_method(
 
     Args:
         name: the method's name, without "+" and "@".
-        selector: the name of a selector, or a callable that takes `lkv.methods.method.MethodInputs` and returns a
+        selector: the name of a selector, or a callable that takes `lkv.methods.base.MethodInputs` and returns a
             `Selector`; a callable is registered as a selector by the same name, so that "BUDGET+NAME" works as well.
         budget: the same for the budget.
         needs: what the new components need, among POLICY, PATTERN, QUERIES and SECOND_PASS.
@@ -362,7 +361,6 @@ def find_method(name: str) -> MethodSpec | None:
 def _combination(name: str) -> MethodSpec:
     """The method "BUDGET+SELECTOR", a named one where the combination has a name. Raises LkvError."""
     budget, plus, selector = name.partition("+")
-    budget = _RENAMED_BUDGETS.get(budget, budget)
     if not plus:
         raise LkvError(_unknown(name))
     for spec in METHODS.values():

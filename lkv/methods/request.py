@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from lkv.errors import CacheError, PolicyFileError, PromptError, RetentionError
-from lkv.methods.memory_budget import QUANTIZED_BITS
+from lkv.kernels import QUANTIZED_BITS
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy

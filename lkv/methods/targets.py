@@ -1,12 +1,76 @@
-"""How much of the cache to keep. Does not import torch."""
+"""How much of the cache to keep: a retention, or the bytes of a memory budget. Does not import torch.
 
+Within a memory budget the best entries are stored in more bits, the next in fewer, the rest are evicted. One ranking
+serves all of it: LKV's head and token scores are nested, so that what is kept at a low retention is kept at a higher
+one, too.
+"""
+
+import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lkv.errors import RetentionError
+from lkv.errors import PolicyFileError, RetentionError, check_retention
+from lkv.kernels import QUANTIZED_BITS
 
+NORM_BITS = 16  # of an entry's k, and of its v
+BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
+SCORE_BITS = 64  # of an entry's score and position, where entries are evicted later
 _BYTE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY_HELP = "give a share of the full cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
+
+
+@dataclass(frozen=True)
+class RetentionTarget:
+    """How much of a text to keep.
+
+    Attributes:
+        retention: the share of its tokens, in (0, 1]; kvpress's `compression_ratio` is 1 - retention.
+        tokens: instead of the share, how many tokens a head keeps on average.
+        protected: how many of the text's tokens every head keeps in any case. Budgets share out what they leave.
+    """
+
+    retention: float = 0.15
+    tokens: int | None = None
+    protected: int = 0
+
+    def __post_init__(self) -> None:
+        # A float, whatever number it was given as, so that it can be saved.
+        object.__setattr__(self, "retention", check_retention(self.retention))
+        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
+            raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
+
+    @classmethod
+    def from_arguments(cls, retention: float | None, tokens: int | None, protected: int = 0) -> "RetentionTarget":
+        """The target of a caller who may give one of the two. Raises RetentionError for both, or for bad numbers."""
+        if retention is not None and tokens is not None:
+            raise RetentionError(
+                f"retention {retention!r} and budget_tokens {tokens!r} both say how much to keep; give one of them."
+            )
+        return cls(cls.retention if retention is None else retention, tokens, protected)
+
+    def share(self, tokens: int) -> float:
+        """The fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        whole = tokens + self.protected
+        share = self.retention if self.tokens is None else min(1.0, self.tokens / max(1, whole))
+        return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
+
+    def total_share(self, tokens: int) -> float:
+        """As `share`, of all precisions where entries are stored in several: what is kept at all."""
+        return self.share(tokens)
+
+    def protected_entries(self, tokens: int) -> int:
+        """How many protected entries a head has here, in addition to its share of `tokens` others."""
+        return self.protected
+
+    def __str__(self) -> str:
+        return f"retention {self.retention}" if self.tokens is None else f"budget_tokens {self.tokens}"
+
+
+def as_target(target: float | RetentionTarget) -> RetentionTarget:
+    """A retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
+    return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
 @dataclass(frozen=True)
@@ -48,3 +112,200 @@ class MemoryTarget:
 
     def __str__(self) -> str:
         return f"memory {self.share:.4g}" if self.share is not None else f"memory {self.nbytes} bytes"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bits of a value of k and of v; 16 stands for the model's own dtype."""
+
+    key_bits: int
+    value_bits: int
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether entries are stored as codes."""
+        return self.key_bits < 16
+
+
+UNQUANTIZED = Precision(16, 16)
+
+
+@dataclass(frozen=True)
+class TierTable:
+    """How bytes are best spent on precisions, at each size of budget.
+
+    Attributes:
+        rows: For a number of bits a value (of all k and v of a text) and more: precisions, best first, and the share of
+            the bytes that each gets. In order of the first number.
+    """
+
+    rows: tuple[tuple[float, tuple[tuple[Precision, float], ...]], ...]
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """All precisions, best first, unquantised entries included."""
+        named = {precision for _, row in self.rows for precision, _ in row} | {UNQUANTIZED}
+        return tuple(sorted(named, key=lambda precision: (-precision.key_bits, -precision.value_bits)))
+
+    def row(self, bits: float) -> tuple[tuple[Precision, float], ...]:
+        """How to spend `bits` a value."""
+        fitting = [row for least, row in self.rows if least <= bits]
+        return fitting[-1] if fitting else self.rows[0][1]
+
+    @classmethod
+    def single(cls, precision: Precision) -> "TierTable":
+        """All entries in one precision, until all of the text is kept."""
+        return cls(((0.0, ((precision, 1.0),)),))
+
+    def to_json(self) -> list[Any]:
+        """As a policy's card has it: [bits a value, [[bits of k, bits of v, share of the bytes], ...]] a row."""
+        return [[least, [[each.key_bits, each.value_bits, share] for each, share in row]] for least, row in self.rows]
+
+    @classmethod
+    def from_json(cls, rows: Any) -> "TierTable":
+        """Read what `to_json` returned. Raises PolicyFileError for anything else."""
+        try:
+            table = cls(tuple((float(b), tuple((Precision(k, v), float(s)) for k, v, s in row)) for b, row in rows))
+            starts = [least for least, _ in table.rows]
+            fits = starts[0] == 0 and starts == sorted(starts) and all(_is_row(row) for _, row in table.rows)
+        except (TypeError, ValueError, IndexError, OverflowError):
+            fits = False
+        if not fits:
+            raise PolicyFileError(
+                f"the policy's table of precisions is {str(rows)[:200]}, which this version does not know; update "
+                "lkv-cache, or give a retention instead of memory."
+            )
+        return table
+
+
+def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
+    """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
+    bits = [(each.key_bits, each.value_bits) for each, _ in row]
+    are_bits = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
+    return (
+        are_bits and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
+        and all(share > 0 for _, share in row) and abs(sum(share for _, share in row) - 1) < 1e-6
+    )  # fmt: skip
+
+
+# Measured on held-out training text with two models (`dev/LOG.md`): few bits for many entries where bytes are scarce.
+DEFAULT_TABLE = TierTable(
+    (
+        (0.0, ((Precision(8, 4), 0.3), (Precision(4, 3), 0.7))),
+        (2.2, ((Precision(8, 8), 0.3), (Precision(4, 4), 0.7))),
+    )
+)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The numbers that determine the bytes of a full cache.
+
+    Attributes:
+        heads: KV heads of all layers that are evicted from, in this process.
+        width: Channels of k.
+        value_width: Channels of v.
+        itemsize: Bytes of a value in the model's dtype.
+        extra_bits: What each entry takes in addition to k and v.
+    """
+
+    heads: int
+    width: int
+    value_width: int
+    itemsize: int
+    extra_bits: int = 0
+
+    def entry_bits(self, precision: Precision) -> int:
+        """Bits of one entry of one head."""
+        if not precision.is_quantized:
+            return 8 * self.itemsize * (self.width + self.value_width) + self.extra_bits
+        bits = precision.key_bits * self.width + precision.value_bits * self.value_width
+        return bits + 2 * NORM_BITS + self.extra_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTarget(RetentionTarget):
+    """The share of a text's tokens that its tiers down to one precision hold, within a memory budget.
+
+    Attributes:
+        memory: The budget.
+        shape: What bytes follow from.
+        table: How they are spent.
+        precision: That of the last of these tiers.
+    """
+
+    memory: MemoryTarget
+    shape: KVShape
+    table: TierTable
+    precision: Precision
+
+    def share(self, tokens: int) -> float:
+        """The fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        return self.shares(tokens)[self.precision]
+
+    def total_share(self, tokens: int) -> float:
+        """The fraction that all tiers hold."""
+        return self.shares(tokens)[self.table.precisions[-1]]
+
+    def protected_entries(self, tokens: int) -> int:
+        """As in `RetentionTarget`: all or none, as they are in the best precision in use."""
+        precisions = self.table.precisions
+        is_in = precisions.index(self.precision) >= precisions.index(self._best_precision(tokens))
+        return self.protected if is_in else 0
+
+    def shares(self, tokens: int) -> dict[Precision, float]:
+        """For each precision, the fraction of the unprotected text that is stored in it or a better one."""
+        bits = self._bits(tokens)
+        if bits is None:
+            return dict.fromkeys(self.table.precisions, 1.0)
+        # The rest of the text is stored in what the protected tokens leave, in the precisions of the whole text.
+        row = self._row(bits, tokens)
+        bits -= self.protected * self.shape.entry_bits(self._best_precision(tokens)) if self.protected else 0
+        fractions = self._fractions(max(0.0, bits) / max(1, tokens), row)
+        share, shares = 0.0, {}
+        for precision in self.table.precisions:
+            share = min(1.0, share + fractions.get(precision, 0.0))
+            shares[precision] = share
+        return shares
+
+    def _bits(self, tokens: int) -> float | None:
+        """Bits of one head's entries, without the basis of its k; None where all fit as the model computes them."""
+        shape, values = self.shape, self.shape.width + self.shape.value_width
+        full = 8 * shape.itemsize * values * max(1, tokens + self.protected)
+        share, nbytes = self.memory.share, self.memory.nbytes
+        total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
+        return None if total >= full else max(0.0, total - BASIS_BITS * shape.width)
+
+    def _best_precision(self, tokens: int) -> Precision:
+        """The best precision of a text's entries."""
+        bits = self._bits(tokens)
+        if bits is None:
+            return self.table.precisions[0]
+        fractions = self._fractions(bits / max(1, tokens + self.protected), self._row(bits, tokens))
+        return next((each for each in self.table.precisions if fractions.get(each, 0) > 0), self.table.precisions[0])
+
+    def _row(self, bits: float, tokens: int) -> tuple[tuple[Precision, float], ...]:
+        """The row of the table for the whole text, of `tokens` tokens and the protected ones, and `bits` of a head."""
+        values = self.shape.width + self.shape.value_width
+        return self.table.row(bits / max(1, tokens + self.protected) / values)
+
+    def _fractions(self, bits: float, row: tuple[tuple[Precision, float], ...]) -> dict[Precision, float]:
+        """The fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
+        fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
+        if sum(fractions.values()) > 1:
+            fractions = _whole_text(bits, [precision for precision, _ in row], self.shape)
+        return fractions
+
+    def __str__(self) -> str:
+        return str(self.memory)
+
+
+def _whole_text(bits: float, precisions: Sequence[Precision], shape: KVShape) -> dict[Precision, float]:
+    """The fractions of a text, all of it kept, for `bits` a token: two neighbours of `precisions` share it."""
+    ladder = [UNQUANTIZED, *(precision for precision in precisions if precision.is_quantized)]
+    for better, worse in itertools.pairwise(ladder):
+        high, low = shape.entry_bits(better), shape.entry_bits(worse)
+        if bits >= low:
+            part = min(1.0, (bits - low) / (high - low))
+            return {better: part, worse: 1 - part}
+    return {ladder[-1]: 1.0}

@@ -3,16 +3,32 @@
 import json
 import tempfile
 from pathlib import Path
+from typing import Any, Protocol
 
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 
 from lkv.errors import PolicyFileError
-from lkv.policy.policy import Policy
+from lkv.hf.model_spec import ModelSpec
+from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.shipped import describe_overlap, text_lengths
 
 
-def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
+class SavablePolicy(Protocol):
+    """What an upload needs of an `lkv.Policy`."""
+
+    spec: ModelSpec
+    card: dict[str, Any]
+
+    @property
+    def inputs(self) -> ScorerInputs:
+        """What LKV-T reads of a token."""
+
+    def save_pretrained(self, folder: str, half: bool = False) -> None:
+        """Write the policy into a folder."""
+
+
+def push_to_hub(policy: SavablePolicy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
     """Upload a policy with its model card; `Policy.from_pretrained(repo_id)` loads it again.
 
     Args:
@@ -45,7 +61,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
     return str(getattr(commit, "commit_url", commit))
 
 
-def model_card(policy: Policy, name: str) -> ModelCard:
+def model_card(policy: SavablePolicy, name: str) -> ModelCard:
     """The model card of a policy: its model, how it is used, how it was trained, and its fidelity."""
     spec, card = policy.spec, policy.card
     models = card.get("hub") or [str(card.get("model", ""))]

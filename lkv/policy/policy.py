@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
-from lkv.policy import policy_file
+from lkv.policy import hub, policy_file
 from lkv.policy.model_match import has_same_heads, model_difference
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
@@ -183,6 +183,4 @@ class Policy(nn.Module):
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
         """Upload the policy with a model card; see `lkv.push_to_hub`."""
-        from lkv.policy.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, private=private, revision=revision)
+        return hub.push_to_hub(self, repo_id, private=private, revision=revision)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lkv.errors import LkvError
 from lkv.hf.attention import patch_attention
-from lkv.methods.budgets import RetentionTarget
-from lkv.methods.method import Method, MethodInputs
+from lkv.methods.base import MethodInputs
+from lkv.methods.method import Method
 from lkv.methods.registry import parse_method
+from lkv.methods.targets import RetentionTarget
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import Outputs, SampleDistillation, hard_mask, top_k_mask

@@ -24,10 +24,11 @@ import lkv.kernels.ragged_attention.triton as launch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.prompt_kv import LayerKV
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import Uniform
-from lkv.methods.memory_budget import Precision, TierBudget
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm
+from lkv.methods.targets import Precision
 from lkv.utils import devices
 from tests.conftest import tiny_llama
 from tests.kernels.compile_kernels import GPUS, Driver

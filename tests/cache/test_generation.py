@@ -14,9 +14,10 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.budgets import PerHead, RetentionTarget, Uniform
+from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import H2O, SnapKV
+from lkv.methods.targets import RetentionTarget
 from tests.cache.helpers import METHOD, RATIOS, OwnScores, evicting_at, ids, padded, score
 from tests.conftest import tiny_llama
 from tests.masked import hidden_from_continuation

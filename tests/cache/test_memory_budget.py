@@ -14,12 +14,12 @@ from lkv.context.context import Context
 from lkv.errors import BudgetError, LkvError, PromptError, RetentionError
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.spec import inspect_model
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
-from lkv.methods.memory_budget import UNQUANTIZED, KVShape, Precision, TierBudget, TierTable
-from lkv.methods.method import resolve_method
 from lkv.methods.request import CompressionRequest
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Knorm
-from lkv.methods.targets import MemoryTarget
+from lkv.methods.targets import UNQUANTIZED, KVShape, MemoryTarget, Precision, TierTable
 from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
@@ -370,7 +370,7 @@ def test_a_method_with_tiers_of_its_own_is_one_too(model):
 )
 def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
     """Over all lengths: the bits of the tiers add up to the budget, less the basis, or to the whole text."""
-    from lkv.methods.memory_budget import BASIS_BITS, DEFAULT_TABLE, TierTarget
+    from lkv.methods.targets import BASIS_BITS, DEFAULT_TABLE, TierTarget
 
     table, shape = table or DEFAULT_TABLE, KVShape(6, width, width, 2)
     memory = MemoryTarget(share=bits / 16)

@@ -16,8 +16,9 @@ from lkv.cache.tiers import TierSplit
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
-from lkv.methods.memory_budget import UNQUANTIZED, Precision, TierBudget
+from lkv.methods.targets import UNQUANTIZED, Precision
 from tests import dense
 from tests.cache.helpers import METHOD, RATIOS, ids
 from tests.cache.test_quantization import DTYPES, normal

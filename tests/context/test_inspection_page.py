@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lkv.context.inspection import InspectionResult, render_page
-from lkv.methods.memory_budget import UNQUANTIZED, Precision
+from lkv.methods.targets import UNQUANTIZED, Precision
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -15,9 +15,9 @@ from lkv.context.context import Context
 from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.memory_budget import Precision
-from lkv.methods.method import resolve_method
 from lkv.methods.request import CompressionRequest
+from lkv.methods.resolve import resolve_method
+from lkv.methods.targets import Precision
 from lkv.utils.prompts import encode_context, encode_question
 from tests.cache.helpers import ids
 from tests.conftest import save_model, tiny_llama, uneven_policy

@@ -15,10 +15,10 @@ from lkv.evaluation.comparison import MethodComparison
 from lkv.evaluation.runner import _share_of
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.memory_budget import Precision, TierTable
 from lkv.methods.registry import parse_method
 from lkv.methods.selectors import LearnedScores
 from lkv.methods.selectors import kvzip as second_pass
+from lkv.methods.targets import Precision, TierTable
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters, make_examples, make_prompt, run, score, without_seconds

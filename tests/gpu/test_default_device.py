@@ -15,8 +15,8 @@ from lkv.context.context import Context
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
-from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS
+from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs

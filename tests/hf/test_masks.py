@@ -19,7 +19,7 @@ from lkv.hf.attention import unpatch_attention
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
 from lkv.kernels.soft_mask_attention import cpu
-from lkv.methods.method import resolve_method
+from lkv.methods.resolve import resolve_method
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from tests.cache.helpers import ids

@@ -18,7 +18,8 @@ from lkv.evaluation.example import make_prompt
 from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import (
     H2O,
     TOVA,

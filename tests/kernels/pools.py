@@ -12,8 +12,9 @@ from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import TierSplit
 from lkv.kernels.ragged_attention import QuantizedKV, api, append_and_attend, ragged_attention
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
-from lkv.methods.memory_budget import UNQUANTIZED, Precision, TierBudget
+from lkv.methods.targets import UNQUANTIZED, Precision
 
 # (key_bits, value_bits) of each tier.
 TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),), ((3, 8), (8, 3)), ((4, 8),))

@@ -17,14 +17,14 @@ from lkv.methods.budgets import (
     LearnedBudget,
     PerHead,
     Pyramid,
-    RetentionTarget,
     Uniform,
     check_table,
     estimate_mean_pattern,
     estimate_pattern,
     read_pattern,
-)  # fmt: skip
+)
 from lkv.methods.budgets.lkv_h import raise_to_least
+from lkv.methods.targets import RetentionTarget  # fmt: skip
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.families import build

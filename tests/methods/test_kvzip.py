@@ -12,7 +12,7 @@ from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.method import resolve_method
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import PrecomputedScores
 from lkv.methods.selectors.kvzip import replay_scores
 from lkv.utils.prompts import encode_question

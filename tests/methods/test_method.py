@@ -10,8 +10,8 @@ from lkv.context.compression import compress
 from lkv.errors import LkvError
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.hf.spec import inspect_model
-from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS, parse_method
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama

@@ -9,8 +9,8 @@ from lkv.cli.main import main
 from lkv.errors import LkvError
 from lkv.methods import registry
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.method import resolve_method
 from lkv.methods.registry import METHODS, find_method, methods, parse_method, register_budget, register_selector
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Knorm, Selector
 
 
@@ -66,8 +66,6 @@ def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):
         ("uniform+snapkv", "snapkv"),
         ("lkv-h+lkv-t+refit@mine", "lkv+refit"),
         ("duo+keydiff", "duo+keydiff"),
-        ("contest+kvzip", "kvzip"),  # as result files of earlier versions name it
-        ("contest+knorm", "global+knorm"),
     ],
 )
 def test_names_of_one_method_have_one_canonical_name(name, canonical):

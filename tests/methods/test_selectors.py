@@ -16,7 +16,8 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.hf.spec import output_projections
 from lkv.methods.budgets import Uniform
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
+from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import (
     H2O,
     TOVA,

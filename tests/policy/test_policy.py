@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.spec import inspect_model
-from lkv.methods.memory_budget import DEFAULT_TABLE, TierTable
+from lkv.methods.targets import DEFAULT_TABLE, TierTable
 from lkv.policy import policy_file
 from lkv.policy.policy import HeadScores, Policy
 from lkv.policy.token_scores import TokenScores

@@ -26,8 +26,9 @@ from lkv.hf.loading import cache_folder
 from lkv.hf.positions import frequency_change
 from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
-from lkv.methods.method import Method, resolve_method
+from lkv.methods.method import Method
 from lkv.methods.registry import FULL, parse_method
+from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import encode_text

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
+from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.checks import check_storage, check_tensor
 from lkv.kernels.ragged_attention.basis import Basis
 
@@ -14,7 +15,6 @@ MAX_QUANTIZED = 2  # sets of quantised entries a layer
 # Code c stands for u (a + b u^2) with u = c - (2^bits - 1) / 2: the best such levels for a standard normal variable.
 # Their mean squared error is 5.1e-5 (8 bits), 0.00969 and 0.0346; that of any levels at least 4.1e-5, 0.00950, 0.0345.
 LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.47145524, 0.011584845)}
-QUANTIZED_BITS = tuple(LEVELS)
 _INTEGERS = (torch.int32, torch.int64)
 _BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
 _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)

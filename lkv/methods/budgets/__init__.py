@@ -1,16 +1,7 @@
 """Budgets: how many tokens each KV head keeps. Each class registers its own name."""
 
-from lkv.methods.budgets.budget import (
-    ROUNDING,
-    Budget,
-    FixedBudget,
-    PerHead,
-    RetentionTarget,
-    Uniform,
-    as_target,
-    drop_tokens,
-)
-from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget
+from lkv.methods.base import ROUNDING, Budget, FixedBudget
+from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget, drop_tokens
 from lkv.methods.budgets.duo import (
     Duo,
     DuoOfHeads,
@@ -21,9 +12,10 @@ from lkv.methods.budgets.duo import (
 )
 from lkv.methods.budgets.lkv_h import LearnedBudget
 from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
+from lkv.methods.budgets.uniform import PerHead, Uniform
 
 __all__ = [
     "ROUNDING", "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
-    "Pyramid", "PyramidOfKvpress", "RetentionTarget", "Uniform", "as_target", "check_table", "drop_tokens",
+    "Pyramid", "PyramidOfKvpress", "Uniform", "check_table", "drop_tokens",
     "estimate_mean_pattern", "estimate_pattern", "read_pattern",
 ]  # fmt: skip

@@ -1,18 +1,24 @@
 """Budgets for which heads compete by their scores: AdaKV within a layer, KVzip's over the whole model."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lkv.errors import BudgetError, CacheError, check_retention
 from lkv.hf.prompt_kv import LayerKV
-from lkv.methods.budgets.budget import ROUNDING, Budget, RetentionTarget, as_target, drop_tokens
+from lkv.methods.base import ROUNDING, Budget, Selector
 from lkv.methods.registry import register_budget
+from lkv.methods.targets import RetentionTarget, as_target
 
-if TYPE_CHECKING:
-    from lkv.methods.selectors import Selector
+
+def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
+    """`scores` [B, H, T] of all tokens but those at `positions`."""
+    if not positions:
+        return scores
+    is_left = torch.ones(scores.shape[-1], dtype=torch.bool, device="cpu")
+    is_left[list(positions)] = False
+    return scores[..., is_left.nonzero()[:, 0].to(scores.device)]
 
 
 @register_budget("ada", label="AdaKV", description="the heads of a layer compete by their scores (AdaKV)")
@@ -75,7 +81,7 @@ class GlobalTopKBudget(Budget):
         return budget
 
     def for_prompt(
-        self, selector: "Selector", prompt: list[LayerKV], protected: Sequence[int] = ()
+        self, selector: Selector, prompt: list[LayerKV], protected: Sequence[int] = ()
     ) -> "GlobalTopKBudget":
         """The budget for one prompt, read into `prompt`, by the scores of `selector` of all but `protected` tokens."""
         scores = [drop_tokens(selector.scores(index, layer), protected) for index, layer in enumerate(prompt)]

@@ -12,16 +12,14 @@ from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelErro
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.hf.spec import evaluation_mode
-from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
+from lkv.methods.base import RECENT, ROUNDING, SINKS, FixedBudget, MethodInputs
 from lkv.methods.registry import register_budget
+from lkv.methods.targets import RetentionTarget, as_target
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lkv.methods.method import MethodInputs
-
-SINKS, RECENT = 128, 256
 _ROWS = 256  # attention rows held at a time
 
 
@@ -70,7 +68,7 @@ class Duo(FixedBudget):
         self._rank = order.argsort().view(len(alphas), width).tolist()
 
     @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", **options: Any) -> "Duo":
+    def from_inputs(cls, inputs: MethodInputs, **options: Any) -> "Duo":
         """Build it for the heads of this process."""
         return super().from_inputs(inputs, heads=inputs.heads, strict=inputs.strict, **options)
 

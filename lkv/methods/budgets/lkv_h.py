@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from lkv.methods.budgets.budget import FixedBudget, RetentionTarget, as_target
+from lkv.methods.base import FixedBudget
 from lkv.methods.registry import register_budget
+from lkv.methods.targets import RetentionTarget, as_target
 from lkv.policy.policy import Policy
 
 # What a head keeps at least, in tokens and as a share of the heads' mean, whichever is less. A share that is enough in

@@ -3,8 +3,9 @@
 from fractions import Fraction
 
 from lkv.errors import BudgetError
-from lkv.methods.budgets.budget import ROUNDING, FixedBudget, RetentionTarget, as_target
+from lkv.methods.base import ROUNDING, FixedBudget
 from lkv.methods.registry import register_budget
+from lkv.methods.targets import RetentionTarget, as_target
 
 
 @register_budget(

@@ -1,11 +1,6 @@
 """Selectors: which tokens of a head are worth keeping. Each class registers its own name."""
 
-from lkv.methods.selectors.criticalkv import CriticalKV
-from lkv.methods.selectors.expected_attention import ExpectedAttention
-from lkv.methods.selectors.kvzip import KVzip
-from lkv.methods.selectors.lkv_t import LearnedScores
-from lkv.methods.selectors.observed_attention import H2O, TOVA, SnapKV
-from lkv.methods.selectors.selector import (
+from lkv.methods.base import (
     ArrivedEntries,
     PrecomputedScores,
     Selector,
@@ -13,7 +8,12 @@ from lkv.methods.selectors.selector import (
     check_numbers,
     check_shape,
     not_numbers,
-)  # fmt: skip
+)
+from lkv.methods.selectors.criticalkv import CriticalKV
+from lkv.methods.selectors.expected_attention import ExpectedAttention
+from lkv.methods.selectors.kvzip import KVzip
+from lkv.methods.selectors.lkv_t import LearnedScores
+from lkv.methods.selectors.observed_attention import H2O, TOVA, SnapKV
 from lkv.methods.selectors.without_queries import DuoWindow, KeyDiff, Knorm, Random, StreamingLLM
 
 __all__ = [

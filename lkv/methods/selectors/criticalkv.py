@@ -8,15 +8,13 @@ from torch import Tensor
 from lkv.errors import CacheError, LkvError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.hf.spec import output_projections
+from lkv.methods.base import MethodInputs, Selector
 from lkv.methods.registry import register_selector
 from lkv.methods.selectors.expected_attention import ExpectedAttention
 from lkv.methods.selectors.observed_attention import SnapKV
-from lkv.methods.selectors.selector import Selector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from lkv.methods.method import MethodInputs
 
 _BLOCK = 256  # values projected at a time
 
@@ -56,7 +54,7 @@ class CriticalKV(Selector):
         self.reads_queries, self.last_queries = inner.reads_queries, inner.last_queries
 
     @classmethod
-    def from_inputs(cls, inputs: "MethodInputs", inner: str = "snapkv", **options: Any) -> "CriticalKV":
+    def from_inputs(cls, inputs: MethodInputs, inner: str = "snapkv", **options: Any) -> "CriticalKV":
         """Build it over SnapKV or Expected Attention."""
         model = inputs.require("model")
         attention = SnapKV() if inner == "snapkv" else ExpectedAttention(model, value_norm=False)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV, query_rotations, to_fp32
+from lkv.methods.base import Selector, check_sinks
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.selector import Selector, check_sinks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

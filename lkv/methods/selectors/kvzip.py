@@ -8,9 +8,9 @@ from torch import Tensor
 
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV
+from lkv.methods.base import PrecomputedScores, Selector
 from lkv.methods.registry import register_selector
 from lkv.methods.replay import REQUEST, ReplayLayer, replay
-from lkv.methods.selectors.selector import PrecomputedScores, Selector
 from lkv.utils.prompts import encode_question
 
 if TYPE_CHECKING:

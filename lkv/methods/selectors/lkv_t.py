@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV
 from lkv.kernels.selection import kernels_for
+from lkv.methods.base import ArrivedEntries, Selector, StoredEntries
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.selector import ArrivedEntries, Selector, StoredEntries
 from lkv.policy.policy import Policy
 
 _LENGTH_FACTOR = 1.2  # over the lengths of the training: up to there the paper's scorer chooses as well, as measured

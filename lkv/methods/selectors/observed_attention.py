@@ -6,8 +6,8 @@ from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
+from lkv.methods.base import Selector
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.selector import Selector
 
 _BLOCK = 256  # attention rows computed at a time
 

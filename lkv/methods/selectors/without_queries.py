@@ -5,9 +5,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from lkv.hf.prompt_kv import LayerKV, to_fp32
-from lkv.methods.budgets.duo import SINKS
+from lkv.methods.base import SINKS, Selector, check_sinks
 from lkv.methods.registry import register_selector
-from lkv.methods.selectors.selector import Selector, check_sinks
 
 
 @register_selector("knorm", label="Knorm", description="small keys")

@@ -1,18 +1,54 @@
-"""The interface of selectors: scores for the tokens of a prompt."""
+"""The interfaces of selectors and budgets, what both are built from, and what they share."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lkv.errors import CacheError, PromptError
+from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.methods.registry import Buildable
+from lkv.methods.targets import Precision, RetentionTarget, TierTarget
+from lkv.policy.policy import Policy
+
+# r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
+ROUNDING = 1e-6
+SINKS, RECENT = 128, 256  # first and most recent tokens that a streaming head of DuoAttention keeps
+# Where the inputs of `MethodInputs` come from, as an error message says it.
+INPUT_SOURCES = {
+    "policy": "one with policy=Policy.from_pretrained(...)",
+    "model": "the model to resolve_method, or the method's name to RaggedCache or compress",
+    "layers": "the model to resolve_method, or the method's name to RaggedCache or compress",
+    "pattern": "one with pattern=read_pattern(file, L, H), or pattern=estimate_pattern(model, texts)",
+    "tokenizer": "the method's name to compress, which has one",
+}
+
+
+@dataclass(frozen=True)
+class MethodInputs:
+    """What budgets and selectors are built from (`from_inputs`)."""
+
+    target: RetentionTarget
+    policy: Policy | None = None
+    heads: slice = field(default_factory=lambda: slice(None))  # the KV heads that this process computes
+    model: Any = None
+    layers: int | None = None  # how many are evicted from
+    pattern: list[list[float]] | None = None  # DuoAttention's alphas [L][H]
+    tokenizer: Any = None
+    strict: bool = True  # without it, a budget that cannot keep as little as `target` keeps the least it can
+
+    def require(self, name: str) -> Any:
+        """The input `name`. Raises LkvError where it is missing."""
+        value = getattr(self, name)
+        if value is None:
+            raise LkvError(f"the method needs a {name}; give {INPUT_SOURCES[name]}.")
+        return value
 
 
 class ArrivedEntries(NamedTuple):
@@ -193,3 +229,110 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
             f"the prompt has {tokens} tokens, but {type(selector).__name__} always keeps the first {sinks} and needs "
             "more than that; give a longer prompt, fewer sinks or another method."
         )
+
+
+class Budget(Buildable, ABC):
+    """How many tokens each KV head keeps.
+
+    A subclass implements `counts` and is registered with `lkv.methods.registry.register_budget` (in this package) or
+    `lkv.register_method` (in any other).
+
+    Attributes:
+        compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
+        exact_name: of a budget that may keep more than its target, the name of the one like it that does not.
+    """
+
+    required_inputs: tuple[str, ...] = ("target",)
+    compares_heads = False
+    exact_name: str | None = None
+
+    @abstractmethod
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        """Count the tokens to keep.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            scores: the selector's scores of its tokens, [B, H, T].
+
+        Returns:
+            How many tokens each head keeps, `[B][H]`, each from 0 to T.
+        """
+
+
+class FixedBudget(Budget):
+    """A budget that depends on the prompt's length alone, so that it can be applied while a text is still read."""
+
+    @abstractmethod
+    def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
+        """The share of its tokens that each head keeps.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            heads: how many KV heads this process computes.
+            tokens: length of the prompt.
+
+        Returns:
+            A number from 0 to 1 for each head.
+        """
+
+    def limits(self, layer: int, heads: int, tokens: int) -> list[int]:
+        """Count floor(r t) for each head, [H]. Raises CacheError for unusable ratios."""
+        ratios = self.ratios(layer, heads, tokens)
+        if len(ratios) != heads:
+            raise CacheError(
+                f"the budget {type(self).__name__} gives {len(ratios)} ratios, but there are {heads} heads here."
+            )
+        if not all(ratio >= 0 for ratio in ratios):  # not a number fails, too
+            raise CacheError(
+                f"the budget {type(self).__name__} gives layer {layer} the ratios {ratios}; give numbers from 0 to 1."
+            )
+        return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
+
+    def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
+        """The same `limits` for every row."""
+        batch, heads, tokens = scores.shape
+        return [self.limits(layer, heads, tokens)] * batch
+
+
+@dataclass(frozen=True)
+class TierBudget:
+    """One tier of a method: the entries that `budget` keeps and no better tier has, stored in `precision`.
+
+    `target` is what `budget` was built for; None where the method has this tier alone.
+    """
+
+    precision: Precision
+    budget: Budget
+    target: TierTarget | None = None
+
+    def is_empty(self, tokens: int) -> bool:
+        """Whether neither it nor any better tier has entries of `tokens` tokens that are not protected."""
+        return self.target is not None and self.target.share(tokens) <= 0
+
+
+def tier_counts(
+    tiers: Sequence[TierBudget],
+    tokens: int,
+    heads: int,
+    rows: int,
+    count: Callable[[Budget], list[list[int]]],
+    protected: int = 0,
+) -> list[list[list[int]]]:
+    """How many entries each row and head has in each tier and all better ones, [tiers][B][H], never falling.
+
+    `count` gives those of one budget, [B][H], of `tokens` tokens; `protected` others are in the best tier in use.
+    """
+    table: list[list[list[int]]] = []
+    for number, tier in enumerate(tiers):
+        before = table[-1] if table else [[0] * heads] * rows
+        previous = tiers[number - 1].target if number else None
+        is_same = previous and tier.target and previous.share(tokens) == tier.target.share(tokens)
+        if is_same or tier.is_empty(tokens):
+            table.append(before)
+            continue
+        counts = count(tier.budget)
+        table.append([[max(pair) for pair in zip(*rows, strict=True)] for rows in zip(before, counts, strict=True)])
+    if not protected:
+        return table
+    first = [protected if tier.target is None else tier.target.protected_entries(tokens) for tier in tiers]
+    return [[[count + more for count in row] for row in part] for part, more in zip(table, first, strict=True)]
