@@ -18,8 +18,9 @@ from transformers.cache_utils import DynamicLayer
 
 from experiments.common import parse_options, save_rows
 from experiments.profile.memory import LiveBytes
+from experiments.profile.predict import longest_prompt
 from experiments.profile.random_models import read_config
-from lkv.hf.shapes import Shape, longest_prompt
+from lkv.hf.shapes import Shape
 
 _ATTENTION = "lkv_sizes_alone"
 _SMALL, _STEP, _ROUND = 2**20, 2 * 2**20, 512  # up to _SMALL bytes: blocks of other segments, too few to matter

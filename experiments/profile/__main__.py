@@ -106,12 +106,13 @@ def _measure(options: Profile, out: Path) -> None:
 
 def _predict(options: Profile) -> None:
     """Print the memory that each length needs by the model's shape, and the longest prompt that fits."""
+    from experiments.profile.predict import check_uniform, longest_prompt, predict_memory
     from experiments.profile.random_models import read_config
     from lkv.hf.loading import load_config
-    from lkv.hf.shapes import Shape, longest_prompt, predict_memory
+    from lkv.hf.shapes import Shape
 
     config = read_config(options.config) if options.config else load_config(options.model_name, options.revision)
-    Shape.check_uniform(config)
+    check_uniform(config)
     shape, element = Shape.of(config), 4 if options.dtype == "float32" else 2
     settings = options.model_dump(include={"retention", "batch", "chunk"}) | {"element": element}
     print(f"{shape.parameters:,} weights of {element} bytes; GiB predicted from the shape, not measured")

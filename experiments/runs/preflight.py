@@ -21,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from experiments.data.hub import HUB_SOURCES
 from experiments.data.loom import LOOM_RATIOS
+from experiments.profile.predict import kv_bytes
 from lkv.cli.doctor import BAD, examine
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, LkvError, ModelLoadError
@@ -155,7 +156,7 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
     load_tokenizer(options.model)
     weights = 2.0 * shape.parameters / 2**30
     if torch.cuda.is_available():
-        needed = weights + _PROMPTS * shape.kv_bytes(min(options.tokens, shape.positions), 2) / 2**30
+        needed = weights + _PROMPTS * kv_bytes(shape, min(options.tokens, shape.positions), 2) / 2**30
         for index in range(torch.cuda.device_count()):
             has = torch.cuda.get_device_properties(index).total_memory / 2**30
             if has < needed:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from experiments.profile.predict import check_uniform
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import UnsupportedModelError
 from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.rotation import Rotation, layer_rotations
-from lkv.hf.shapes import Shape
 from lkv.hf.spec import sliding_windows
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
@@ -131,7 +131,7 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
 def test_a_window_as_long_as_the_models_positions_is_full_attention(monkeypatch):
     """As in Phi-3.5-mini and Phi-4-mini."""
     model = build("Phi3", sliding_window=1024)
-    Shape.check_uniform(model.config)
+    check_uniform(model.config)
     spec = patch_attention(model).spec
     assert spec.layers == model.config.num_hidden_layers
     method = method_of(spec.layers, spec.kv_heads)

@@ -22,12 +22,13 @@ from transformers import (
 from experiments.common import RESULTS
 from experiments.profile.__main__ import _make_profiler
 from experiments.profile.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
+from experiments.profile.predict import check_uniform, longest_prompt, predict_memory
 from experiments.profile.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import find_cache
-from lkv.hf.shapes import Shape, longest_prompt, predict_memory
+from lkv.hf.shapes import Shape
 from tests.commands import main, parse_arguments
 from tests.conftest import save_model, tiny_llama
 
@@ -366,4 +367,4 @@ def test_what_does_not_follow_from_the_shape_is_not_told(config, what, tmp_path,
     assert main(["profile", "--dry-run", "--config", str(tmp_path / "config.json")]) == 2
     assert f"{what}, and its memory does not follow from the shape alone" in capsys.readouterr().err
     for plain in (MistralConfig(sliding_window=None), Qwen2Config(), LlamaConfig(), Qwen3Config()):
-        Shape.check_uniform(plain)
+        check_uniform(plain)
