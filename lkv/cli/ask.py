@@ -22,6 +22,7 @@ from lkv.cli.options import (
     check_policy_is_read,
     find_needs,
     load_pattern,
+    log,
 )
 from lkv.errors import CacheError, DocumentError, LkvError
 from lkv.utils.durations import format_duration
@@ -34,9 +35,7 @@ if TYPE_CHECKING:
 
 _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
-_COMPRESSION_OPTIONS = (
-    "memory", "retention", "method", "policy", "pattern", "chunk", "bits", "streaming", "protect", "compare",
-)  # fmt: skip
+_COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect compare".split()
 
 
 class Ask(PolicyOptions, RunOptions):
@@ -84,7 +83,7 @@ class Ask(PolicyOptions, RunOptions):
         context, full = (self._load_context(), None) if self.load else self._compress()
         if self.save:
             context.save(self.save)
-            print(f"[saved to {self.save}, {self.save.stat().st_size / 1e6:.1f} MB]", file=sys.stderr)
+            log(f"saved to {self.save}, {self.save.stat().st_size / 1e6:.1f} MB")
         for question in questions:
             if len(questions) > 1:
                 print(f"\n> {question}", flush=True)
@@ -135,7 +134,7 @@ class Ask(PolicyOptions, RunOptions):
 
         assert self.load is not None
         context = Context.load(self.load, *self.load_model())
-        print(f"[{context.tokens:,} tokens loaded; {_describe_size(context)}]", file=sys.stderr)
+        log(f"{context.tokens:,} tokens loaded; {_describe_size(context)}")
         return context
 
     def _compress(self) -> tuple["Context", "Context | None"]:
@@ -162,16 +161,23 @@ class Ask(PolicyOptions, RunOptions):
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
         with _show_progress(model, len(encode_context(tokenizer, text)), readings):
             context = compress(
-                model, tokenizer, text, memory=memory, retention=retention, method=self.method, policy=policy,
-                chunk=chunk, protect=self.protect, **options,
-            )  # fmt: skip
+                model,
+                tokenizer,
+                text,
+                memory=memory,
+                retention=retention,
+                method=self.method,
+                policy=policy,
+                chunk=chunk,
+                protect=self.protect,
+                **options,
+            )
         seconds = time.perf_counter() - started
         requested = ", in fewer bits" if memory else f", {retention or 1.0:g} requested"
-        print(
-            f"[{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
+        log(
+            f"{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
             f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
-            f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}]",
-            file=sys.stderr,
+            f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}"
         )
         return context, compress(model, tokenizer, text, method=FULL, chunk=chunk) if self.compare else None
 
@@ -201,15 +207,14 @@ def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> It
 
     duration = format_duration(readings * estimate_reading_seconds(model, tokens))
     size = full_cache_nbytes(model, tokens) / 1e6
-    cost = f"{duration}; the full KV cache takes {size:,.1f} MB"
-    print(f"[reading {tokens:,} tokens: {cost}]", file=sys.stderr, flush=True)
+    log(f"reading {tokens:,} tokens: {duration}; the full KV cache takes {size:,.1f} MB")
     with bar, report_progress(model, advance):
         yield
 
 
 def _warn_if_truncated(answers: "Context | Chat") -> None:
     if answers.is_truncated:
-        print(f"[cut off after {answers.answer_tokens:,} tokens; --max-new-tokens allows more]", file=sys.stderr)
+        log(f"cut off after {answers.answer_tokens:,} tokens; --max-new-tokens allows more")
 
 
 def _chat(context: "Context", max_new_tokens: int | None) -> None:
@@ -220,7 +225,7 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
         answers: Chat | Context = Chat(context)
     except CacheError:
         answers = context
-        print("[no chat history: with this cache, each question is answered from the text alone]", file=sys.stderr)
+        log("no chat history: with this cache, each question is answered from the text alone")
     prompt = ""
     if sys.stdin.isatty():
         import readline  # noqa: F401 - arrow keys edit and recall lines

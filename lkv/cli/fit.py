@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from lkv.cli.command import Command, option
-from lkv.cli.options import DEVICE, Dtype
+from lkv.cli.command import option
+from lkv.cli.options import DEVICE, Dtype, RunOptions
 
 
-class Fit(Command):
+class Fit(RunOptions):
     """Make a policy for a model in minutes."""
 
     model: str | None = option(
@@ -23,7 +23,6 @@ class Fit(Command):
     )
     minutes: float = option("how long it may take", 10.0, gt=0)
     out: Path | None = option("folder for the policy (default: in the cache, where it is found for this model)")
-    revision: str | None = option("commit, tag or branch of a model on the Hub")
     dtype: Dtype | None = option("dtype of the model (default: the faster one of float32 and bfloat16)")
     device: str | None = option(f"{DEVICE} (default: a GPU if any)")
 
@@ -31,7 +30,7 @@ class Fit(Command):
         """Load the model and fit a policy, or continue where an earlier call was interrupted."""
         import torch
 
-        from lkv.hf.loading import DEFAULT, load_model
+        from lkv.hf.loading import load_model
         from lkv.training import fitting
         from lkv.training.fit_texts import open_texts
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
@@ -40,5 +39,5 @@ class Fit(Command):
         device = find_device(self.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         texts = open_texts((), self.data, self.against)  # what is wrong with them is said before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(device)
-        model, tokenizer = load_model(self.model or DEFAULT, dtype, self.revision, device)
-        fitting.fit_to(texts, model, tokenizer, self.minutes, self.out, self.model or DEFAULT, started)
+        model, tokenizer = load_model(self.model_name, dtype, self.revision, device)
+        fitting.fit_to(texts, model, tokenizer, self.minutes, self.out, self.model_name, started)

@@ -22,6 +22,7 @@ from lkv.cli.options import (
     check_pattern,
     check_policy_is_read,
     find_needs,
+    log,
 )
 from lkv.errors import LkvError
 from lkv.policy.shipped import describe_card, named_policy
@@ -186,7 +187,7 @@ def _write_page(options: Inspect, source: str) -> None:
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))
     duration = format_duration(estimate_reading_seconds(model, tokens))
-    _log(f"reading {tokens:,} tokens, to see what every head keeps of them: {duration}")
+    log(f"reading {tokens:,} tokens, to see what every head keeps of them: {duration}")
     started = time.perf_counter()
     inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
@@ -197,7 +198,7 @@ def _write_page(options: Inspect, source: str) -> None:
     answers = _answer(options, model, tokenizer, text, policy, budget, seconds) if options.question else {}
     model_name = strip_parent_dirs(options.model_name)
     write_text(out, render_page(inspected, name, model_name, share, answers), LkvError, "the page")
-    _log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
+    log(f"{len(inspected.pieces):,} tokens in {inspected.layers} x {inspected.heads} heads")
     print(f"the page is in {out}")
 
 
@@ -221,7 +222,7 @@ def _answer(
     answers: dict[str, list[MethodAnswer]] = {question: [] for question in options.question}
     methods = tuple(dict.fromkeys((FULL, options.method, *options.against)))
     plural = "s" * (len(answers) > 1)
-    _log(
+    log(
         f"{len(answers)} question{plural}, {len(methods)} methods: each reads the text again, "
         f"{format_duration(seconds)}, and writes up to {options.max_new_tokens} tokens an answer"
     )
@@ -230,7 +231,7 @@ def _answer(
         title = "Full cache" if method == FULL else method_label(method)
         left = (time.perf_counter() - started) / max(1, number) * (len(methods) - number)
         remaining = f"; {format_duration(left)} left" if number else ""
-        _log(f"{number + 1} of {len(methods)}, {title}: reading, then {len(answers)} answer{plural}{remaining}")
+        log(f"{number + 1} of {len(methods)}, {title}: reading, then {len(answers)} answer{plural}{remaining}")
         context = compress(
             model,
             tokenizer,
@@ -243,7 +244,3 @@ def _answer(
         for question, row in answers.items():
             row.append(MethodAnswer(*size, context.ask(question, options.max_new_tokens)))
     return answers
-
-
-def _log(line: str) -> None:
-    print(f"[{line}]", file=sys.stderr, flush=True)

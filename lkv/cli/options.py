@@ -1,5 +1,6 @@
 """Options that several commands share, and checks that need no torch."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from os.path import exists, isfile
 from pathlib import Path
@@ -34,6 +35,11 @@ def check_memory(value: str) -> str:
     """Return `value` if it is a memory budget such as 10% or 200MB; raise RetentionError otherwise."""
     MemoryTarget.parse(value)
     return value
+
+
+def log(line: str) -> None:
+    """Print a line about the work, in brackets, on stderr."""
+    print(f"[{line}]", file=sys.stderr, flush=True)
 
 
 PositiveInt = Annotated[int, Field(ge=1)]

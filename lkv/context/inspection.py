@@ -98,11 +98,18 @@ def inspect_text(
     ranks, counts = _ranked(methods, prompt)
     first, precisions = prompt[0], tuple(tier.precision for tier in CacheConfig(methods[0]).tiers)
     return InspectionResult(
-        method=method, pieces=token_texts(tokenizer, text, ids), ranks=ranks, counts=counts,
-        shares=tuple(shares), by_memory=by_memory, precisions=precisions,
-        layers=len(prompt), heads=first.key.shape[1], channels=(first.key.shape[-1], first.value.shape[-1]),
+        method=method,
+        pieces=token_texts(tokenizer, text, ids),
+        ranks=ranks,
+        counts=counts,
+        shares=tuple(shares),
+        by_memory=by_memory,
+        precisions=precisions,
+        layers=len(prompt),
+        heads=first.key.shape[1],
+        channels=(first.key.shape[-1], first.value.shape[-1]),
         itemsize=first.key.element_size(),
-    )  # fmt: skip
+    )
 
 
 def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:

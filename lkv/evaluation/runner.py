@@ -94,9 +94,15 @@ def evaluate(
     """
     state = devices.distributed_state("evals", "an evaluation")
     grid = MethodGrid(
-        model, tokenizer, config.methods, config.retentions, config.policy, config.pattern, config.policies,
+        model,
+        tokenizer,
+        config.methods,
+        config.retentions,
+        config.policy,
+        config.pattern,
+        config.policies,
         {"": None} if config.by_memory else None,
-    )  # fmt: skip
+    )
     named = _name_examples(examples)
     header = _header(model, grid, config, named)
     with lock_journal(out) if state.is_main_process else nullcontext():

@@ -60,9 +60,17 @@ def _load() -> str | None:
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    causal: bool = True,
+    with_lse: bool = False,
+    quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
     return torch.ops.lkv.ragged_attention(
         q, k_pool, v_pool, starts, lens, scale, causal, with_lse, None, None, *_lists(quantized), list(basis or ())
@@ -70,9 +78,18 @@ def attend(
 
 
 def append_and_attend(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    buffers: dict[Any, Any] | None = None,
+    quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
+) -> Tensor:
     """As `api.append_and_attend`; there are no `buffers` to keep."""
     return torch.ops.lkv.ragged_attention(
         q, k_pool, v_pool, starts, lens, scale, True, False, key, value, *_lists(quantized), list(basis or ())

@@ -109,9 +109,16 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def attend(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    causal: bool = True, with_lse: bool = False, quantized: Sequence[QuantizedKV] = (),
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    causal: bool = True,
+    with_lse: bool = False,
+    quantized: Sequence[QuantizedKV] = (),
+) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
     with devices.device_guard(q.device):
@@ -119,9 +126,18 @@ def attend(
 
 
 def append_and_attend(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    buffers: dict[Any, Any] | None = None,
+    quantized: Sequence[QuantizedKV] = (),
+    basis: Basis | None = None,
+) -> Tensor:
     """As `api.append_and_attend`; nothing waits for the device.
 
     One launch for one new token, two for more. Two more enter and leave a basis.
@@ -134,9 +150,18 @@ def append_and_attend(
         if rows > 1:
             new = _COUNT
             kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](
-                key, value, k_pool, v_pool, starts, lens, starts.shape[1], rows, *key.stride()[:3], *value.stride()[:3],
+                key,
+                value,
+                k_pool,
+                v_pool,
+                starts,
+                lens,
+                starts.shape[1],
+                rows,
+                *key.stride()[:3],
+                *value.stride()[:3],
                 **_launch_for(q, starts, value.shape[-1], 1).append_options,
-            )  # fmt: skip
+            )
         out = _attend(q, key, value, k_pool, v_pool, starts, lens, scale, new, buffers, quantized)
         return out if basis is None else _leave(basis, out, starts)
 
@@ -179,10 +204,20 @@ def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    new: int, buffers: dict[Any, Any] | None, quantized: Sequence[QuantizedKV], causal: bool = True,
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    starts: Tensor,
+    lens: Tensor,
+    scale: float,
+    new: int,
+    buffers: dict[Any, Any] | None,
+    quantized: Sequence[QuantizedKV],
+    causal: bool = True,
     lse: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     batch, heads, rows, _ = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()

@@ -136,9 +136,16 @@ def _attend_tier(
             value_norm = tl.minimum(value_norm, 65504.0)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
         highest, weight, sums = _attend_block(
-            query, key.to(query.dtype), value.to(query.dtype), value_norm[None, :], is_visible,
-            scale * key_norm[None, :], highest, weight, sums,
-        )  # fmt: skip
+            query,
+            key.to(query.dtype),
+            value.to(query.dtype),
+            value_norm[None, :],
+            is_visible,
+            scale * key_norm[None, :],
+            highest,
+            weight,
+            sums,
+        )
     return after, highest, weight, sums
 
 
@@ -333,9 +340,19 @@ def append_kernel(
 
 @triton.jit
 def _rotated(
-    x, row_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    x,
+    row_at,
+    is_row,
+    mean,
+    factor,
+    rotation,
+    step_in,
+    step_out,
+    WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     """Rows [BLOCK_R, WIDTH] at `row_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, in float32.
 
     Before that, channels are multiplied by `factor`; or, where there is a `mean`, that is taken off them, and they are
@@ -385,33 +402,73 @@ def enter_kernel(
     if head < heads:
         factor = scale + (batch * kv_heads + head // GROUP) * DIM
         turned = _rotated(
-            q + batch * q_batch + head * q_head, row * q_row, is_row, None, factor, key_rotation, DIM, 1, DIM,
-            PRECISION, BLOCK_R, BLOCK_D,
-        )  # fmt: skip
+            q + batch * q_batch + head * q_head,
+            row * q_row,
+            is_row,
+            None,
+            factor,
+            key_rotation,
+            DIM,
+            1,
+            DIM,
+            PRECISION,
+            BLOCK_R,
+            BLOCK_D,
+        )
         _store_rows(new_q + (batch * heads + head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
     elif head < heads + kv_heads:
         kv_head = head - heads
         channel = (batch * kv_heads + kv_head) * DIM
         turned = _rotated(
-            key + batch * k_batch + kv_head * k_head, row * k_row, is_row, mean + channel, scale + channel,
-            key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
-        )  # fmt: skip
+            key + batch * k_batch + kv_head * k_head,
+            row * k_row,
+            is_row,
+            mean + channel,
+            scale + channel,
+            key_rotation,
+            DIM,
+            1,
+            DIM,
+            PRECISION,
+            BLOCK_R,
+            BLOCK_D,
+        )
         _store_rows(new_key + (batch * kv_heads + kv_head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
     else:
         kv_head = head - heads - kv_heads
         turned = _rotated(
-            value + batch * v_batch + kv_head * v_head, row * v_row, is_row, None, None, value_rotation, VALUE_DIM, 1,
-            VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V,
-        )  # fmt: skip
+            value + batch * v_batch + kv_head * v_head,
+            row * v_row,
+            is_row,
+            None,
+            None,
+            value_rotation,
+            VALUE_DIM,
+            1,
+            VALUE_DIM,
+            PRECISION,
+            BLOCK_R,
+            BLOCK_V,
+        )
         place = new_value + (batch * kv_heads + kv_head) * rows * VALUE_DIM
         _store_rows(place, row * VALUE_DIM, is_row, turned, VALUE_DIM, BLOCK_V)
 
 
 @triton.jit
 def leave_kernel(
-    x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    value_rotation,
+    heads,
+    rows,
+    batch_stride,
+    head_stride,
+    row_stride,
+    VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
     """The model's outputs of one head from those over rotated values, in the layout of `x`."""
     batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)

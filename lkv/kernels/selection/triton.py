@@ -112,10 +112,19 @@ def move(
 
 
 def score(
-    entries: Entries, weights: ScoreWeights, tables: tuple[Tensor, Tensor] | None,
-    mean_tables: tuple[Tensor, Tensor] | None, start: int, end: int, scale: float, arrival: bool = True,
-    eviction: bool = True, scores: Tensor | None = None, positions: Tensor | None = None, padding: int = 0,
-) -> Tensor | None:  # fmt: skip
+    entries: Entries,
+    weights: ScoreWeights,
+    tables: tuple[Tensor, Tensor] | None,
+    mean_tables: tuple[Tensor, Tensor] | None,
+    start: int,
+    end: int,
+    scale: float,
+    arrival: bool = True,
+    eviction: bool = True,
+    scores: Tensor | None = None,
+    positions: Tensor | None = None,
+    padding: int = 0,
+) -> Tensor | None:
     """LKV-T in one launch, see `score_kernel`; nothing waits for the device.
 
     Args:

@@ -230,9 +230,18 @@ def score_kernel(
             sin_0, sin_1 = _load_halves(sin + table, both, HALF)
             read_0, read_1 = key_0 * cos_0 - key_1 * sin_0, key_1 * cos_1 + key_0 * sin_1
         score += _content(
-            read_0, read_1, value_0, value_1, weight + head * (2 * DIM * DIM), bias + head * DIM, output + head * DIM,
-            half, unit, DIM, WIDEN,
-        )  # fmt: skip
+            read_0,
+            read_1,
+            value_0,
+            value_1,
+            weight + head * (2 * DIM * DIM),
+            bias + head * DIM,
+            output + head * DIM,
+            half,
+            unit,
+            DIM,
+            WIDEN,
+        )
         if KNOTS > 0:
             score += _knots(start_knots + head * KNOTS, place + 1 - padding, KNOTS, BLOCK_K)
     else:

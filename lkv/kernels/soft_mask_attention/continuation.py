@@ -16,9 +16,16 @@ from lkv.utils import devices
 
 
 def attend(
-    q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, log_mask: Tensor, owners: Tensor,
-    scale: float, tiles: soft.Tiles | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    log_mask: Tensor,
+    owners: Tensor,
+    scale: float,
+    tiles: soft.Tiles | None = None,
+) -> Tensor:
     """Shapes as in `api.continuation_attention`, where `triton.refusal` has no objection."""
     tiles = tiles or soft.tiles_on(q.device, q.dtype, q.shape[3])
     tensors = (x if x.stride(3) == 1 else x.contiguous() for x in (q, key, value, prompt_key, prompt_value))
@@ -29,18 +36,35 @@ def attend(
 class _ContinuationAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, log_mask: Tensor,
-        owners: Tensor, scale: float, tiles: soft.Tiles,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt_key: Tensor,
+        prompt_value: Tensor,
+        log_mask: Tensor,
+        owners: Tensor,
+        scale: float,
+        tiles: soft.Tiles,
+    ) -> Tensor:
         batch, heads, rows, _ = q.shape
         out = soft.laid_out_as_rows(q)
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         tail_mask = q.new_zeros((batch, key.shape[1], rows), dtype=torch.float32)
         tile = tiles.forward
         kernels.forward[(triton.cdiv(rows, tile.rows), batch * heads)](
-            q, key, value, tail_mask, prompt_key, prompt_value, log_mask, owners, out, lse,
+            q,
+            key,
+            value,
+            tail_mask,
+            prompt_key,
+            prompt_value,
+            log_mask,
+            owners,
+            out,
+            lse,
             **_arguments(q, key, value, prompt_key, prompt_value, scale, tile),
-        )  # fmt: skip
+        )
         ctx.save_for_backward(q, key, value, tail_mask, prompt_key, prompt_value, log_mask, owners, out, lse)
         ctx.scale, ctx.tiles = scale, tiles
         return out
@@ -61,9 +85,19 @@ class _ContinuationAttention(torch.autograd.Function):
         )  # fmt: skip
         tile = ctx.tiles.key_gradient
         soft.kernels.key_gradient[(triton.cdiv(rows, tile.columns), batch * kv_heads)](
-            q, key, value, tail_mask, d_out, lse, delta, d_key, d_value, d_tail_mask,
-            bounded=rows % tile.rows != 0, **soft.shared_arguments(q, key, value, ctx.scale, tile),
-        )  # fmt: skip
+            q,
+            key,
+            value,
+            tail_mask,
+            d_out,
+            lse,
+            delta,
+            d_key,
+            d_value,
+            d_tail_mask,
+            bounded=rows % tile.rows != 0,
+            **soft.shared_arguments(q, key, value, ctx.scale, tile),
+        )
         if ctx.needs_input_grad[5]:
             arguments = _arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
             prompt_arguments = {name: x for name, x in arguments.items() if not name.startswith(("k_", "v_"))}

@@ -64,9 +64,16 @@ class _ContinuationAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor,
-        log_mask: Tensor | None, owners: Tensor | None, scale: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        q: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt_key: Tensor,
+        prompt_value: Tensor,
+        log_mask: Tensor | None,
+        owners: Tensor | None,
+        scale: float,
+    ) -> Tensor:
         out, lse = _flash(q, repeat_heads(key, q), repeat_heads(value, q), scale, is_causal=True)
         if prompt_key.shape[2]:
             out, lse = merge(*_attend_to_prompt(q, prompt_key, prompt_value, log_mask, owners, scale), out, lse)

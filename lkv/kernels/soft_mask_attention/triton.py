@@ -129,9 +129,19 @@ class _SoftMaskAttention(torch.autograd.Function):
         )
         tile = ctx.tiles.key_gradient
         kernels.key_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
-            q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask,
-            bounded=rows % tile.rows != 0, **shared_arguments(q, k, v, ctx.scale, tile),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_mask,
+            d_out,
+            lse,
+            delta,
+            d_k,
+            d_v,
+            d_mask,
+            bounded=rows % tile.rows != 0,
+            **shared_arguments(q, k, v, ctx.scale, tile),
+        )
         return d_q, d_k, d_v, d_mask, None, None
 
 
@@ -148,7 +158,15 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) 
         for axis, stride in zip(("batch", "head", "row"), x.stride(), strict=False)
     }
     return strides | {
-        "scale": scale, "rows": q.shape[2], "columns": k.shape[2], "heads": q.shape[1], "kv_heads": k.shape[1],
-        "dim": q.shape[3], "width": triton.next_power_of_2(q.shape[3]),
-        "block_rows": tile.rows, "block_columns": tile.columns, "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
+        "scale": scale,
+        "rows": q.shape[2],
+        "columns": k.shape[2],
+        "heads": q.shape[1],
+        "kv_heads": k.shape[1],
+        "dim": q.shape[3],
+        "width": triton.next_power_of_2(q.shape[3]),
+        "block_rows": tile.rows,
+        "block_columns": tile.columns,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

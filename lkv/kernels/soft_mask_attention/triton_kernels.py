@@ -59,9 +59,17 @@ def _load_vector(base, start, limit, fill: tl.constexpr, bounded: tl.constexpr, 
 
 @triton.jit
 def _query_block(
-    q, q_batch, q_head, q_row, rows, heads, kv_heads,
-    block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_batch,
+    q_head,
+    q_row,
+    rows,
+    heads,
+    kv_heads,
+    block_rows: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+):
     """First row (the longest blocks come first), batch row, head, KV head and queries of this program's block."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -71,9 +79,19 @@ def _query_block(
 
 @triton.jit
 def _output_gradient(
-    out, d_out, lse, delta, start, batch, head, rows, heads,
-    block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+    out,
+    d_out,
+    lse,
+    delta,
+    start,
+    batch,
+    head,
+    rows,
+    heads,
+    block_rows: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+):
     """Gradient of the output, log-sum-exp and sum(out d_out), which goes into `delta`, of a block of rows."""
     offset = (batch * rows).to(tl.int64) * (heads * dim) + head * dim
     gradient = _load(d_out + offset, start, heads * dim, rows, True, block_rows, dim, width)
