@@ -18,10 +18,11 @@ from lkv.hf.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that a question sets itself, or whose result it reads.
-_RESERVED = (
-    *("inputs", "input_ids", "inputs_embeds", "attention_mask", *NAMES, "return_dict_in_generate", "use_cache"),
-    *("cache_implementation", "prefill_chunk_size"),
-)
+_RESERVED = [
+    *"inputs input_ids inputs_embeds attention_mask return_dict_in_generate use_cache cache_implementation".split(),
+    "prefill_chunk_size",
+    *NAMES,
+]
 _COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
