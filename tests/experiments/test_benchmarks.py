@@ -7,15 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 
 from experiments import (
-    comparison_cost,
     data_build,
     decode,
-    evaluations,
     fit,
     heldout,
     instructions,
@@ -48,12 +45,6 @@ def test_lengths_have_one_number_or_one_each():
     assert per_length([10, 20], [3, 1]) == {10: 3, 20: 1}
     with pytest.raises(LkvError, match="2 numbers for 3 lengths; give one, or one for each"):
         per_length([1, 2, 3], [1, 2])
-
-
-def test_each_model_has_result_files_of_its_own():
-    place = lambda name: Subject(None, None, None, name).results("length")  # noqa: E731
-    assert place("HuggingFaceTB/SmolLM2-135M-Instruct") == RESULTS / "length.json"
-    assert place("Qwen/Qwen2.5-Coder-0.5B-Instruct") == RESULTS / "length-qwen2.5-coder-0.5b-instruct.json"
 
 
 class Held:
@@ -198,15 +189,6 @@ def test_the_best_precision_is_one_that_every_method_has():
     assert memory.best_precisions([row("lkv", 1.0), row("snapkv (4 bits)", 2.0)]) == []
 
 
-def test_the_command_of_an_evaluation_counts_the_samples_of_each_length():
-    pairs = [(t, i) for t, n in ((4096, 2), (16384, 1), (8192, 2)) for i in range(n)]
-    assert evaluations.counts(pd.DataFrame(pairs, columns=["length", "number"])) == [
-        ["--lengths", "4096", "8192", "--samples", "2"],
-        ["--lengths", "16384", "--samples", "1"],
-    ]
-    assert evaluations.counts(pd.DataFrame({"length": [None], "number": [3]})) == [["--samples", "4"]]
-
-
 def test_long_contexts_are_made_of_several_texts(monkeypatch):
     words = lambda rng, count: " ".join(f"w{rng.randint(0, 99)}" for _ in range(count))  # noqa: E731
     monkeypatch.setattr(heldout, "encode", lambda tokenizer, text: text.split())
@@ -237,38 +219,6 @@ def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     del texts[1]
     with pytest.raises(DataError, match="none has a question or is longer than 5,000 tokens"):
         heldout.builders(Path())["LongBench text"](random.Random(0), 5000)
-
-
-def test_the_cost_of_comparing_is_timed_anew_on_every_sample(tmp_path, monkeypatch, capsys):
-    """A stub writes the samples: the full cache's seconds on `timed_samples` of each task, as evaluate does."""
-    calls = []
-
-    def evaluate(model, tokenizer, examples, config, out):
-        assert not out.exists() and out.parent != tmp_path
-        calls.append(len(examples))
-        per_task = len(examples) // len(comparison_cost.ruler.TASKS)
-        seconds = [
-            {"prefill": 1.0, "methods": 2.0, "full": 2.0 * len(calls) if n % per_task < config.timed_samples else None}
-            for n in range(len(examples))
-        ]
-        lines = [{"header": 1}, *({"key": str(n), "seconds": own} for n, own in enumerate(seconds))]
-        out.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    monkeypatch.setattr(comparison_cost, "evaluate", evaluate)
-    monkeypatch.setattr(comparison_cost, "load_default", lambda dtype: (None, None))
-    monkeypatch.setattr(comparison_cost, "default_policy", lambda: None)
-    monkeypatch.setattr(comparison_cost.ruler.Sources, "from_folder", lambda path: None)
-    monkeypatch.setattr(comparison_cost.ruler, "make_examples", lambda task, tokens, count, *_: [task] * count)
-    out, threads = tmp_path / "cost.json", torch.get_num_threads()
-    for _ in range(2):
-        arguments = ["--data", "nowhere", "--tokens", "64", "--samples", "3", "--threads", str(threads)]
-        monkeypatch.setattr(sys, "argv", ["comparison_cost", *arguments, "--out", str(out)])
-        comparison_cost.main()
-    rows = json.loads(out.read_text())["rows"]
-    assert calls == [3 * len(comparison_cost.ruler.TASKS)] * 4 and [row["n"] for row in rows] == calls[:2]
-    # The second call's own times: 3 seconds by 6 and by 8.
-    assert [row["value"] for row in rows] == [0.5, 0.375] and [row["full_seconds"] for row in rows] == [6.0, 8.0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cost.json"]
 
 
 def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):

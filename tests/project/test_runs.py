@@ -15,12 +15,11 @@ from experiments.report.names import RULES, SELECTORS, budget_and_selector
 from experiments.runs import budget_policies, rehearse, small
 from lkv.cli.eval import Eval
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.budgets import Ada, estimate_mean_pattern, estimate_pattern
+from lkv.methods.budgets import Ada
 from lkv.methods.registry import METHODS
 from lkv.methods.selectors import SnapKV
 from tests.commands import PROGRAMS, parse_arguments
 from tests.commands import main as lkv
-from tests.conftest import tiny_llama
 from tests.results import GRID, many, write
 
 RUNS = Path(small.__file__).parent
@@ -137,13 +136,6 @@ def test_the_scripts_ask_for_what_they_need(script, tmp_path):
     assert failed.returncode == 2 and "llama|qwen" in failed.stderr
 
 
-def test_everything_is_run_in_its_order():
-    text = (RUNS / "all.sh").read_text()
-    steps = re.search(r"for step in (.*?); do", text)[1].split()
-    assert {f"{step}.sh" for step in steps} == {path.name for path in RUNS.glob("*.sh")} - {"all.sh", "common.sh"}
-    assert steps[:3] == ["preflight", "data", "train"]
-
-
 @pytest.mark.parametrize(("failing", "status", "made"), [("none", 0, 6), ("table2", 1, 6), ("train", 1, 0)])
 def test_a_table_that_fails_keeps_no_other_from_being_made(tmp_path, failing, status, made):
     """all.sh beside stand-ins for its steps, which write down their names; one fails."""
@@ -201,39 +193,3 @@ def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
         assert np.mean(own) == pytest.approx(0.9, abs=0.07)  # Duo: whole heads only
     assert {row["value"] for row in rows if row["method"] == "duo"} == {1.0, 384 / 480}  # all, or sinks and recent ones
     assert (tmp_path / "budget_policies.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_budget_policies_estimate_the_pattern_as_asked(tmp_path, monkeypatch, model, policy):
-    """Without a file, on the text itself: kvpress's estimate for kvpress's DuoAttention."""
-    ids = [3 + i * 7919 % 60 for i in range(500)]
-    monkeypatch.setattr(budget_policies, "load_model", lambda name: (model, None))
-    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
-    monkeypatch.setattr(budget_policies, "encode_context", lambda tokenizer, text: ids)
-    (tmp_path / "text.txt").write_text("A text.")
-    arguments = ["--text", str(tmp_path / "text.txt"), "--retention", "0.9", "--out", str(tmp_path)]
-    kept = {}
-    for estimate, wanted in (
-        ("kvpress", estimate_mean_pattern(model, [ids])),
-        ("attention", estimate_pattern(model, [ids])),
-    ):
-        assert budget_policies.main([*arguments, "--methods", "duo-kvpress", "--pattern-by", estimate]) == 0
-        rows = json.loads((tmp_path / "budget_policies.json").read_text())["rows"]
-        kept[estimate] = [row["value"] for row in rows]
-        table = budget_policies.shares(model, ids, policy, 0.9, wanted, ["duo-kvpress"])["duo-kvpress"]
-        assert kept[estimate] == [share for heads in table for share in heads]
-    assert kept["kvpress"] != kept["attention"]
-
-
-def test_budget_policies_refuse_the_policy_of_another_model(tmp_path, monkeypatch, policy, capsys):
-    monkeypatch.setattr(budget_policies, "load_model", lambda name: (tiny_llama(seed=5), None))
-    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
-    text = tmp_path / "text.txt"
-    text.write_text("A text.")
-    assert budget_policies.main(["--text", str(text), "--out", str(tmp_path)]) == 1
-    assert "this policy was trained for a model with" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
-
-
-def test_budget_policies_refuse_a_text_that_cannot_be_read(tmp_path, capsys):
-    assert budget_policies.main(["--text", str(tmp_path / "none")]) == 1
-    assert "does not exist" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from matplotlib.image import imread
 from experiments.report import names
 from experiments.report.figures import (
     LKV_COLOUR,
-    method_styles,
     plot_memory,
     plot_policies,
     plot_table,
@@ -22,9 +21,8 @@ from experiments.report.profile_table import build_prefill, read_profile
 from experiments.report.score_tables import with_published
 from experiments.report.training_table import build_training, read_curves
 from lkv.errors import ReportError
-from lkv.methods import registry
 from tests.commands import main
-from tests.results import GRID, cells, line, many, mean_of_means, row, table_of, values
+from tests.results import GRID, cells, many, mean_of_means, table_of, values
 
 
 def legend(figure):
@@ -61,22 +59,6 @@ def test_the_sweep_plots_the_averages_at_the_realised_retention(tmp_path):
     assert min(edge) == pytest.approx(cell.low) and max(edge) == pytest.approx(cell.high)
 
 
-def test_equal_bytes_stand_at_one_place(tmp_path):
-    rows = [row("full", 1.0, 90.0), *(row("lkv", share, 80.0, 5 * share) for share in (0.1, 0.05))]
-    lines = [line("trec", number, rows) for number in range(5)]
-    (axes,) = plot_table(table_of(tmp_path, "sweep", lines, header={"budget": "memory"})).axes
-    np.testing.assert_allclose(lines_of(axes)["LKV"].get_xdata(), [0.05, 0.1])
-    assert axes.get_xlabel() == "memory (of the full cache's bytes)"
-    lines = [item | {"length": length} for length in (2048, 4096) for item in lines]
-    lines = [item | {"task": "vt", "key": f"vt-{item['length']}-{item['number']}"} for item in lines]
-    figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler", header={"budget": "memory"}))
-    np.testing.assert_allclose(lines_of(figure.axes[1])["LKV"].get_xdata(), [0.05, 0.1])
-    assert [axes.get_xlabel() for axes in figure.axes] == [
-        "context length (tokens)",
-        "memory (of the full cache's bytes)",
-    ]
-
-
 def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096), retentions=(0.15, 0.5))
     figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler"))
@@ -100,15 +82,6 @@ def test_ruler_is_plotted_over_length_and_over_retention(tmp_path):
     assert over_retention.get_title() == "4,096 tokens"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "retentions", "title"), [((2048,), (0.15, 0.5), "2,048 tokens"), ((2048, 4096), (0.15,), "R = 0.15")]
-)
-def test_one_length_or_one_retention_makes_one_panel(tmp_path, lengths, retentions, title):
-    lines = many(suite="ruler", lengths=lengths, retentions=retentions)
-    figure = plot_table(table_of(tmp_path, "ruler", lines, suite="ruler"))
-    assert [axes.get_title() for axes in figure.axes] == [title]
-
-
 def test_points_stand_at_their_values_with_their_intervals(tmp_path):
     table = table_of(tmp_path, "main", many())
     figure = plot_table(table)
@@ -122,11 +95,6 @@ def test_points_stand_at_their_values_with_their_intervals(tmp_path):
     np.testing.assert_allclose(np.asarray(line.get_ydata(), float), [cell.value for cell in own])
     assert np.round(np.asarray(line.get_xdata(), float)).tolist() == list(range(7))
     np.testing.assert_allclose([item[:, 1] for item in bars.get_segments()], [[c.low, c.high] for c in own])
-
-
-def test_fidelity_has_a_panel_for_each_measure(tmp_path):
-    figure = plot_table(table_of(tmp_path, "fidelity", many()))
-    assert [axes.get_ylabel() for axes in figure.axes] == ["KL(full || compressed), nats", "top-1 agreement"]
 
 
 def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
@@ -149,30 +117,6 @@ def test_the_ablation_is_a_grid_with_its_numbers(tmp_path):
     assert [text.get_text() for text in measured.get_xticklabels()] == ["SnapKV", "Expected Attention", "LKV-T"]
     assert [text.get_text() for text in measured.get_yticklabels()] == ["Uniform", "AdaKV", "LKV-H"]
     assert (measured.patches[0].get_x(), measured.patches[0].get_y()) == (1.5, 1.5)  # the frame around LKV
-
-
-def test_methods_are_told_apart_by_colour_and_marker(monkeypatch):
-    monkeypatch.setattr(registry, "METHODS", dict(registry.METHODS))
-    for name in ("plugin", "other-plugin"):
-        registry.register_method(name, "knorm")
-    chosen = method_styles(["full", "lkv", "plugin", "other-plugin", *(f"method {i}" for i in range(30))])
-    assert len({(style.colour, style.marker) for style in chosen.values()}) == 34
-    assert [method for method, style in chosen.items() if style.colour == LKV_COLOUR] == ["lkv"]
-    assert max(chosen, key=lambda method: (chosen[method].width, chosen[method].order)) == "lkv"
-
-
-def test_policies_stand_side_by_side_on_one_scale(tmp_path):
-    panels = {"SnapKV": [[0.25, 0.25], [0.25, 0.25], [0.25, 0.25]], "LKV": [[0.0, 1.0], [0.5, 0.0], [0.0, 0.0]]}
-    figure = plot_policies(panels, 0.25)
-    *heat_maps, bar = figure.axes
-    for axes, (name, ratios) in zip(heat_maps, panels.items(), strict=True):
-        image = axes.get_images()[0]
-        np.testing.assert_array_equal(image.get_array(), ratios)
-        assert image.get_clim() == (0, 1)
-        assert axes.get_title() == f"{name}\nkept: 0.250" and axes.get_xlabel() == "KV head"
-    assert heat_maps[0].get_ylabel() == "layer" and "kept" in bar.get_ylabel()
-    save_figure(figure, tmp_path / "below" / "policies.png")
-    assert imread(tmp_path / "below" / "policies.png").ndim == 3
 
 
 @pytest.mark.parametrize(("kind", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
@@ -257,16 +201,6 @@ def test_the_memory_figure(tmp_path):
     assert len(figure.axes) == 1 and legend(figure) == ["LKV, R = 0.15", "LKV, R = 0.5"]
 
 
-def test_published_sizes_are_drawn_onto_the_same_model_only(tmp_path):
-    figure = plot_memory(read_profile(profile_file(tmp_path / "p.json", ROWS)), "llama-3.1-8b")
-    held = lines_of(figure.axes[1])
-    np.testing.assert_allclose(held["Full cache (published)"].get_xydata(), [[204800, 25.0]])
-    np.testing.assert_allclose(held["LKV (published)"].get_xydata(), [[204800, 3.75]])
-    other = [row | {"model": "tiny"} for row in ROWS]
-    figure = plot_memory(read_profile(profile_file(tmp_path / "q.json", other)), "llama-3.1-8b")
-    assert legend(figure) == ["Full cache", "LKV"]
-
-
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
@@ -284,14 +218,6 @@ def test_a_malformed_profile_is_refused(tmp_path, rows, more, message):
             read_profile(tmp_path / f"{name}.json")
     with pytest.raises(ReportError, match=message):
         read_profile(profile_file(tmp_path / "p.json", rows, **more))
-
-
-def test_the_command_reports_a_profile(tmp_path, capsys):
-    path = profile_file(tmp_path / "p.json", ROWS)
-    assert main(["report", "--profile", str(path), "--published", "--figure", str(tmp_path / "memory.pdf")]) == 0
-    printed = capsys.readouterr().out
-    assert "LKV (published)" in printed and "Measured on m." in printed
-    assert (tmp_path / "memory.pdf").read_bytes().startswith(b"%PDF")
 
 
 # Training curves

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from experiments.report import names
-from experiments.report.figures import plot_table
 from experiments.report.results_frame import read_results
 from experiments.report.score_tables import build_table
 from experiments.report.tables import to_terminal
@@ -211,27 +210,6 @@ def test_samples_that_not_all_methods_have_are_left_out_and_stated(tmp_path):
     assert cells(alone, "lkv")["Avg."].value == 30 and not any("left out" in note for note in alone.notes)
 
 
-def test_tasks_by_length(tmp_path):
-    lines = many(suite="ruler", lengths=(2048, 4096))
-    table = table_of(tmp_path, "tasks", lines, suite="ruler")
-    own = values(lines, "lkv")
-    for length in (2048, 4096):
-        found = cells(table, "lkv", f"{length:,} tokens")
-        assert found["vt"].value == pytest.approx(own["vt", length].mean())
-        assert found["Avg."].value == pytest.approx(np.mean([v.mean() for (_, at), v in own.items() if at == length]))
-
-
-def test_what_is_kept_of_a_length_is_that_of_its_samples(tmp_path):
-    lines = [
-        line("vt", number, [row("full", 1.0, 90.0), row("lkv", 0.15, 50.0, realised)], length)
-        for length, realised in ((2048, 0.3), (4096, 0.2))
-        for number in range(2)
-    ]
-    table = table_of(tmp_path, "tasks", lines, suite="ruler")
-    shares = {own.group: own.row_realised for own, _ in table.rows() if own.method == "lkv"}
-    assert shares == pytest.approx({"2,048 tokens": 0.3, "4,096 tokens": 0.2})
-
-
 def test_a_method_that_ran_nowhere_is_named_with_the_reason(tmp_path):
     skipped = [{"method": "kvzip", "retention": 0.15, "reason": "the text is too long."}]
     lines = [item | {"skipped": skipped} for item in scores_of("trec", [1, 2])]
@@ -242,30 +220,6 @@ def test_a_method_that_ran_nowhere_is_named_with_the_reason(tmp_path):
     assert not any("ran on no sample" in note for note in table_of(tmp_path, "main", lines).notes)
     with pytest.raises(ReportError, match="line 2 is malformed"):
         table_of(tmp_path, "main", [lines[0] | {"skipped": [3]}])
-
-
-def test_methods_above_their_bytes_are_named(tmp_path):
-    rows = [row("full", 1.0, 90.0)]
-    rows += [row(name, 0.1, 80.0, nbytes=held, full_nbytes=1000) for name, held in (("lkv", 101), ("duo", 187))]
-    lines = [line("trec", number, rows) for number in range(5)]
-    notes = table_of(tmp_path, "main", lines, header={"budget": "memory", "pattern_from": "a"}).notes
-    assert "What these methods keep at least takes more bytes than the budget: duo 0.187 at 0.1." in notes
-    assert not any("more bytes than the budget" in note for note in table_of(tmp_path, "main", lines).notes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ((1, 1), "bootstrap over the tasks, each of one sample; fewer"),
-        ((1, 5), "over the 1 to 5 samples of each task, widened where they are few, and a task of one sample as if"),
-        ((5, 5), "over the 5 samples of each task, widened where they are few; fewer"),
-    ],
-)
-def test_a_note_says_what_intervals_are_drawn_from(tmp_path, sizes, says):
-    lines = [
-        item for task, size in zip(("trec", "qasper"), sizes, strict=True) for item in scores_of(task, range(size))
-    ]
-    assert any(says in note for note in table_of(tmp_path, "main", lines).notes)
 
 
 def test_sweep_over_retention_with_the_realised_one(tmp_path):
@@ -279,26 +233,6 @@ def test_sweep_over_retention_with_the_realised_one(tmp_path):
         lkv = values(lines, "lkv", retention)
         expected = np.mean([(v - lkv[k]).mean() for k, v in values(lines, "snapkv", retention).items()])
         assert cell.difference == pytest.approx(expected)
-
-
-def test_one_table_shows_all_budgets(tmp_path):
-    lines = few(retentions=(0.05, 0.15))
-    for name in ("main", "tasks", "fidelity"):
-        table = table_of(tmp_path, name, lines)
-        of_all_budgets = all_cells(table)
-        assert set(table.cells.retention) - {1.0} == {0.05, 0.15}
-        for retention in (0.05, 0.15):
-            alone = table_of(tmp_path, name, lines, retentions=(retention,))
-            assert set(alone.cells.retention) - {1.0} == {retention}
-            for own, found in alone.rows():
-                title = ", ".join(filter(None, (own.group, f"R = {retention:g}")))
-                average = of_all_budgets[own.method, title]["Avg."]
-                assert (average.value, average.low) == (found["Avg."].value, found["Avg."].low)
-        winners = [group for group, rows in table.cells.groupby("group") if "R = " in group]
-        assert len(winners) == 2 * (2 if name == "fidelity" else 1), winners
-    shown = to_terminal(table_of(tmp_path, "main", lines))
-    assert shown.index("R = 0.15\n") < shown.index("R = 0.05\n") and shown.count("Full cache") == 2
-    assert "* marks the best value of a column" in shown
 
 
 def test_one_retention_is_chosen_or_asked_for(tmp_path):
@@ -328,20 +262,6 @@ def test_ruler_keeps_tasks_where_the_full_cache_is_good_enough(tmp_path):
     assert every["2,048 tokens"].value == 37
     with pytest.raises(ReportError, match="at least 95 on no task"):
         table_of(tmp_path, "ruler", lines, suite="ruler", min_full=95)
-
-
-@pytest.mark.parametrize("table", ["main", "tasks", "sweep", "ruler"])
-def test_the_full_cache_alone_has_its_row_and_its_figure(table, tmp_path):
-    lines = [
-        line(task, i, [row("full", 1.0, 50.0 + i)], length)
-        for task in ("niah_single_1", "vt")
-        for length in (2048, 4096)
-        for i in range(6)
-    ]
-    made = table_of(tmp_path, table, lines, suite="ruler")
-    assert set(made.cells.method) == {"full"} and made.rows()[0][1]
-    if table in ("sweep", "ruler"):
-        assert any(axes.lines for axes in plot_table(made).axes)
 
 
 def selection(method):
@@ -397,18 +317,6 @@ def test_fidelity_by_task(tmp_path):
         table_of(tmp_path, "fidelity", lines)
 
 
-def test_unknown_names_are_refused(tmp_path):
-    lines = many()
-    for name, request, message in (
-        ("main", {"methods": ("h2o",)}, "no method 'h2o'; they hold full, snapkv, lkv"),
-        ("main", {"against": "h2o"}, "no method 'h2o' to compare with"),
-        ("ruler", {}, "have no lengths"),
-    ):
-        with pytest.raises(ReportError, match=message):
-            table_of(tmp_path, name, lines, **request)
-    assert "Avg. - SnapKV" in cells(table_of(tmp_path, "main", lines, against="snapkv"), "lkv")
-
-
 def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     lines = many(suite="ruler", lengths=(2048, 4096), methods=("duo", "lkv"))
     for item in lines:
@@ -422,37 +330,6 @@ def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
     assert lkv["Avg."].value == pytest.approx(mean_of_means(values(lines, "lkv"))) and lkv["Avg."].n == len(lines)
     assert any(note.startswith("duo at R = 0.15 is not there for niah_single_1 at 2,048") for note in table.notes)
     assert not any("left out" in note for note in table.notes)
-
-
-@pytest.mark.parametrize(
-    ("method", "start"),
-    [
-        ("pyramidkv", "PyramidKV with the exact budget"),
-        ("pyramidkv-kvpress", "PyramidKV (kvpress) as kvpress has it"),
-        ("duo", "DuoAttention with the exact budget"),
-        ("duo-kvpress", "DuoAttention (kvpress) as kvpress has it"),
-        ("adakv-expected", "Expected Attention with epsilon 0,"),
-        ("lkv-h+expected-e2", "Expected Attention with epsilon 0.01"),
-        ("h2o", "H2O without its window"),
-        ("observed-attention", None),
-        ("snapkv", None),
-    ],
-)
-def test_tables_state_the_variant_of_a_method(method, start, tmp_path):
-    lines = [line("trec", i, [row("full", 1.0, 90.0), row(method, 0.15, 50.0), row("lkv", 0.15, 60.0)]) for i in (0, 1)]
-    notes = table_of(tmp_path, "main", lines, header={"pattern_from": "estimated on a.txt"}).notes
-    marks = ("as kvpress has it", "exact budget", "with epsilon", "its window")
-    found = [note for note in notes if any(mark in note for mark in marks)]
-    assert len(found) == bool(start) and all(note.startswith(start) for note in found)
-    assert ("DuoAttention's retrieval heads are estimated on a.txt." in notes) == method.startswith("duo")
-
-
-def test_a_pattern_is_named_whichever_file_tells_of_it(tmp_path):
-    one = write(tmp_path / "one.jsonl", scores_of("trec", [1, 2], "lkv"), pattern=None)
-    two = write(tmp_path / "two.jsonl", scores_of("trec", [1, 2], "duo"), pattern="d", pattern_from="read from x.tsv")
-    old = write(tmp_path / "old.jsonl", scores_of("trec", [1, 2], "duo-kvpress"), pattern="d")
-    for paths, source in (([one, two], "read from x.tsv."), ([old], "of unknown origin: the results do not state it.")):
-        assert f"DuoAttention's retrieval heads are {source}" in build_table("main", read_results(paths)).notes
 
 
 def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -75,15 +74,6 @@ def test_csv_reads_back_with_everything(table):
                 assert float(got["difference_low"]) == pytest.approx(cell.difference_low, rel=1e-4)
             if first.source == "measured":
                 assert float(got["realised"]) == pytest.approx(first.row_realised)
-
-
-def test_latex_is_booktabs_and_escapes(table):
-    text = WRITERS["latex"](table)
-    for part in (r"\toprule", r"\midrule", r"\bottomrule", r"Llama-3.1-8B\_Instruct \& co", r"of full, \%"):
-        assert part in text
-    assert not re.search(r"(?<!\\)[%#$_]", text)
-    widths = {item.count(" & ") for item in text.splitlines() if item.endswith(r"\\") and "multicolumn" not in item}
-    assert widths == {len(table.columns) + 2}
 
 
 def test_the_best_measured_value_is_set_off_and_the_full_cache_and_the_published_ones_are_not(tmp_path):
@@ -172,11 +162,3 @@ def test_the_command_refuses_in_one_sentence(tmp_path, capsys):
     ):
         assert main(["report", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_without_pandas_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
-    path = write(tmp_path / "a.jsonl", many(count=1))
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    assert main(["report", str(path)]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert "experiments.report needs pandas, which is not installed" in error and "[plots]" in error
