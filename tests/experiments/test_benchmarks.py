@@ -21,9 +21,7 @@ from experiments import (
     overlap,
     quantised_decode,
 )
-from experiments.common import RESULTS, Subject, per_length
-from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.context import Context
+from experiments.common import RESULTS, per_length
 from lkv.errors import DataError, LkvError
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_model
@@ -115,39 +113,11 @@ def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypat
     assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
 
-def test_instructions_are_checked_with_and_without_protection(tmp_path, monkeypatch, capsys):
+def test_an_instruction_is_followed_or_not():
     checks = {name: each.is_followed for name, each in instructions.INSTRUCTIONS.items()}
     assert checks["greeting"]("Dear reader, it is", "Dear reader") and not checks["greeting"]("It is", "Dear reader")
     assert checks["list"]("1. It", "") and checks["JSON"]('{"gist": 1', "") and checks["key"]('{"gist": 1', "gist")
     assert checks["language"]("El texto trata de la venta", "Spanish") and not checks["language"]("A text", "Spanish")
-    saved = save_model(tmp_path / "model", max_position_embeddings=4096)
-    model, tokenizer = load_model(str(saved))
-    torch.manual_seed(0)
-    policy = Policy(patch_attention(model).spec)
-    monkeypatch.setattr(instructions, "subject_of", lambda _: Subject(model, tokenizer, policy, "owner/tiny"))
-    protected = []
-    fill = RaggedCache.fill
-
-    def filled(cache, prompt):
-        protected.append(len(cache.config.method.protected))
-        fill(cache, prompt)
-
-    monkeypatch.setattr(RaggedCache, "fill", filled)
-    arguments = shlex.split("--prompts 1 --sentences 3 --methods lkv knorm --memory 0.4")
-    monkeypatch.setattr(sys, "argv", ["instructions", *arguments, "--out", str(tmp_path / "instructions-x.json")])
-    with pytest.raises(LkvError, match="follows none of the instructions"):
-        instructions.main()
-    assert [count > 0 for count in protected] == [False, False, True, False, True] * len(instructions.SETS)
-    # Of the eight, the answer follows those of the lists and of the language, where that is Spanish.
-    answer = "1. El texto trata de la venta"
-    monkeypatch.setattr(Context, "ask", lambda *_: answer)
-    monkeypatch.setattr(sys, "argv", ["instructions", *arguments, "--out", str(tmp_path / "instructions-y.json")])
-    instructions.main()
-    rows = json.loads((tmp_path / "instructions-y.json").read_text())["rows"]
-    assert [(row["method"], row["protect"]) for row in rows[2:]] == [
-        ("lkv", False), ("lkv", True), ("knorm", False), ("knorm", True)
-    ]  # fmt: skip
-    assert all(row["instructions"] == 8 and row["value"] == 1.0 and row["n"] in (2, 3, 4) for row in rows)
 
 
 def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):

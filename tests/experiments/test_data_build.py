@@ -1,6 +1,5 @@
 """Training data downloaded and built into a folder: rows, ratios, bounds, resuming, decontamination."""
 
-import gzip
 import json
 import random
 
@@ -13,8 +12,6 @@ from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
 from lkv.training.data.built_dataset import BuiltDataset, read_manifest
-from lkv.training.data.decontamination import NgramOverlap
-from lkv.training.data.documents import Passage, ShortQuestion
 from lkv.training.data.samples import Continuation, Sample
 from tests.commands import main
 from tests.experiments.made_sets import Tokens, files, lines_of, prose, rows_of, settings
@@ -175,22 +172,6 @@ def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
 
 
 def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
-    rng = random.Random(5)
-    shared, apart = prose(rng, 60), prose(rng, 60)
-    file = tmp_path / "eval.jsonl.gz"
-    row = {"context": f"Before. {shared.upper()} After.", "input": "Who was it that saw the old keeper?"}
-    file.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
-    overlap = NgramOverlap([file])
-    assert overlap.share(shared) == 1.0 and overlap.share(apart) == 0.0 and overlap.share("too short") == 0.0
-    quote = " ".join(apart.split()[:40] + shared.split()[:20])
-    grams = [tuple(quote.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)]
-    known = {tuple(shared.lower().rstrip(".").split()[i : i + 13]) for i in range(60 - 12)}
-    assert 0 < overlap.share(quote) < 0.2
-    assert overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
-    items = [Passage("", text) for text in (apart, shared, quote)]
-    items.append(Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)))
-    kept, found = overlap.clean(items)
-    assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
     squad = list(rows_of("squad"))
     (tmp_path / "squad.json").write_text(json.dumps([{"paragraph": row["context"]} for row in squad[:4]]))
     made = build(tmp_path / "out", folder, against=(tmp_path / "squad.json",))
@@ -218,42 +199,6 @@ def test_what_evaluated_texts_hold_is_dropped(tmp_path, folder):
     )
     text = "".join(row["context"] for row in lines_of(tmp_path / "out"))
     assert not any(row["context"] in text for row in squad[:4]) and any(row["context"] in text for row in squad[4:])
-
-
-def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
-    """As LongBench's TREC has its questions: one in `input` beside a label, hundreds in one `context`."""
-    shots = ["Who built the old stone tower ?", "What did the keeper of the lamp say to the last sailor ?"]
-    row = {"input": "Question: How many ships left the harbour ?\nType:"}
-    row["context"] = "\n".join(f"Question: {question}\nType: x" for question in shots)
-    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
-    overlap = NgramOverlap([tmp_path / "trec.jsonl"])
-    for question in (*shots, "How many ships left the harbour?"):
-        assert overlap.share(question) == 1.0
-    for question in ("Who built the old tower ?", "Who built the old stone bridge ?", f"{shots[0]} Nobody"):
-        assert overlap.share(question) == 0.0
-    question = "What did the keeper of the lamp say to the first sailor ?"
-    assert overlap.share(question) == 0.0 and 0 < NgramOverlap([tmp_path / "trec.jsonl"], 6).share(question) < 1
-    items = [ShortQuestion(question, "x") for question in (*shots, "Who built the new stone tower ?")]
-    kept, counts = overlap.clean(items)
-    assert kept == items[2:] and (counts.shared, counts.dropped) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.jsonl", None, "there is no file"),
-        ("half.jsonl", b'{"context": "a"}\n{"con', "line 2: not a JSON object"),
-        ("x.zip", b"PK nothing", "cannot be read"),
-        ("x.json", b"[[[", "is not JSON"),
-        ("empty.txt", b"  \n", "holds no text to compare with"),
-        ("x.parquet", b"PAR1 no more", "is not a readable Parquet file"),
-    ],
-)
-def test_an_evaluation_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        NgramOverlap([tmp_path / name])
 
 
 def test_other_columns_are_named(tmp_path, folder):

@@ -9,7 +9,15 @@ from lkv.cli.main import main
 from lkv.errors import LkvError
 from lkv.methods import registry
 from lkv.methods.budgets import FixedBudget
-from lkv.methods.registry import METHODS, find_method, methods, parse_method, register_budget, register_selector
+from lkv.methods.registry import (
+    METHODS,
+    find_method,
+    methods,
+    parse_method,
+    register_budget,
+    register_method,
+    register_selector,
+)
 from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Knorm, Selector
 
@@ -141,3 +149,42 @@ def test_a_name_like_no_other_lists_no_names():
     with pytest.raises(LkvError) as error:
         parse_method("zzzzzz")
     assert str(error.value) == "there is no method 'zzzzzz'; `lkv methods` lists them all."
+
+
+def test_a_name_is_given_once_and_a_part_must_be_known(own_registry):
+    with pytest.raises(LkvError, match="'snapkv' is taken"):
+        register_method("snapkv", "knorm")
+    with pytest.raises(LkvError, match=r"'my\+own' contains '\+' or '@'"):
+        register_method("my+own", "knorm")
+    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
+        register_method("mine", "nothing")
+    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
+        register_method("mine", "nothing", lambda inputs: None)  # which leaves no budget behind
+    assert "mine" not in registry.budgets()
+    register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
+    description = parse_method("mine").description
+    assert description.startswith("lower layers keep more") and "Somebody 2026" in description
+
+
+def test_a_plugin_that_fails_is_named(monkeypatch):
+    class Broken:
+        name, value = "broken", "package:register"
+
+        def load(self):
+            raise RuntimeError("out of order")
+
+    class Sound:
+        name, value, calls = "sound", "other:register", 0
+
+        def load(self):
+            Sound.calls += 1
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Sound(), Broken()])
+    registry._load_plugins.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(LkvError, match=r"'broken' \(package:register\) could not register its methods: out"):
+                parse_method("lkv")
+        assert Sound.calls == 1
+    finally:
+        registry._load_plugins.cache_clear()

@@ -5,16 +5,14 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import torch
 
 from experiments.report.figures import method_styles
 from experiments.report.names import method_label
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import main
-from lkv.errors import LkvError
 from lkv.methods import registry
-from lkv.methods.registry import parse_method, register_method
+from lkv.methods.registry import parse_method
 from tests.conftest import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -59,45 +57,6 @@ def test_the_package_of_the_methods_page_is_found(tmp_path, own_registry, monkey
         registry._load_plugins.cache_clear()
         sys.modules.pop(module, None)
     assert re.search(r"^ *large-values +.*values of large norm", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_a_name_is_given_once_and_a_part_must_be_known(own_registry):
-    with pytest.raises(LkvError, match="'snapkv' is taken"):
-        register_method("snapkv", "knorm")
-    with pytest.raises(LkvError, match=r"'my\+own' contains '\+' or '@'"):
-        register_method("my+own", "knorm")
-    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
-        register_method("mine", "nothing")
-    with pytest.raises(LkvError, match="there is no selector 'nothing'"):
-        register_method("mine", "nothing", lambda inputs: None)  # which leaves no budget behind
-    assert "mine" not in registry.budgets()
-    register_method("mine", "knorm", "pyramid", paper="Somebody 2026")
-    description = parse_method("mine").description
-    assert description.startswith("lower layers keep more") and "Somebody 2026" in description
-
-
-def test_a_plugin_that_fails_is_named(monkeypatch):
-    class Broken:
-        name, value = "broken", "package:register"
-
-        def load(self):
-            raise RuntimeError("out of order")
-
-    class Sound:
-        name, value, calls = "sound", "other:register", 0
-
-        def load(self):
-            Sound.calls += 1
-
-    monkeypatch.setattr(registry, "entry_points", lambda group: [Sound(), Broken()])
-    registry._load_plugins.cache_clear()
-    try:
-        for _ in range(2):
-            with pytest.raises(LkvError, match=r"'broken' \(package:register\) could not register its methods: out"):
-                parse_method("lkv")
-        assert Sound.calls == 1
-    finally:
-        registry._load_plugins.cache_clear()
 
 
 def test_files_named_on_the_page_are_there():

@@ -168,20 +168,6 @@ def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, 
     assert {row["model"] for row in document["rows"]} == {"tiny"} and all(row["kv_bytes"] for row in document["rows"])
 
 
-def test_the_largest_contexts_are_compared(tmp_path, capsys):
-    # Room for the full cache of some 700 tokens beside what reading them takes.
-    more = ("--tokens", "300", "--methods", "full", "lkv", "--until-out-of-memory", "--memory-limit", "0.001")
-    assert main(command(tmp_path, *more)) == 0
-    rows = json.loads((tmp_path / "p.json").read_text())["rows"]
-    full, lkv = (row for row in rows if row.get("largest"))
-    assert full["context_ratio"] == 1.0
-    assert (
-        lkv["context_ratio"] == pytest.approx(lkv["tokens"] / full["tokens"], abs=1e-5) and lkv["context_ratio"] > 1.1
-    )
-    assert max(full["peak_bytes"], lkv["peak_bytes"]) <= 0.001 * 2**30
-    assert "times the context of the full cache" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

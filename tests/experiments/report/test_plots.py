@@ -247,20 +247,3 @@ def test_training_runs_stand_side_by_side(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG") and "second" in printed
     assert printed.splitlines()[2].split()[:3] == ["run", "step", "contexts"]  # no columns that runs have nothing for
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is not a training curve"),
-        ("", "has no evaluation yet"),
-        ("[1]\n", "lines that are not steps"),
-        ("{", "is not"),
-    ],
-)
-def test_what_is_no_training_run_is_one_sentence(tmp_path, content, message, capsys):
-    if content is not None:
-        (tmp_path / "curve.jsonl").write_text(content)
-    assert main(["report", "--training", str(tmp_path)])
-    error = capsys.readouterr().err
-    assert message in error and "lkv train" in error
