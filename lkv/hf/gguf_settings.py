@@ -201,9 +201,12 @@ def _divided(short: Any, long: Any, base: float, original: int, attention: float
         if np.allclose(short, _llama3_factors(base, len(short), factor := float(short.max())), rtol=1e-4):
             return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
     return {
-        "rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist(),
-        "original_max_position_embeddings": original, "attention_factor": attention,
-    }  # fmt: skip
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": original,
+        "attention_factor": attention,
+    }
 
 
 def _llama3_factors(base: float, pairs: int, factor: float) -> Any:

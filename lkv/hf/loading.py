@@ -150,8 +150,9 @@ def _load(
     if unexpected := report["unexpected_keys"]:
         print(
             f"{name}: {len(unexpected)} tensors, such as {min(unexpected)!r}, have no place in {type(model).__name__} "
-            "and are not used.", file=sys.stderr,
-        )  # fmt: skip
+            "and are not used.",
+            file=sys.stderr,
+        )
     return model.eval(), tokenizer
 
 

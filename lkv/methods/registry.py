@@ -171,11 +171,18 @@ _NAMED: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 METHODS = {
     name: MethodSpec(
-        name, budget, selector, paper, arxiv and f"https://arxiv.org/abs/{arxiv}", title,
-        colour[0] if colour else _GREY, marker, canonical=name,
+        name,
+        budget,
+        selector,
+        paper,
+        arxiv and f"https://arxiv.org/abs/{arxiv}",
+        title,
+        colour[0] if colour else _GREY,
+        marker,
+        canonical=name,
     )
     for name, budget, selector, paper, arxiv, title, marker, *colour in _NAMED
-}  # fmt: skip
+}
 _BUDGETS: dict[str, Component] = {}
 _SELECTORS: dict[str, Component] = {}
 
@@ -206,9 +213,15 @@ def _register(
             SECOND_PASS: getattr(cls, "has_second_pass", False),
         }
         registry[name] = Component(
-            name, description, label, partial(cls.from_inputs, **options), tuple(need for need in needs if needs[need]),
-            variant, getattr(cls, "compares_heads", False), getattr(cls, "refines", False),
-        )  # fmt: skip
+            name,
+            description,
+            label,
+            partial(cls.from_inputs, **options),
+            tuple(need for need in needs if needs[need]),
+            variant,
+            getattr(cls, "compares_heads", False),
+            getattr(cls, "refines", False),
+        )
         return cls
 
     return register

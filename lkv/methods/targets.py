@@ -183,9 +183,12 @@ def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
     bits = [(each.key_bits, each.value_bits) for each, _ in row]
     are_bits = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
     return (
-        are_bits and 0 < len(bits) <= 2 and bits == sorted(set(bits), reverse=True)
-        and all(share > 0 for _, share in row) and abs(sum(share for _, share in row) - 1) < 1e-6
-    )  # fmt: skip
+        are_bits
+        and 0 < len(bits) <= 2
+        and bits == sorted(set(bits), reverse=True)
+        and all(share > 0 for _, share in row)
+        and abs(sum(share for _, share in row) - 1) < 1e-6
+    )
 
 
 # Measured on held-out training text with two models (`dev/LOG.md`): few bits for many entries where bytes are scarce.

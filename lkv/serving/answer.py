@@ -58,9 +58,15 @@ class Answer:
     """
 
     def __init__(
-        self, tokenizer: Any, question: list[int], context: Context | None, length: int, sampling: SamplingParams,
-        stops: list[str], notify: Callable[[], None] | None,
-    ):  # fmt: skip
+        self,
+        tokenizer: Any,
+        question: list[int],
+        context: Context | None,
+        length: int,
+        sampling: SamplingParams,
+        stops: list[str],
+        notify: Callable[[], None] | None,
+    ):
         """`notify` is called after every change, in the thread that made it."""
         self.question, self.context, self.length = question, context, length
         self.sampler = Sampler(sampling) if sampling.temperature >= LEAST_TEMPERATURE else None

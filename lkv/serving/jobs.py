@@ -32,12 +32,21 @@ class Job:
     def as_object(self) -> dict[str, Any]:
         """Return what clients get: a context that is being compressed, or could not be."""
         return {
-            "object": "context", "id": self.id, "name": self.title, "status": "failed" if self.error else "compressing",
-            "progress": round(self.progress, 3), "created": int(self.created), "error": self.error,
-            "method": self.settings.method, "memory": self.settings.memory,
+            "object": "context",
+            "id": self.id,
+            "name": self.title,
+            "status": "failed" if self.error else "compressing",
+            "progress": round(self.progress, 3),
+            "created": int(self.created),
+            "error": self.error,
+            "method": self.settings.method,
+            "memory": self.settings.memory,
             "retention": None if self.settings.memory else self.settings.retention,
-            "tokens": None, "bytes": None, "full_bytes": None, "realised_retention": None,
-        }  # fmt: skip
+            "tokens": None,
+            "bytes": None,
+            "full_bytes": None,
+            "realised_retention": None,
+        }
 
     def pending_error(self) -> ContextPendingError:
         """Return the error of a question about this context."""

@@ -32,24 +32,45 @@ from lkv.errors import (
 from lkv.serving.answer import SamplingParams
 
 # Fields of OpenAI's API that change no answer here.
-_WITHOUT_EFFECT = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "parallel_tool_calls",
-})  # fmt: skip
+_WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "parallel_tool_calls",
+    }
+)
 # Others that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "logprobs": (False,),
-    "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none",), "response_format": ({"type": "text"},), "modalities": (["text"],),
-}  # fmt: skip
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
-    UnknownContextError: (404, "not_found_error"), BusyError: (429, "rate_limit_error"),
-    ContextFileError: (409, "conflict_error"), ContextPendingError: (409, "conflict_error"),
-    PolicyFileError: (409, "conflict_error"), PolicyMismatchError: (409, "conflict_error"),
+    UnknownContextError: (404, "not_found_error"),
+    BusyError: (429, "rate_limit_error"),
+    ContextFileError: (409, "conflict_error"),
+    ContextPendingError: (409, "conflict_error"),
+    PolicyFileError: (409, "conflict_error"),
+    PolicyMismatchError: (409, "conflict_error"),
     StoreError: (507, "server_error"),
-    PromptError: (400, "invalid_request_error"), RetentionError: (400, "invalid_request_error"),
+    PromptError: (400, "invalid_request_error"),
+    RetentionError: (400, "invalid_request_error"),
     IntegrationError: (400, "invalid_request_error"),
-}  # fmt: skip
+}
 _MAX_TOKENS = 2**31
 
 

@@ -99,11 +99,17 @@ class StoredContext(BaseModel):
     def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
         """The description of a new context with the id `name`."""
         return cls(
-            id=name, name=title, created=time.time(), tokens=context.tokens, nbytes=context.nbytes(),
-            full_nbytes=context.full_nbytes(), method=settings.method,
-            retention=settings.retention if settings.memory is None else None, memory=settings.memory,
+            id=name,
+            name=title,
+            created=time.time(),
+            tokens=context.tokens,
+            nbytes=context.nbytes(),
+            full_nbytes=context.full_nbytes(),
+            method=settings.method,
+            retention=settings.retention if settings.memory is None else None,
+            memory=settings.memory,
             realised_retention=round(context.realised_retention(), 6),
-        )  # fmt: skip
+        )
 
     def as_object(self) -> dict[str, Any]:
         """What clients get: a context that is ready."""

@@ -197,9 +197,13 @@ class FitRun:
 
     def _save(self) -> None:
         self.policy.card["progress"] = {
-            "stage": self._stage, "seconds": self._elapsed(), "best_kl": self._best_kl, "last_kl": self._last_kl,
-            "distilling_since": self._distilling_since, "curve": self._curve,
-        }  # fmt: skip
+            "stage": self._stage,
+            "seconds": self._elapsed(),
+            "best_kl": self._best_kl,
+            "last_kl": self._last_kl,
+            "distilling_since": self._distilling_since,
+            "curve": self._curve,
+        }
         self._best.save_pretrained(self._state / "best")
         save_checkpoint(self._state, self._loop.step, self._config, self.policy, self._loop.optimizer)
 
@@ -332,15 +336,23 @@ class FitRun:
         is_worse_than_snapkv = _DECISIVE_RETENTION in better.get("snapkv", ())
         errors = {name: math.prod(row["kl"] for row in rows if row["method"] == name) for name in ("lkv", "default")}
         card["fit"] = {
-            "minutes": round(self._elapsed() / 60, 1), "contexts": self._contexts, "curve": self._curve,
+            "minutes": round(self._elapsed() / 60, 1),
+            "contexts": self._contexts,
+            "curve": self._curve,
             "comparison": rows,
             "preferred": not is_worse_than_snapkv and (default is None or errors["lkv"] < errors["default"]),
-        }  # fmt: skip
+        }
         card["fidelity"] = [
-            {"retention": row["retention"], "tokens": [min(lengths), max(lengths)], "kl": row["kl"],
-             "agreement": row["agreement"], "texts": row["texts"]}
-            for row in rows if row["method"] == "lkv"
-        ]  # fmt: skip
+            {
+                "retention": row["retention"],
+                "tokens": [min(lengths), max(lengths)],
+                "kl": row["kl"],
+                "agreement": row["agreement"],
+                "texts": row["texts"],
+            }
+            for row in rows
+            if row["method"] == "lkv"
+        ]
         folder = _free_folder(self._job.folder) if self._job.keeps_earlier else self._job.folder
         policy.save_pretrained(folder, half=True)
         rmtree(self._job.folder / RUN, ignore_errors=True)

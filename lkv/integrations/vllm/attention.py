@@ -31,9 +31,15 @@ def layer_index(name: str) -> int:
 
 
 def serve_batch(
-    impl: Any, layer: Any, query: Tensor, output: Tensor, kv_cache: Tensor, attn_metadata: Any, pages_type: Any,
+    impl: Any,
+    layer: Any,
+    query: Tensor,
+    output: Tensor,
+    kv_cache: Tensor,
+    attn_metadata: Any,
+    pages_type: Any,
     *options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """After vLLM's attention over the pages: add that over contexts to `output`, and evict from texts that end here.
 
     `pages_type`: CPUPages or FlashPages; `options` are those of its `log_sum_exp`.
@@ -54,9 +60,17 @@ class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
     """vLLM's attention on a CPU, and over contexts."""
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, *args: Any, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """As vLLM's."""
         out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         serve_batch(self, layer, query, output, kv_cache, attn_metadata, CPUPages)
@@ -86,9 +100,17 @@ class LkvFlashAttentionImpl(FlashAttentionImpl):
     """FlashAttention, and attention over contexts; not run on CUDA yet."""
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
-        output: Tensor, *args: Any, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         """As vLLM's."""
         out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         serve_batch(self, layer, query, output, kv_cache, attn_metadata, FlashPages, self.vllm_flash_attn_version)

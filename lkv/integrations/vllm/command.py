@@ -57,10 +57,14 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
         load_config(DEFAULT)  # converts it at the first use
         model = str(cache_folder() / DEFAULT)
     settings = {
-        "method": options["method"], "policy": options["policy"], "retention": options["retention"],
-        "memory": options["memory"], "max_store": options["max_store"], "max_upload": options["max_upload"],
+        "method": options["method"],
+        "policy": options["policy"],
+        "retention": options["retention"],
+        "memory": options["memory"],
+        "max_store": options["max_store"],
+        "max_upload": options["max_upload"],
         "max_tokens": options["max_tokens"],
-    }  # fmt: skip
+    }
     if options["store"]:
         settings["store"] = options["store"]
     arguments = [

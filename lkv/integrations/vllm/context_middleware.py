@@ -78,9 +78,7 @@ class ContextMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    async def _ask(
-        self, path: str, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None
-    ) -> None:  # fmt: skip
+    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None) -> None:
         """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
         try:
             data = await read_body(receive, _MAX_BODY)

@@ -126,10 +126,19 @@ class FlashPages:
             batch.work["rows"] = block_table[table[:, 0].long()], table[:, 1].contiguous(), ends, longest
         tables, lengths, ends, (most_new, most) = batch.work["rows"]
         _, lse = flash_attn_varlen_func(
-            q=query[batch.tokens], k=self._keys.transpose(1, 2), v=self._values.transpose(1, 2), cu_seqlens_q=ends,
-            max_seqlen_q=most_new, seqused_k=lengths, max_seqlen_k=most, softmax_scale=scale, causal=True,
-            block_table=tables, return_softmax_lse=True, fa_version=version,
-        )  # fmt: skip
+            q=query[batch.tokens],
+            k=self._keys.transpose(1, 2),
+            v=self._values.transpose(1, 2),
+            cu_seqlens_q=ends,
+            max_seqlen_q=most_new,
+            seqused_k=lengths,
+            max_seqlen_k=most,
+            softmax_scale=scale,
+            causal=True,
+            block_table=tables,
+            return_softmax_lse=True,
+            fa_version=version,
+        )
         return lse
 
 

@@ -114,9 +114,14 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
 
 
 def compress(
-    llm: Any, text: str, retention: float | None = None, name: str = "", system: str | None = None,
-    memory: str | float | None = None, protect: Sequence[Span] = (),
-) -> str:  # fmt: skip
+    llm: Any,
+    text: str,
+    retention: float | None = None,
+    name: str = "",
+    system: str | None = None,
+    memory: str | float | None = None,
+    protect: Sequence[Span] = (),
+) -> str:
     """Compress a text inside a `vllm.LLM`, unless it is stored already.
 
     Args:

@@ -76,9 +76,13 @@ class LearnedScores(Selector):
             weights, (key_tables, mean_tables) = self._tokens.folded_weights(layer, self._heads, key), tables
             pools = key, value, entries.starts[rows], entries.counts[rows]
             score = partial(
-                kernels.score, end=entries.end, scale=entries.scale, padding=padding, scores=entries.scores,
+                kernels.score,
+                end=entries.end,
+                scale=entries.scale,
+                padding=padding,
+                scores=entries.scores,
                 positions=entries.positions,
-            )  # fmt: skip
+            )
             if entries.new:
                 appended_entries = kernels.Entries.of_pools(*pools, entries.new)
                 score(appended_entries, weights, key_tables, None, entries.start, eviction=False)

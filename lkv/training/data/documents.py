@@ -376,5 +376,7 @@ ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Any]]] = {
     "qmsum": qmsum, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code_files, "own": user_rows,
 }  # fmt: skip
 FILE_READERS: dict[str, Callable[[Path, Path], Iterable[Any]]] = {
-    "wikitext2": wikitext, "text": text_pieces, "code": text_pieces,
-}  # fmt: skip
+    "wikitext2": wikitext,
+    "text": text_pieces,
+    "code": text_pieces,
+}
