@@ -24,7 +24,7 @@ from lkv.cli.options import (
     load_pattern,
     log,
 )
-from lkv.errors import CacheError, DocumentError, LkvError
+from lkv.errors import CacheError, LkvError
 from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:
@@ -109,9 +109,7 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if self.load:
             return
-        if self.words[0] != "-" and not exists(self.words[0]):
-            raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
-        if self.save and exists(self.save) and self.words[0] != "-" and self.save.samefile(self.words[0]):
+        if self.save and exists(self.save) and exists(self.words[0]) and self.save.samefile(self.words[0]):
             raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
