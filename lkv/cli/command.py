@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> No
     for name, field in command.model_fields.items():
         name = field.alias or name
         kind = _value_type(field.annotation)
-        argument: Any = field.json_schema_extra
+        argument: Any = field.json_schema_extra or option("").json_schema_extra
         if argument["group"] not in groups:
             groups[argument["group"]] = parser.add_argument_group(*argument["group"].split(": ", 1))
         group = groups[argument["group"]]

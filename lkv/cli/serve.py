@@ -3,13 +3,12 @@
 import errno
 import os
 import socket
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
 from lkv.cli.options import (
     MethodName,
     PolicyOptions,
-    PositiveInt,
     Retention,
     RunOptions,
     check_pattern,
@@ -17,12 +16,17 @@ from lkv.cli.options import (
 )
 from lkv.errors import LkvError, ServerError
 from lkv.serving import LOOPBACK
+from lkv.serving.settings import ServiceSettings
+from lkv.utils.files import short_name
+
+if TYPE_CHECKING:
+    from lkv.serving.service import Service
 
 _KEY_VARIABLE = "LKV_API_KEY"
 _NOT_FOR_VLLM = "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout".split()
 
 
-class Serve(PolicyOptions, RunOptions):
+class Serve(PolicyOptions, RunOptions, ServiceSettings):
     """Serve contexts and chats over an OpenAI-compatible API."""
 
     name: str | None = option("the model's name for clients (default: from --model)")
@@ -30,22 +34,6 @@ class Serve(PolicyOptions, RunOptions):
     retention: Retention = option("fraction of the KV entries to keep, where a request names no budget", 0.15)
     host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
     port: int = option("port to listen on", 8000, ge=1, le=65535)
-    store: str | None = option("folder or fsspec URL of the saved contexts (default: in the cache folder)")
-    memory: float = option("MiB of contexts in memory", 1024, ge=0, le=2**40)
-    max_requests: PositiveInt = option(
-        "requests in flight; further ones get status 429, or wait with --engine vllm", 64
-    )
-    max_batch: PositiveInt = option("requests about one context that are answered together", 16)
-    max_texts: PositiveInt = option("texts that wait to be compressed", 16)
-    max_upload: PositiveInt = option("MiB per request", 16)
-    max_store: PositiveInt = option("MiB of all saved contexts", 65536)
-    keep_days: float | None = option(
-        "days after which contexts that nobody asks are deleted (default: never)", gt=0, le=36500
-    )
-    max_tokens: PositiveInt = option(
-        "tokens per answer; with --engine vllm, of a chat's answer about a context whose request names no number", 1024
-    )
-    timeout: float = option("seconds per answer", 300.0, gt=0, le=86400)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
 
     engine: Literal["lkv", "vllm"] = option(
@@ -78,9 +66,8 @@ class Serve(PolicyOptions, RunOptions):
         import uvicorn
 
         from lkv.serving.app import make_app
-        from lkv.serving.service import make_service
 
-        service = make_service(self.model_dump())
+        service = self.make_service()
         app = make_app(service, key, self.host in LOOPBACK, self.grace)
         print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
         uvicorn.run(
@@ -91,6 +78,18 @@ class Serve(PolicyOptions, RunOptions):
             access_log=False,
             timeout_graceful_shutdown=int(self.grace) + 1,
         )
+
+    def make_service(self) -> "Service":
+        """Load the model and its policy, and start the service. Raises as loading them does."""
+        from lkv.methods.registry import parse_method
+        from lkv.policy.lookup import resolve_policy
+        from lkv.serving.service import Service
+
+        model, tokenizer = self.load_model()
+        policy = None
+        if parse_method(self.method).needs_policy:
+            policy = resolve_policy(model, self.load_policy(), name=self.model_name)
+        return Service(model, tokenizer, self.name or short_name(self.model_name), self, policy)
 
     def _check_engine(self) -> None:
         """Raise LkvError for options that the engine does not read."""

@@ -223,7 +223,7 @@ class _AnswerResponse:
 
     async def _pieces(self) -> AsyncIterator[str]:
         """The answer's text as it is generated; cancels an answer whose client has gone, or that takes too long."""
-        seconds, clock, sent = self._service.limits.seconds, asyncio.get_running_loop().time, 0
+        seconds, clock, sent = self._service.settings.timeout, asyncio.get_running_loop().time, 0
         deadline = clock() + seconds
         try:
             is_ended = False

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,38 +16,20 @@ from lkv.context.generation import longest_answer
 from lkv.context.protection import protected_tokens
 from lkv.errors import LkvError, StoreError, check_retention
 from lkv.hf.attention import patch_attention
-from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.spec import max_positions
-from lkv.methods.registry import parse_method
 from lkv.methods.request import CompressionRequest
-from lkv.policy.lookup import load_policy, resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, encode_conversation, encode_text
 from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.settings import ServiceSettings
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
-from lkv.utils.devices import find_device, torch_dtype
-from lkv.utils.files import cache_folder, short_name
 from lkv.utils.prompts import bos_ids, encode_context, tokenizer_digest
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
 _EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one server."""
-
-    upload_bytes: int = 16 * 2**20  # of a request
-    requests: int = 64  # open chat requests
-    rows: int = 16  # requests that are answered together
-    texts: int = 16  # that wait to be compressed
-    answer_tokens: int = 1024
-    seconds: float = 300.0  # of an answer
-    store_bytes: int = 64 * 2**30  # of all stored contexts
-    store_seconds: float | None = None  # after which a context that nobody asked is deleted
 
 
 class _CancelledError(Exception):
@@ -59,21 +40,29 @@ class Service:
     """One model with its policy, its stored contexts, and a thread each that answers and that compresses."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, store: str, policy: Policy | None = None, method: str = "lkv",
-        retention: float = 0.15, memory_bytes: int = 2**30, limits: Limits | None = None,
+        self, model: Any, tokenizer: Any, name: str, settings: ServiceSettings, policy: Policy | None = None
     ):  # fmt: skip
-        """`name` is the model's name for clients; `store` a folder or fsspec URL."""
-        self.limits = limits or Limits()
+        """Start the threads.
+
+        Args:
+            model: The model.
+            tokenizer: Its tokenizer.
+            name: The model's name for clients.
+            settings: Limits, the store, and how texts are compressed.
+            policy: The policy, for methods that need one.
+        """
+        self.settings = settings
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
         spec = patch_attention(model).spec
         digest = None if policy is None else policy.digest()
-        self._settings = CompressionSettings(
-            method, check_retention(retention), digest, spec.digest(), tokenizer_digest(tokenizer)
+        self._compression = CompressionSettings(
+            settings.method, check_retention(settings.retention), digest, spec.digest(), tokenizer_digest(tokenizer)
         )
-        self.store = ContextStore(store, model, tokenizer, digest, memory_bytes)
-        self.answers = AnswerWorker(model, tokenizer, self.limits.requests, self.limits.rows, memory_bytes)
-        self.queue = JobQueue(self.limits.texts + 1)  # one is being compressed
+        memory_bytes = settings.memory_bytes
+        self.store = ContextStore(settings.store_url, model, tokenizer, digest, memory_bytes)
+        self.answers = AnswerWorker(model, tokenizer, settings.max_requests, settings.max_batch, memory_bytes)
+        self.queue = JobQueue(settings.max_texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
         self._rate: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
         self._rate_lock = threading.Lock()
@@ -84,7 +73,7 @@ class Service:
     def body_limit(self) -> int:
         """Bytes of a request: no more than the longest text of this model takes."""
         return min(
-            self.limits.upload_bytes, CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
+            self.settings.upload_bytes, CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
         )
 
     @property
@@ -114,7 +103,7 @@ class Service:
             BusyError: If too many texts wait.
             StoreError: If the store is full, or fails.
         """
-        settings = self._settings.for_text(retention, memory, system, protect)
+        settings = self._compression.for_text(retention, memory, system, protect)
         with self._tokenizing:
             encoded = encode_text(self.tokenizer, max_positions(self.model), text, settings)
         if (running := self.queue.find_running(encoded.id, title)) is not None:
@@ -122,7 +111,7 @@ class Service:
         job = Job(encoded.id, title, text, settings, time.time())
         if (stored := self.queue.find_stored(job, self.store, self.store.get)) is not None:
             return stored
-        self.store.check_quota(self.limits.store_bytes)
+        self.store.check_quota(self.settings.store_bytes)
         return self.queue.add(job)
 
     def delete(self, name: str) -> bool:
@@ -151,7 +140,7 @@ class Service:
     def _expire(self) -> None:
         """Delete contexts that have expired."""
         try:
-            self.store.expire(self.limits.store_seconds)
+            self.store.expire(self.settings.keep_seconds)
         except Exception as error:  # whatever the file system answers
             logging.getLogger(__name__).warning("expired contexts stay: %s", error)
 
@@ -191,7 +180,7 @@ class Service:
                 protected=tuple(protected),
             )
             context = compress_ids(self.model, self.tokenizer, ids, request, job.text, progress)
-        self.store.check_quota(self.limits.store_bytes)  # again: other texts were stored since the request
+        self.store.check_quota(self.settings.store_bytes)  # again: other texts were stored since the request
         if job.is_cancelled:
             raise _CancelledError
         stored = StoredContext.describe(job.id, job.title, context, settings)
@@ -213,7 +202,7 @@ class Service:
         # Last, so that no request has a context in memory while it waits, or is refused.
         self.answers.check_capacity()
         context = self.context(name) if name else None
-        length = min(max_tokens or self.limits.answer_tokens, self.limits.answer_tokens)
+        length = min(max_tokens or self.settings.max_tokens, self.settings.max_tokens)
         if max_tokens is None:
             length = max(1, min(length, longest_answer(self.model, len(ids) + (context.tokens if context else 0))))
         return self.answers.submit(ids, context, length, sampling, stops, notify)
@@ -250,27 +239,3 @@ class Service:
         yield GaugeMetricFamily("lkv_context_bytes_saved", saved, self.store.saved_nbytes())
         with suppress(StoreError):  # the other metrics say all the same how the server is
             yield GaugeMetricFamily("lkv_contexts_stored", "Contexts in the store", self.store.usage()[0])
-
-
-def make_service(options: dict[str, Any]) -> Service:
-    """The service described by the options of `lkv serve`. Raises as loading a model and a policy does."""
-    name = options["model"] or DEFAULT
-    device = find_device(options["device"])
-    model, tokenizer = load_model(name, torch_dtype(options["dtype"]), options["revision"], device)
-    policy = None
-    if parse_method(options["method"]).needs_policy:
-        named = options["policy"] or None
-        if named is not None:
-            named = load_policy(named, options["strict"], options["policy_revision"])
-        policy = resolve_policy(model, named, name=name)
-    limits = Limits(
-        upload_bytes=options["max_upload"] * 2**20, requests=options["max_requests"], rows=options["max_batch"],
-        texts=options["max_texts"], answer_tokens=options["max_tokens"], seconds=options["timeout"],
-        store_bytes=options["max_store"] * 2**20,
-        store_seconds=None if options["keep_days"] is None else options["keep_days"] * 86400,
-    )  # fmt: skip
-    return Service(
-        model, tokenizer, options["name"] or short_name(name),
-        options["store"] or str(cache_folder() / "contexts"), policy, options["method"], options["retention"],
-        int(options["memory"] * 2**20), limits,
-    )  # fmt: skip

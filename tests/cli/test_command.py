@@ -37,7 +37,9 @@ def test_every_field_is_an_option_with_help(name, command, capsys):
     for key, field in command.model_fields.items():
         assert field.description, key
         option = (field.alias or key).replace("_", "-")
-        assert field.json_schema_extra["positional"] or f"--{option}" in output or f"--no-{option}" in output, key
+        assert (
+            (field.json_schema_extra or {}).get("positional") or f"--{option}" in output or f"--no-{option}" in output
+        ), key
 
 
 @pytest.mark.parametrize("name", LOADING)

@@ -11,7 +11,6 @@ from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.spec import inspect_model
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
-from lkv.serving.service import make_service
 from tests.commands import main, parse_arguments
 from tests.conftest import save_model
 
@@ -103,9 +102,9 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
 
 def test_a_server_takes_the_policy_of_that_revision(hub, tmp_path):
     words = ["serve", "--model", "own/model", "--revision", "v1", "--policy", "own/policy", "--policy-revision", "v2"]
-    service = make_service(vars(parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)])))
+    service = parse_arguments([*words, "--dtype", "bfloat16", "--store", str(tmp_path)]).make_service()
     service.stop()
     assert ("own/model", "v1") in hub and hub[-1] == ("own/policy", "v2")
     assert service.model.dtype == torch.bfloat16
     with pytest.raises(LkvError, match="cannot be put on the device 'abacus'"):
-        make_service(vars(parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)])))
+        parse_arguments([*words, "--device", "abacus", "--store", str(tmp_path)]).make_service()

@@ -3,6 +3,7 @@
 import pytest
 
 from lkv.serving.service import Service
+from lkv.serving.settings import ServiceSettings
 from tests.serving.conftest import parts, server
 from tests.serving.server import KNORM
 
@@ -15,7 +16,7 @@ def make(parts, tmp_path):
     made = []
 
     def make(folder="", **options):
-        made.append(Service(*parts, "tiny", str(tmp_path / folder), **KNORM | options))
+        made.append(Service(*parts, "tiny", ServiceSettings(store=str(tmp_path / folder), **KNORM | options)))
         return made[-1]
 
     yield make

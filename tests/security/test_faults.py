@@ -18,6 +18,7 @@ from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
 from lkv.serving.app import make_app
 from lkv.serving.service import Service
+from lkv.serving.settings import ServiceSettings
 from lkv.serving.store import ContextStore
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
@@ -208,7 +209,7 @@ def cancelled_call(app, path, body, place, at):
 )
 def test_a_request_that_is_cancelled_at_any_await(parts, tmp_path, monkeypatch, path, body):
     monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
-    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    service = Service(*parts, "tiny", ServiceSettings(store=str(tmp_path), **KNORM))
     app, body = make_app(service), json.dumps(body).encode()
     cancelled = 0
     for place in ("await", "send"):
@@ -266,7 +267,7 @@ def refuse(*_):
 
 
 def test_one_description_that_cannot_be_read_breaks_no_listing(parts, tmp_path, monkeypatch):
-    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    service = Service(*parts, "tiny", ServiceSettings(store=str(tmp_path), **KNORM))
     name = service.add(TEXT).id
     until(lambda: not service.queue.jobs())
     folder, link, pipe, foreign = (f"{letter * 32}-{'0' * 16}.json" for letter in "abcd")
@@ -302,7 +303,7 @@ def test_one_file_that_cannot_be_deleted_keeps_no_other(tmp_path, monkeypatch):
 
 def test_times_in_words_and_a_failing_expiry_leave_the_worker_alive(parts, tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "_EXPIRY_SECONDS", 0.01)
-    service = Service(*parts, "tiny", str(tmp_path), **KNORM)
+    service = Service(*parts, "tiny", ServiceSettings(store=str(tmp_path), **KNORM))
     listed = [{"name": ".0.tmp", "mtime": "yesterday"}, {"name": ".1.tmp", "mtime": None, "created": []}]
     monkeypatch.setattr(service.store._files, "ls", lambda *_, **__: listed)
     service.store.expire(None)

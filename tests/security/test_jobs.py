@@ -17,7 +17,7 @@ from tests.serving.server import OTHER, TEXT, until
 def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
     service, plain = server.service, server.service.store.list_contexts
     name = server.compressed(TEXT)
-    job = Job(name, "", TEXT, service._settings, 0.0)
+    job = Job(name, "", TEXT, service._compression, 0.0)
 
     def listed():
         return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
@@ -35,7 +35,7 @@ def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, mon
 
 def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service = make()
-    first, second = (Job("a", "", TEXT, service._settings, 0.0) for _ in range(2))
+    first, second = (Job("a", "", TEXT, service._compression, 0.0) for _ in range(2))
     service.queue._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
@@ -86,7 +86,7 @@ def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     service = make()
     name = service.add(TEXT, "old").id
     until(lambda: not service.queue.jobs())
-    service.queue._jobs[name] = Job(name, "", "", service._settings, 0.0, error="no")  # before it was stored
+    service.queue._jobs[name] = Job(name, "", "", service._compression, 0.0, error="no")  # before it was stored
 
     def fail(stored):
         raise StoreError("no space")

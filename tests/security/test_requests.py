@@ -11,7 +11,6 @@ from lkv.cache.layer import RaggedLayer
 from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import inputs
 from lkv.serving.answer import SamplingParams
-from lkv.serving.service import Limits
 from lkv.serving.store import StoredContext, context_id
 from tests.serving.server import OTHER, TEXT, serving, until
 
@@ -95,7 +94,7 @@ def test_unknown_ids_keep_no_memory(make):
 
 def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatch):
     monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
-    service = make(limits=Limits(requests=1))
+    service = make(max_requests=1)
     name = service.add(TEXT).id
     until(lambda: not service.queue.jobs())
     service.store.release(name)
@@ -126,7 +125,7 @@ def test_one_bad_description_breaks_no_listing(make, tmp_path):
 
 
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
-    service = make("store", limits=Limits(store_bytes=100))
+    service = make("store", max_store=100 / 2**20)
     (tmp_path / "store").rmdir()
     assert service.store.list_contexts() == [] and service.store.nbytes() == 0
     service.add(TEXT)
@@ -205,7 +204,7 @@ def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
 
 def test_ids_do_not_depend_on_the_server(make):
     service = make()
-    assert context_id(TEXT, service._settings) == make().add(TEXT).id
+    assert context_id(TEXT, service._compression) == make().add(TEXT).id
     with pytest.raises(PromptError, match="the text is empty"):
         service.add(" ")
 

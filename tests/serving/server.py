@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lkv.serving.answer import Answer
 from lkv.serving.app import make_app
 from lkv.serving.service import Service
+from lkv.serving.settings import ServiceSettings
 from tests.conftest import save_model
 from tests.context.test_chat import TEMPLATE
 
@@ -143,7 +144,8 @@ class Server:
 @contextmanager
 def serving(model, tokenizer, store, key=None, local=True, grace=5.0, **options):
     """A server of a service with these `options`."""
-    server = Server(Service(model, tokenizer, "tiny", str(store), **{**KNORM, **options}), key, local, grace)
+    settings = ServiceSettings(store=str(store), **{**KNORM, **options})
+    server = Server(Service(model, tokenizer, "tiny", settings), key, local, grace)
     try:
         yield server
     finally:

@@ -15,7 +15,7 @@ from lkv.cli.main import main, parse_arguments
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
 from lkv.errors import ServerError
-from lkv.serving.service import Limits, Service, make_service
+from lkv.serving.service import Service
 from lkv.utils.prompts import render_messages
 from tests.conftest import save_model
 from tests.ports import free_port
@@ -251,9 +251,9 @@ def test_the_page_is_whole_and_asks_nobody_else(server):
 
 
 def test_a_key_and_limits(parts, tmp_path, monkeypatch):
-    limits = Limits(upload_bytes=3000, requests=1, texts=1, answer_tokens=900, seconds=2)
+    limits = {"max_upload": 3000 / 2**20, "max_requests": 1, "max_texts": 1, "max_tokens": 900, "timeout": 2}
     slow_answers(monkeypatch)
-    with serving(*parts, tmp_path, key="secret", local=False, limits=limits) as server:
+    with serving(*parts, tmp_path, key="secret", local=False, **limits) as server:
         assert server.ask("/healthz", Authorization="")[0] == server.ask("/", Authorization="")[0] == 200
         for wrong in ("", "Bearer wrong", "secretBearer "):
             status, said = server.problem("/v1/models", Authorization=wrong)
@@ -298,7 +298,7 @@ def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):
         plain(self, job)
 
     monkeypatch.setattr(Service, "_compress", slow)
-    with serving(*parts, tmp_path, limits=Limits(texts=1)) as server:
+    with serving(*parts, tmp_path, max_texts=1) as server:
         first = server.ask("/v1/contexts", {"text": "one " * 9})[1]
         until(lambda: not waiting_texts(server))
         second = server.ask("/v1/contexts", {"text": "two " * 9})[1]
@@ -329,7 +329,7 @@ def test_a_stop_lets_answers_end(parts, tmp_path, monkeypatch):
 def test_the_folder_in_which_it_starts_is_a_model_with_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(save_model(tmp_path / "tiny"))
     words = ["serve", "--model", ".", "--method", "knorm", "--store", str(tmp_path / "store")]
-    service = make_service(parse_arguments(words).model_dump())
+    service = parse_arguments(words).make_service()
     service.stop(0)
     assert service.name == "tiny"
 

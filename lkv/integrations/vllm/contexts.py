@@ -22,7 +22,6 @@ from lkv.context.context import Context
 from lkv.context.protection import Span
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError
 from lkv.hf.attention import patch_attention
-from lkv.hf.loading import cache_folder
 from lkv.hf.positions import frequency_change
 from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
@@ -32,6 +31,7 @@ from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import encode_text
+from lkv.serving.settings import ContextSettings
 from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, unknown_context
 from lkv.utils.prompts import tokenizer_digest
 
@@ -43,21 +43,13 @@ _ATTRIBUTE = "_lkv_contexts"
 _open_lock = threading.Lock()
 
 
-class PluginSettings(BaseModel):
-    """The key `lkv` of vLLM's `--additional-config`; all fields are optional."""
+class PluginSettings(ContextSettings):
+    """The key `lkv` of vLLM's `--additional-config`; all fields are optional.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    `memory` is that of each worker, and is taken from vLLM's KV cache.
+    """
 
-    store: str = Field("", description="folder or fsspec URL of the contexts; by default in LKV's cache folder")
-    method: str = Field("lkv", description="how texts are compressed")
-    policy: str | None = Field(None, description="the policy; by default the one shipped for the model")
-    retention: float = Field(0.15, gt=0, le=1, description="the share of KV entries to keep, where a text gives none")
-    memory: float = Field(1024, ge=0, description="MiB of contexts in a worker's memory, taken from vLLM's KV cache")
-    max_store: float = Field(65536, gt=0, description="MiB of all stored contexts")
-    max_upload: float = Field(16, gt=0, description="MiB of a request that creates a context")
-    max_tokens: int = Field(
-        1024, gt=0, description="tokens of a chat's answer about a context whose request names no number"
-    )
+    model_config = ConfigDict(strict=True)
 
     @classmethod
     def of(cls, vllm_config: Any) -> "PluginSettings":
@@ -116,8 +108,8 @@ class VllmContexts:
             settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)
         )
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
-        memory = int(settings.memory * 2**20) if memory_bytes is None else memory_bytes
-        self._folder = settings.store or str(cache_folder() / "contexts")
+        memory = settings.memory_bytes if memory_bytes is None else memory_bytes
+        self._folder = settings.store_url
         self._open_store = partial(ContextStore, self._folder, self.model, self.tokenizer, digest)
         self.store = self._open_store(memory)
         self._announced_texts: dict[str, NewContext] = {}
@@ -180,7 +172,7 @@ class VllmContexts:
 
     def check_quota(self) -> None:
         """Raise StoreError where the store is full."""
-        self.store.check_quota(int(self.settings.max_store * 2**20))
+        self.store.check_quota(self.settings.store_bytes)
 
     def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""

@@ -95,7 +95,7 @@ class ContextRoutes:
 
         @app.post("/v1/contexts", status_code=202)
         async def create(request: Request) -> JSONResponse:
-            limit = int(self._settings.max_upload * 2**20)
+            limit = self._settings.upload_bytes
             data = await read_body(request.receive, limit)
             kind = request.headers.get("content-type", "")
             body = await asyncio.to_thread(parse_context, data, kind, request.url.query)

@@ -62,7 +62,7 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     extra = config.additional_config
     if config.cache_config.kv_cache_memory_bytes is not None or not isinstance(extra, dict) or "lkv" not in extra:
         return available
-    reserved = int(PluginSettings.of(config).memory * 2**20)
+    reserved = PluginSettings.of(config).memory_bytes
     _LOG.info("%.2f GiB of the KV cache's memory are reserved for contexts", reserved / 2**30)
     return available - reserved
 

@@ -1,0 +1,68 @@
+"""Settings of both servers: options of `lkv serve`, and the key `lkv` of vLLM's `--additional-config`."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_MIB = 2**20
+
+
+class ContextSettings(BaseModel):
+    """How texts are compressed and where contexts are kept, in both servers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    store: str | None = Field(
+        None, description="folder or fsspec URL of the saved contexts (default: in the cache folder)"
+    )
+    method: str = Field("lkv", description="how texts are compressed")
+    policy: str | None = Field(None, description="the policy (default: the model's, shipped or fitted)")
+    retention: float = Field(0.15, gt=0, le=1, description="fraction of the KV entries to keep")
+    memory: float = Field(1024, ge=0, le=2**40, description="MiB of contexts in memory")
+    max_upload: float = Field(16, gt=0, le=2**40, description="MiB per request")
+    max_store: float = Field(65536, gt=0, le=2**40, description="MiB of all saved contexts")
+    max_tokens: int = Field(
+        1024,
+        ge=1,
+        description="tokens per answer; with --engine vllm, of a chat's answer about a context whose request names no "
+        "number",
+    )
+
+    @property
+    def store_url(self) -> str:
+        """The place of the saved contexts."""
+        from lkv.utils.files import cache_folder
+
+        return self.store or str(cache_folder() / "contexts")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of contexts in memory."""
+        return int(self.memory * _MIB)
+
+    @property
+    def upload_bytes(self) -> int:
+        """The largest request in bytes."""
+        return int(self.max_upload * _MIB)
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of all saved contexts."""
+        return int(self.max_store * _MIB)
+
+
+class ServiceSettings(ContextSettings):
+    """Settings of `lkv serve`, beside those that vLLM's plugin has too."""
+
+    max_requests: int = Field(
+        64, ge=1, description="requests in flight; further ones get status 429, or wait with --engine vllm"
+    )
+    max_batch: int = Field(16, ge=1, description="requests about one context that are answered together")
+    max_texts: int = Field(16, ge=1, description="texts that wait to be compressed")
+    keep_days: float | None = Field(
+        None, gt=0, le=36500, description="days after which contexts that nobody asks are deleted (default: never)"
+    )
+    timeout: float = Field(300.0, gt=0, le=86400, description="seconds per answer")
+
+    @property
+    def keep_seconds(self) -> float | None:
+        """Seconds after which a context that nobody asked about is deleted."""
+        return None if self.keep_days is None else self.keep_days * 86400
