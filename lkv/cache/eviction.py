@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.cache_config import LayerContext
-from lkv.cache.ragged_store import RaggedStore, slot_indices
-from lkv.cache.tiered_store import KVStore, TieredStore
+from lkv.cache.ragged_store import KVStore, RaggedStore, slot_indices
+from lkv.cache.tiered_store import TieredStore
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
@@ -92,7 +92,7 @@ def evict_entries(
         score: `score(entries)` returns the present scores [B * H, n] of a store that has the entries as the model
             computes them, -inf beyond a head's last; it may store scores and positions there.
     """
-    entries = store if isinstance(store, RaggedStore) else store.restore()
+    entries = store.restore()
     counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
     table = score(entries)
@@ -116,9 +116,9 @@ def evict_entries(
     if not is_tiered:
         return kept_entries
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
-    if isinstance(store, RaggedStore):
-        return TieredStore.from_ragged(kept_entries, split, free_slots)
-    return store.requantize(kept_entries, origin, split, free_slots)
+    if isinstance(store, TieredStore):
+        return store.requantize(kept_entries, origin, split, free_slots)
+    return TieredStore.from_ragged(kept_entries, split, free_slots)
 
 
 def gather_best(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.tiered_store import KVStore
+from lkv.cache.ragged_store import KVStore
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.kernels.ragged_attention import can_replay
 from lkv.utils import devices

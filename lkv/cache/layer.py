@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
-from lkv.cache.ragged_store import RaggedStore
+from lkv.cache.ragged_store import KVStore, RaggedStore
 from lkv.cache.saved_state import check_store, restore_store
-from lkv.cache.tiered_store import KVStore, extend_padded
+from lkv.cache.tiered_store import extend_padded
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec

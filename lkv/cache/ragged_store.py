@@ -1,10 +1,11 @@
 """Stores of one layer's KV entries: each (batch row, KV head) has a number of entries of its own."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention
 from lkv.kernels.selection import kernels_for
@@ -15,13 +16,118 @@ from lkv.utils import devices
 StoreView = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class RaggedStore:
+class KVStore(Protocol):
+    """One layer's KV entries: each (batch row, KV head) has a number of entries of its own.
+
+    These are `lens` [B, H] compressed entries, which eviction left, then those appended since (all `appended_tokens`
+    but the row's padding), then free slots.
+
+    Attributes:
+        lens: Compressed entries of each row and head, int64 [B, H] on the CPU.
+    """
+
+    lens: Tensor
+
+    @property
+    def scores(self) -> Tensor | None:
+        """The scores of unquantised entries, where some entries are to be evicted later; else None."""
+
+    @property
+    def appended_tokens(self) -> int:
+        """Tokens appended since the last eviction, padding included."""
+
+    @property
+    def counts(self) -> Tensor:
+        """Entries of each row and head [B, H], appended ones included."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many tokens can be appended before a reallocation."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of appended k and v, and of the attention over them."""
+
+    def drop_scores(self) -> None:
+        """Drop scores and positions: nothing is evicted any more."""
+
+    def extend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: dict[Any, Any] | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Append new k and v to the free slots, then attend over everything stored.
+
+        Scores of the new tokens are not computed here.
+
+        Args:
+            query: [B, Hq, T, d].
+            key: [B, H, T, d].
+            value: [B, H, T, dv].
+            scale: What the products of queries and keys are multiplied by.
+            buffers: As in `append_and_attend`.
+            sinks: As in `append_and_attend`, [Hq].
+
+        Returns:
+            The attention output, [B, Hq, T, dv].
+        """
+
+    def append(self, row: int, key: Tensor, value: Tensor) -> None:
+        """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
+
+    def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Attend from `query` [B, Hq, T, d] to the compressed entries alone, all of them visible.
+
+        Returns outputs [B, Hq, T, dv] and log-sum-exps [B, Hq, T], for `merge_attention`.
+        """
+
+    def attention_view(self) -> StoreView:
+        """Return all entries as the model computes them, appended ones included."""
+
+    def restore(self) -> "RaggedStore":
+        """Return a store of all entries as the model computes them; itself if nothing is quantised."""
+
+    def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
+        """Count `tokens` more as appended, but for the `padding` [B, tokens] among them."""
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last `tokens` appended tokens."""
+
+    def drop_padding(self, padding: Tensor) -> "KVStore":
+        """Return a store without those appended tokens that are `padding` [B, appended]; itself if there are none."""
+
+    def select(self, rows: Tensor, free_slots: int) -> "KVStore":
+        """Return a new store of the batch rows `rows` [n], appended entries included."""
+
+    def select_heads(self, heads: slice) -> "KVStore":
+        """Return a new store of the entries of some heads, without free slots."""
+
+    def reallocate(self, free_slots: int) -> "KVStore":
+        """Return a store with other free slots; quantised entries, which are never written to, are shared."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the compressed entries as tensors to be saved."""
+
+    def nbytes(self) -> int:
+        """Return the bytes of storage, free slots included."""
+
+    def entry_nbytes(self) -> int:
+        """Return the bytes of k and v of one entry as the model computes them."""
+
+
+class RaggedStore(KVStore):
     """Flat pools [P, d] of k and v, of which each (batch row, KV head) has one contiguous part (Sec. 4.5).
 
-    A part is `lens` [B, H] compressed entries, which eviction left, then those appended since (all `appended_tokens`
-    but the row's padding), then free slots. `scores` [P] float32 and `positions` [P] belong to the entries where some
-    are to be evicted later.
+    `scores` [P] float32 and `positions` [P] belong to the entries where some are to be evicted later.
     """
+
+    # Attributes here, properties in `KVStore`.
+    scores: Tensor | None = None
+    appended_tokens: int = 0
 
     def __init__(
         self,
@@ -63,60 +169,62 @@ class RaggedStore:
         )
 
     @property
+    @override
     def counts(self) -> Tensor:
-        """Entries of each row and head [B, H], appended ones included."""
         return self.lens + self._appended_entries
 
     @property
+    @override
     def free_slots(self) -> int:
-        """How many tokens can be appended before a reallocation."""
         free_slots = self._capacity - self._appended_entries
         return free_slots if isinstance(free_slots, int) else int(free_slots.min())
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """The dtype of appended k and v, and of the attention over them."""
         return self.k.dtype
 
+    @override
     def extend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: dict[Any, Any] | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Append new k and v to the free slots, then attend over everything stored.
-
-        `query` [B, Hq, T, d], `key` [B, H, T, d] and `value` [B, H, T, dv] give [B, Hq, T, dv]. `buffers` and `sinks`:
-        see `append_and_attend`. What `scores` there are of the new tokens are not stored here.
-        """
+    ) -> Tensor:
         out = append_and_attend(query, key, value, *self.attention_view(), scale, buffers=buffers, sinks=sinks)
         self.count_appended(key.shape[2])
         return out
 
+    @override
     def drop_scores(self) -> None:
-        """Forget scores and positions: nothing is evicted any more."""
         self.scores = self.positions = None
 
+    @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
         rows = slice(row, row + 1)
         append(key, value, self.k, self.v, self._device_starts[rows], self._device_lens[rows])
 
+    @override
     def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention of `query` [B, Hq, T, d] over the compressed entries alone, all of them visible.
-
-        Returns outputs [B, Hq, T, dv] and log-sum-exps [B, Hq, T], for `merge_attention`.
-        """
         return ragged_attention(query, *self.compressed_view(), scale, causal=False, lse=True)
 
+    @override
     def attention_view(self) -> StoreView:
-        """All entries, appended ones included."""
         return self.k, self.v, self._device_starts, self._device_lens
 
     def compressed_view(self) -> StoreView:
         """The compressed entries alone; nothing that is read through it is ever written to."""
         return self.k, self.v, self._device_starts, self._device_compressed
 
+    @override
+    def restore(self) -> "RaggedStore":
+        return self
+
+    @override
     def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
-        """Count `tokens` more as appended, but for the `padding` [B, tokens] among them."""
         if padding is not None:
             self._padding = torch.cat([self._all_padding(), padding], 1)
         self.appended_tokens += tokens
@@ -127,8 +235,8 @@ class RaggedStore:
             return torch.zeros(len(self.lens), self.appended_tokens, dtype=torch.bool, device="cpu")
         return pad(self._padding, (0, self.appended_tokens - self._padding.shape[1]))
 
+    @override
     def crop(self, tokens: int) -> None:
-        """Drop the last `tokens` appended tokens."""
         self.appended_tokens -= tokens
         if self._padding is not None:
             self._padding = self._padding[:, : self.appended_tokens]
@@ -148,15 +256,15 @@ class RaggedStore:
         entries = slice(start, start + int(self.lens[row, head]))
         return self.k[entries], self.v[entries]
 
+    @override
     def select(self, rows: Tensor, free_slots: int) -> "RaggedStore":
-        """A new store of the batch rows `rows` [n], appended entries included."""
         padding = None if self._padding is None else self._padding[rows]
         new = self._resized(self.lens[rows], free_slots, padding)
         new.copy_from(self, slot_indices(self.starts[rows], new.counts, self.k.device))
         return new
 
+    @override
     def select_heads(self, heads: slice) -> "RaggedStore":
-        """A new store of the entries of some heads, without free slots."""
         new = self._resized(self.lens[:, heads], 0, self._padding)
         new.copy_from(self, slot_indices(self.starts[:, heads], new.counts, self.k.device))
         return new
@@ -164,8 +272,8 @@ class RaggedStore:
     def _resized(self, lens: Tensor, free_slots: int, padding: Tensor | None) -> "RaggedStore":
         return RaggedStore(lens, free_slots, self.k, self.v, self.scores is not None, self.appended_tokens, padding)
 
+    @override
     def reallocate(self, free_slots: int) -> "RaggedStore":
-        """A copy with other free slots."""
         kernels = kernels_for(self.k, self.v)
         if kernels is None or not len(self.k):
             return self.select(torch.arange(len(self.lens), device="cpu"), free_slots)
@@ -175,8 +283,8 @@ class RaggedStore:
         kernels.move(entries, None, (new.k, new.v, new._device_starts), self.scores, self.positions, extra)
         return new
 
+    @override
     def drop_padding(self, padding: Tensor) -> "RaggedStore":
-        """A store without those appended tokens that are `padding` [B, appended]; itself if there are none."""
         dropped = self._all_padding()
         if not bool((padding & ~dropped).any()):
             return self
@@ -199,8 +307,8 @@ class RaggedStore:
     def _pools(self) -> list[Tensor]:
         return [pool for pool in (self.k, self.v, self.scores, self.positions) if pool is not None]
 
+    @override
     def state(self) -> dict[str, Tensor]:
-        """The compressed entries as tensors to be saved."""
         key, value = self.pack()
         return {"k": key, "v": value}
 
@@ -215,12 +323,12 @@ class RaggedStore:
         for pool, values in zip(self._pools(), (key, value, *extras), strict=False):
             pool[slots] = values.to(pool)
 
+    @override
     def nbytes(self) -> int:
-        """Bytes of storage."""
         return sum(pool.untyped_storage().nbytes() for pool in self._pools())
 
+    @override
     def entry_nbytes(self) -> int:
-        """Bytes of k and v of one entry as the model computes them."""
         return (self.k.shape[-1] + self.v.shape[-1]) * self.k.element_size()
 
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from lkv.cache.ragged_store import RaggedStore
-from lkv.cache.tiered_store import KVStore, TieredStore
+from lkv.cache.ragged_store import KVStore, RaggedStore
+from lkv.cache.tiered_store import TieredStore
 
 
 def check_store(state: dict[str, Tensor], lens: Tensor, width: int) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lkv.cache.quantization import check_width, code_width, quantize, rotation, to_dtype
-from lkv.cache.ragged_store import RaggedStore, StoreView, packed_starts, slot_indices
+from lkv.cache.ragged_store import KVStore, RaggedStore, StoreView, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
@@ -25,7 +26,7 @@ from lkv.utils import devices
 _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
 
 
-class TieredStore:
+class TieredStore(KVStore):
     """Compressed entries in up to two quantised tiers, and a `RaggedStore` of unquantised and of appended ones.
 
     All of them are stored in other coordinates: k as in `KeyBasis`, v rotated. Queries are transformed when they
@@ -95,40 +96,45 @@ class TieredStore:
         return tuple(tier.precision for tier in self.tiers)
 
     @property
+    @override
     def scores(self) -> Tensor | None:
-        """As `RaggedStore.scores`, of the entries that are not quantised; None if none are stored at all."""
         return self._rest.scores
 
     @property
+    @override
     def appended_tokens(self) -> int:
-        """As `RaggedStore.appended_tokens`."""
         return self._rest.appended_tokens
 
     @property
+    @override
     def counts(self) -> Tensor:
-        """As `RaggedStore.counts`."""
         return self.lens + (self._rest.counts - self._rest.lens)
 
     @property
+    @override
     def free_slots(self) -> int:
-        """As `RaggedStore.free_slots`."""
         return self._rest.free_slots
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """The dtype of appended k and v, and of restored ones."""
         return self._rest.dtype
 
+    @override
     def drop_scores(self) -> None:
-        """As `RaggedStore.drop_scores`."""
         self._rest.drop_scores()
         self.tiers = tuple(replace(tier, scores=None, positions=None) for tier in self.tiers)
 
+    @override
     def extend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: dict[Any, Any] | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """As `RaggedStore.extend`."""
+    ) -> Tensor:
         view, quantized = self._pools(), self._quantized
         if can_attend_quantized(query, *view, key, value, quantized=quantized):
             options: dict[str, Any] = {"quantized": quantized, "basis": self._basis, "sinks": sinks}
@@ -139,24 +145,25 @@ class TieredStore:
         self.count_appended(key.shape[2])
         return ragged_attention(query, *self.attention_view(), scale, sinks=sinks)
 
+    @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        """As `RaggedStore.append`."""
         k_pool, v_pool, starts, lens = self._pools()
         rows, basis = slice(row, row + 1), self._basis
         basis = basis._replace(mean=basis.mean[rows], scale=basis.scale[rows])
         append(key, value, k_pool, v_pool, starts[rows], lens[rows], basis)
 
+    @override
     def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """As `RaggedStore.attend_compressed`."""
         view, quantized = (*self._pools()[:3], self._device_compressed), self._quantized
         if not can_attend_quantized(query, *view, quantized=quantized):
             return self.restore(with_appended=False).attend_compressed(query, scale)
         return ragged_attention(query, *view, scale, causal=False, lse=True, quantized=quantized, basis=self._basis)
 
+    @override
     def attention_view(self) -> StoreView:
-        """As `RaggedStore.attention_view`, over pools restored for this call."""
         return self.restore().attention_view()
 
+    @override
     def restore(self, with_appended: bool = True) -> RaggedStore:
         """All entries as the model computes them; in each head those of the first tier come first.
 
@@ -221,12 +228,12 @@ class TieredStore:
                     pool[targets] = torch.where(stays, earlier[place], pool[targets])
         return new
 
+    @override
     def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
-        """As `RaggedStore.count_appended`."""
         self._rest.count_appended(tokens, padding)
 
+    @override
     def crop(self, tokens: int) -> None:
-        """As `RaggedStore.crop`."""
         self._rest.crop(tokens)
         self._count_on_device()
 
@@ -234,29 +241,29 @@ class TieredStore:
         (appended,) = devices.stack_to_device(self._rest.k.device, self._rest.counts - self._rest.lens)
         torch.add(self._device_compressed, appended, out=self._device_lens)
 
+    @override
     def drop_padding(self, padding: Tensor) -> "TieredStore":
-        """As `RaggedStore.drop_padding`; the quantised entries, which are never written to, are shared."""
         rest = self._rest.drop_padding(padding)
         return self if rest is self._rest else TieredStore(self.basis, self.tiers, rest)
 
+    @override
     def select(self, rows: Tensor, free_slots: int) -> "TieredStore":
-        """As `RaggedStore.select`."""
         tiers = tuple(tier.select(rows) for tier in self.tiers)
         return TieredStore(self.basis.select(rows), tiers, self._rest.select(rows, free_slots))
 
+    @override
     def select_heads(self, heads: slice) -> "TieredStore":
-        """As `RaggedStore.select_heads`."""
         tiers = tuple(tier.select((slice(None), heads)) for tier in self.tiers)
         return TieredStore(self.basis.select_heads(heads), tiers, self._rest.select_heads(heads))
 
+    @override
     def reallocate(self, free_slots: int) -> "TieredStore":
-        """As `RaggedStore.reallocate`; the quantised entries are shared."""
         # Steps count what they append in the lengths of this store alone.
         self._rest.count_on_device()
         return TieredStore(self.basis, self.tiers, self._rest.reallocate(free_slots))
 
+    @override
     def state(self) -> dict[str, Tensor]:
-        """As `RaggedStore.state`; `restore_state` takes it."""
         key, value = self._rest.pack()
         tensors = {"k": key, "v": value, "kept_unquantized": self._rest.lens, "key_basis": self.basis.tensor}
         for number, tier in enumerate(self.tiers):
@@ -315,13 +322,13 @@ class TieredStore:
             tiers.append(Tier(precision, state[name + "kept"], (key_codes, key_norms, value_codes, value_norms)))
         return cls(KeyBasis(state["key_basis"].to(like.device)), tuple(tiers), rest)
 
+    @override
     def nbytes(self) -> int:
-        """As `RaggedStore.nbytes`."""
         basis = self.basis.tensor.untyped_storage().nbytes()
         return basis + sum(tier.nbytes() for tier in self.tiers) + self._rest.nbytes()
 
+    @override
     def entry_nbytes(self) -> int:
-        """As `RaggedStore.entry_nbytes`."""
         return self._rest.entry_nbytes()
 
     def _pools(self) -> StoreView:
@@ -339,10 +346,6 @@ def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
     """The number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
     return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
-
-
-# A layer's entries, however they are stored.
-KVStore = RaggedStore | TieredStore
 
 
 def extend_padded(
