@@ -15,16 +15,16 @@ from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
-from lkv.cache.token_history import TokenHistory
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.hf.attention import patch_attention
-from lkv.hf.cache_layers import BaseCache, SlidingWindowLayer
-from lkv.hf.compiled import register_cache
+from lkv.hf.base_cache import BaseCache
+from lkv.hf.cache_layers import SlidingWindowLayer
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.positions import check_frequencies
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
+from lkv.hf.state import TokenHistory, register_cache
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT
 from lkv.methods.request import MAX_COUNT, CompressionRequest

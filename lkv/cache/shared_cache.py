@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.hf.base_cache import BaseCache
+from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.masks import expand_mask
 from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_attention
 

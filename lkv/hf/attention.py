@@ -1,14 +1,13 @@
 """LKV's attention function inside a transformers model, registered over the model's own.
 
 One layer of a forward pass runs as follows. The model's attention module calls `cache.update`; an LKV cache notes which
-layer returned which keys (`cache_layers.take_pending_layer`). The module then calls the registered attention function,
+layer returned which keys (`state.note_pending_layer`). The module then calls the registered attention function,
 which finds that layer by these keys and calls its `attend`. For any other cache it calls the model's own attention.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,17 +18,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.hf.cache_layers import (
-    NO_MASK,
-    AttentionCacheLayer,
-    has_pending_layer,
-    take_pending_layer,
-)
-from lkv.hf.compiled import extend, take_traced
-from lkv.hf.generate_hook import unwrap_generation, wrap_generation
+from lkv.hf.base_cache import NO_MASK
+from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.compiled import extend
+from lkv.hf.generate_hook import wrap_generation
 from lkv.hf.masks import KeyOffset, attend_prompt, key_mask
 from lkv.hf.model_spec import ModelSpec
-from lkv.hf.rotation import Rotation, layer_rotations
+from lkv.hf.rotation import layer_rotations
 from lkv.hf.spec import (
     attention_sinks,
     check_adapters,
@@ -38,35 +33,20 @@ from lkv.hf.spec import (
     sliding_windows,
     unwrap_model,
 )
+from lkv.hf.state import (
+    PatchedModel,
+    get_patch,
+    has_pending_layer,
+    set_patch,
+    take_pending_layer,
+    take_traced_layer,
+    unwrap_prepare_inputs,
+)
 
 _PREFIX = "lkv_"
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _BASES = ("sdpa", "eager", *_FLASH)
-_PATCH = "_lkv_patch"
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
-
-
-@dataclass(frozen=True)
-class PatchedModel:
-    """What LKV reads of a model when it patches its attention.
-
-    Attributes:
-        spec: The model's description, by which policies and saved contexts recognise it.
-        sliding_windows: The sliding window of each decoder layer; None for the full-attention layers that LKV evicts
-            from.
-        heads: The KV heads that this process computes (a part of them under tensor parallelism).
-        rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
-        sinks: The attention sinks of each full-attention layer, [Hq]; None where it has none.
-        config: The model's configuration object.
-    """
-
-    spec: ModelSpec
-    sliding_windows: tuple[int | None, ...]
-    heads: slice
-    rotations: tuple[Rotation | None, ...]
-    sinks: tuple[Tensor | None, ...]
-    config: Any
-    _configs: dict[int, PreTrainedConfig] = field(default_factory=dict, repr=False)  # those that were switched
 
 
 def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> PatchedModel:
@@ -89,7 +69,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     """
     check_adapters(model)
     model = unwrap_model(model)
-    patched: PatchedModel | None = getattr(model, _PATCH, None)
+    patched = get_patch(model)
     if patched is None or patched.config is not model.config:
         has_weights, spec = spec is None, spec or inspect_model(model)
         _check_implementation(model)  # before the model reads anything
@@ -103,7 +83,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
         )
     _register_attention(model, patched)
     wrap_generation(model)
-    setattr(model, _PATCH, patched)
+    set_patch(model, patched)
     return patched
 
 
@@ -116,13 +96,13 @@ def unpatch_attention(model: PreTrainedModel) -> None:
         model: The model that was given to `patch_attention`, or to `RaggedCache`, `compress` and so on.
     """
     model = unwrap_model(model)
-    patched: PatchedModel | None = getattr(model, _PATCH, None)
+    patched = get_patch(model)
     if patched is None:
         return
     for config in patched._configs.values():
         config._attn_implementation_internal = (config._attn_implementation or "").removeprefix(_PREFIX) or None
-    unwrap_generation(model)
-    delattr(model, _PATCH)
+    unwrap_prepare_inputs(model)
+    set_patch(model, None)
 
 
 @contextmanager
@@ -137,7 +117,7 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
     Yields:
         What was read of the model.
     """
-    was_patched = hasattr(unwrap_model(model), _PATCH)
+    was_patched = get_patch(unwrap_model(model)) is not None
     try:
         yield patch_attention(model)
     finally:
@@ -213,7 +193,7 @@ def _attention(
     caller = _FlashModule(module, base) if base in _FLASH else module
     stock = partial(function, caller, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    if torch.compiler.is_dynamo_compiling() and (traced := take_traced()) is not None:
+    if torch.compiler.is_dynamo_compiling() and (traced := take_traced_layer()) is not None:
         cache, index = traced
         _check_owner(cache.layers[index], module)
         is_stock = cache.layers[index].is_reading_prompt and not _would_need_mask(base, query, key, attention_mask)

@@ -5,45 +5,11 @@ model calls `lkv::extend` with the new q, k and v and a tensor that names the ca
 A prompt is one graph, and a decode step another, whatever the number of layers and of caches.
 """
 
-import itertools
-from typing import Any
-from weakref import WeakValueDictionary
-
 import torch
 from torch import Tensor
 
 from lkv.hf.masks import attend_prompt
-
-_caches: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_numbers = itertools.count()
-
-
-class _Traced:
-    """The cache and the layer whose `update` was traced last, until attention over it is."""
-
-    layer: tuple[Any, int] | None = None
-
-
-_traced = _Traced()
-
-
-def register_cache(cache: Any) -> Tensor:
-    """A tensor that names `cache` to the operators: a number would be compiled into the graph."""
-    number = next(_numbers)
-    _caches[number] = cache
-    with torch.inference_mode(False):
-        return torch.tensor([number], device="cpu")
-
-
-def note_traced(cache: Any, layer: int) -> None:
-    """Note that `cache.update` was traced for `layer`."""
-    _traced.layer = cache, layer
-
-
-def take_traced() -> tuple[Any, int] | None:
-    """The cache and the layer that attention is traced for; None where no LKV layer is waiting for it."""
-    noted, _traced.layer = _traced.layer, None
-    return noted
+from lkv.hf.state import registered_cache
 
 
 @torch.library.custom_op("lkv::extend", mutates_args=("name",))
@@ -66,7 +32,7 @@ def extend(
     def stock() -> Tensor:
         return attend_prompt(query, key, value, mask, scale) if prompt is None else prompt
 
-    out: Tensor = _caches[int(name)].compute_layer(layer, query, key, value, mask, scale, stock)
+    out: Tensor = registered_cache(name).compute_layer(layer, query, key, value, mask, scale, stock)
     # An operator may not return one of its inputs.
     result = out.clone() if prompt is not None and out is prompt else out
     return result.to(value.dtype).contiguous()
@@ -90,7 +56,7 @@ def _(
 @torch.library.custom_op("lkv::count_tokens", mutates_args=())
 def count_tokens(name: Tensor, layer: int) -> Tensor:
     """How many tokens a layer has read, as a tensor []; `name` as in `extend`."""
-    return torch.tensor(_caches[int(name)].layers[layer].get_seq_length(), device="cpu")
+    return torch.tensor(registered_cache(name).layers[layer].get_seq_length(), device="cpu")
 
 
 @count_tokens.register_fake

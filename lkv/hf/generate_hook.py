@@ -1,19 +1,16 @@
 """A hook into `generate` that announces the ids it is about to feed: a cache cannot learn them elsewhere."""
 
 from functools import wraps
-from types import MethodType
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
+from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument, find_cache
-from lkv.hf.cache_layers import BaseCache
 from lkv.hf.fingerprint import read_adapters
-
-_METHOD = "prepare_inputs_for_generation"
-_ORIGINAL = "_lkv_original"
+from lkv.hf.state import unwrapped_prepare_inputs, wrap_prepare_inputs
 
 
 def wrap_generation(model: PreTrainedModel) -> None:
@@ -22,10 +19,8 @@ def wrap_generation(model: PreTrainedModel) -> None:
     Only this model object's method is wrapped, not its class. `model` is the innermost model: PEFT's `generate` calls
     this object's `generate` in the end.
     """
-    inner = getattr(model, _METHOD)
-    function = getattr(inner, "__func__", None)
-    # A library may have replaced the method by something that is not bound to the model.
-    if function is None or hasattr(function, _ORIGINAL):
+    function = unwrapped_prepare_inputs(model)
+    if function is None:
         return
 
     @wraps(function)
@@ -45,20 +40,7 @@ def wrap_generation(model: PreTrainedModel) -> None:
             inputs |= cache_argument(cache)
         return inputs
 
-    setattr(prepare_inputs_for_generation, _ORIGINAL, vars(model).get(_METHOD))
-    setattr(model, _METHOD, MethodType(prepare_inputs_for_generation, model))
-
-
-def unwrap_generation(model: PreTrainedModel) -> None:
-    """Undo `wrap_generation`; a method that another library put on top of it stays."""
-    function = getattr(vars(model).get(_METHOD), "__func__", None)
-    if function is None or not hasattr(function, _ORIGINAL):
-        return
-    original = getattr(function, _ORIGINAL)
-    if original is None:
-        delattr(model, _METHOD)
-    else:
-        setattr(model, _METHOD, original)
+    wrap_prepare_inputs(model, prepare_inputs_for_generation)
 
 
 def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:

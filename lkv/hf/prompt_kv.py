@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
+from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache, SlidingWindowLayer
+from lkv.hf.cache_layers import AttentionCacheLayer, SlidingWindowLayer
 from lkv.hf.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
 from lkv.hf.spec import evaluation_mode, unwrap_model
 

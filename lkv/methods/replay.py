@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lkv.errors import PromptError
 from lkv.hf.attention import patch_attention
+from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import BaseCache
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.hf.spec import unwrap_model
 

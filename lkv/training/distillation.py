@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lkv.errors import TrainingError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
+from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import AttentionCacheLayer, BaseCache
+from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
 from lkv.hf.recompute import checkpoint_layers
 from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention

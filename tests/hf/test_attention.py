@@ -29,8 +29,8 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
 from lkv.hf.attention import attention_patched, patch_attention, unpatch_attention
-from lkv.hf.cache_layers import has_pending_layer
 from lkv.hf.spec import inspect_model, unwrap_model
+from lkv.hf.state import has_pending_layer
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.families import build
