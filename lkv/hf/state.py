@@ -1,8 +1,8 @@
 """State that LKV keeps beside the arguments of a forward pass, all of it here.
 
 transformers gives an attention function no cache, a cache no token ids, and a compiled graph no objects, so one call
-leaves a note for the next. (1) `BaseCache.update` notes in a thread-local which layer returned which keys; the attention
-function, called right afterwards, takes that layer. The key tensor itself must match: a note that an exception left
+leaves a note for the next. (1) `BaseCache.update` notes in a thread-local which layer returned which keys; the
+attention function, called right afterwards, takes that layer. The key tensor itself must match: a note that an exception left
 behind matches no later call. (2) While `torch.compile` traces, `update` notes the cache and the index of the layer
 instead. (3) Compiled operators find a cache by the number under which it is registered until it is freed. (4) What
 `patch_attention` read of a model is the model's attribute `_lkv_patch`; `unpatch_attention` removes it and (5) the
