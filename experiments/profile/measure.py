@@ -11,11 +11,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from experiments.bootstrap import bootstrap
 from experiments.profile.memory import Peak, measure_peak
+from lkv.cache.full_cache import kv_nbytes
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import kv_nbytes
 from lkv.hf.spec import unwrap_model
 from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy

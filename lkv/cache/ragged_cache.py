@@ -173,6 +173,11 @@ class RaggedCache(BaseCache):
         return not self.config.decode_eviction and not self.sliding_layers
 
     @property
+    def is_shareable(self) -> bool:
+        """Whether the rows of a `SharedCache` can continue the prompt."""
+        return self.is_rewindable
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the compressed prompt, 0 before it has ended."""
         return self.ragged_layers[-1].prompt_length

@@ -50,7 +50,7 @@ class Chat:
         self._context = context.fork()
         self._model, self._tokenizer, self._ids = context.model, context.tokenizer, list(context.ids)
         self.cache = self._context.cache
-        if not getattr(self.cache, "is_rewindable", False):
+        if not self.cache.is_shareable:
             raise CacheError("turns about this context could not be removed again; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
         self.answer_tokens, self.is_truncated = 0, False

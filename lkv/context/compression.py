@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.cache.cache_config import CacheConfig
+from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
@@ -140,7 +141,7 @@ def compress_ids(
     if chunk is not None:
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:
-        full = DynamicCache()
+        full = FullCache(model)
         with _report_layers(model, progress, len(ids)):
             _prefill(model, full, tensor, chunk)
         return Context(model, tokenizer, ids, full)
@@ -183,16 +184,19 @@ def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]
 
 
 def _prefill(
-    model: Any, cache: Cache, ids: Tensor, chunk: int | None, progress: Callable[[float], None] | None = None
+    model: Any,
+    cache: RaggedCache | FullCache,
+    ids: Tensor,
+    chunk: int | None,
+    progress: Callable[[float], None] | None = None,
 ) -> None:
     """Read `ids` [1, T] into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
     parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
     for number, part in enumerate(parts):
-        if progress is not None and isinstance(cache, RaggedCache):
+        if progress is not None:
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
         unwrap_model(model).base_model(input_ids=part, **cache_argument(cache), use_cache=True)
-    if isinstance(cache, RaggedCache):
-        cache.on_layer_start = None
+    cache.on_layer_start = None
 
 
 def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> AbstractContextManager[None]:

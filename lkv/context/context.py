@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.shared_cache import SharedCache
 from lkv.context import saved_context
@@ -31,7 +32,7 @@ from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.hf.attention import input_device
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import crop_to, kv_nbytes
+from lkv.hf.cache_layers import crop_to
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.positions import check_frequencies
 from lkv.hf.spec import max_positions, unwrap_model
@@ -51,7 +52,7 @@ class Context:
         model: The model that read the text.
         tokenizer: Its tokenizer.
         ids: Token ids of the text, the chat template before it included.
-        cache: The RaggedCache, or the DynamicCache of an uncompressed context.
+        cache: The RaggedCache, or the FullCache of an uncompressed context.
         metadata: How the text was compressed; saved with the context. Empty for an uncompressed one.
         answer_tokens: Tokens of the last answer, or of all answers of a batch.
         is_truncated: Whether the last answer, or one of a batch, ended only because it reached its longest length.
@@ -62,16 +63,16 @@ class Context:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         ids: list[int],
-        cache: Cache,
+        cache: RaggedCache | FullCache,
         metadata: dict[str, Any] | None = None,
     ):
         self.model, self.tokenizer, self.ids = model, tokenizer, ids
-        self.cache = cache
+        self.cache: RaggedCache | FullCache = cache
         self.metadata = metadata or {}
         self.answer_tokens = 0
         self.is_truncated = False
         self._lock, self._is_answering = threading.RLock(), False
-        self._adapters = cache.adapters if isinstance(cache, RaggedCache) else read_adapters(unwrap_model(model))
+        self._adapters = cache.adapters
 
     @property
     def tokens(self) -> int:
@@ -80,15 +81,15 @@ class Context:
 
     def nbytes(self) -> int:
         """Bytes of the k and v tensors, free slots included."""
-        return self.cache.nbytes() if isinstance(self.cache, RaggedCache) else kv_nbytes(self.cache)
+        return self.cache.nbytes()
 
     def full_nbytes(self) -> int:
         """Bytes of k and v that an uncompressed cache takes for the same tokens."""
-        return self.cache.full_nbytes() if isinstance(self.cache, RaggedCache) else kv_nbytes(self.cache)
+        return self.cache.full_nbytes()
 
     def realised_retention(self) -> float:
         """Kept KV entries divided by all: the retention that was requested, as it came out."""
-        return self.cache.realised_retention() if isinstance(self.cache, RaggedCache) else 1.0
+        return self.cache.realised_retention()
 
     def rewind(self) -> None:
         """Remove everything after the text from the cache; `ask` does so itself."""
@@ -144,8 +145,7 @@ class Context:
         if "streamer" in generation:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
         # Assisted decoding takes one row at a time.
-        is_alone = not isinstance(self.cache, RaggedCache) or not self.cache.is_rewindable
-        if is_alone or is_assisted(self.model, generation):
+        if not self.cache.is_shareable or is_assisted(self.model, generation):
             answers, truncated = [], False
             for ids in questions:
                 answers.append(self.complete(ids, max_new_tokens, **generation))
@@ -205,13 +205,13 @@ class Context:
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     @contextmanager
-    def working_cache(self) -> Iterator[Cache]:
+    def working_cache(self) -> Iterator[RaggedCache | FullCache]:
         """A cache of the text alone, for model(...) or model.generate(...) in the block.
 
         It is the context's own, cropped to the text before and after, or a copy if that cannot be cropped.
         """
         with self._exclusive():
-            if isinstance(self.cache, RaggedCache) and not self.cache.is_rewindable:
+            if not self.cache.is_rewindable:
                 yield self.cache.fork()
                 return
             crop_to(self.cache, self.tokens)
@@ -232,7 +232,7 @@ class Context:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
         # Neither the model nor the lock can or should be copied.
         with self._lock:
-            cache = self.cache.fork() if isinstance(self.cache, RaggedCache) else copy.deepcopy(self.cache)
+            cache = self.cache.fork()
         return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.metadata))
 
     def save(self, path: str | os.PathLike[str]) -> None:

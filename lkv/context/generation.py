@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 
-from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.full_cache import FullCache
 from lkv.errors import CacheError, PromptError
 from lkv.hf.attention import input_device
 from lkv.hf.cache_argument import NAMES, cache_argument
@@ -49,7 +49,7 @@ def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
     counts = [_requested(options, name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in counts):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
-    if not isinstance(cache, RaggedCache) and is_assisted(model, options):
+    if isinstance(cache, FullCache) and is_assisted(model, options):
         raise CacheError(
             "transformers' assisted decoding fails on an uncompressed cache that holds a text; leave "
             f"{' and '.join(_ASSISTED)} out, or use a method that compresses."

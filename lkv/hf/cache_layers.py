@@ -117,11 +117,6 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
-def kv_nbytes(cache: Any) -> int:
-    """Bytes of storage behind the k and v of one of transformers' own caches."""
-    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
-
-
 def crop_to(cache: Any, length: int) -> None:
     """Cut every layer of `cache`, LKV's or transformers' own, back to its first `length` tokens.
 

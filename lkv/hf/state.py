@@ -2,10 +2,10 @@
 
 transformers gives an attention function no cache, a cache no token ids, and a compiled graph no objects, so one call
 leaves a note for the next. (1) `BaseCache.update` notes in a thread-local which layer returned which keys; the
-attention function, called right afterwards, takes that layer. The key tensor itself must match: a note that an exception left
-behind matches no later call. (2) While `torch.compile` traces, `update` notes the cache and the index of the layer
-instead. (3) Compiled operators find a cache by the number under which it is registered until it is freed. (4) What
-`patch_attention` read of a model is the model's attribute `_lkv_patch`; `unpatch_attention` removes it and (5) the
+attention function, called right afterwards, takes that layer. The key tensor itself must match: a note that an
+exception left behind matches no later call. (2) While `torch.compile` traces, `update` notes the cache and the index of
+the layer instead. (3) Compiled operators find a cache by the number under which it is registered until it is freed. (4)
+What `patch_attention` read of a model is the model's attribute `_lkv_patch`; `unpatch_attention` removes it and (5) the
 wrapper of `prepare_inputs_for_generation`, which remembers the method that it replaced. (6) The wrapper announces token
 ids to the cache, whose `TokenHistory` keeps them until the forward pass that reads them. `override_method` (in
 `utils/overrides.py`) replaces further methods for the duration of a `with` block.

@@ -259,7 +259,7 @@ class LKVLM(HFLM):
             return
         own = context.cache
         # A question's free slots would be counted as bytes of the next one's context.
-        slots = own.temporary_slots() if isinstance(own, RaggedCache) and own.is_rewindable else nullcontext()
+        slots = own.temporary_slots() if own.is_rewindable else nullcontext()
         with slots, context.working_cache() as cache:
             yield cache_argument(cache)
 

@@ -5,7 +5,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.generation import answer_length
 from lkv.errors import BusyError
@@ -129,7 +128,7 @@ class AnswerQueue:
             if cache is None:
                 # Without a context a short conversation would get the rotations of a long one.
                 rows = 1 if self._is_rope_by_length else rows
-            elif not (isinstance(cache, RaggedCache) and cache.is_rewindable):
+            elif not cache.is_shareable:
                 rows = 1
             longest = len(batch[0].row)
             while waiting and len(batch) < rows and not (batch[0].is_retried or waiting[0].is_retried):

@@ -16,7 +16,6 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.generation import end_tokens, generate, longest_answer
 from lkv.serving.answer import Answer
 from lkv.serving.answer_queue import AnswerQueue
@@ -108,7 +107,7 @@ class AnswerWorker(AnswerQueue):
             generate(self.model, self.tokenizer, rows, 0, cache, **options)
         elif len(rows) == 1:
             # The answer is appended to the context's own cache, whose size counts while it stays in memory.
-            with context.cache.temporary_slots() if isinstance(context.cache, RaggedCache) else nullcontext():
+            with context.cache.temporary_slots():
                 context.complete(rows[0], **options)
         else:
             context.batch_complete(rows, **options)
