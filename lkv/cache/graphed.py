@@ -1,26 +1,26 @@
 """Decode steps as one CUDA graph, captured once and replayed for each token (`RaggedCache.graphed`).
 
-Lengths, positions and pools are on the device, and the kernels count there what they append. So a step captured is a
-step of any length, and a replay spares the host what a step otherwise costs it: a launch of every kernel of the model.
+Lengths, positions and pools are on the device, and the kernels count there what they append. So a captured
+step is a step of any length. Replay avoids kernel-launch overhead.
 """
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lkv.cache.cache_config import CacheConfig
+from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_store import KVStore
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
+from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.ragged_attention import can_replay
 from lkv.utils import devices
-
-if TYPE_CHECKING:
-    from lkv.cache.ragged_cache import RaggedCache
 
 # The values under which a captured step may ignore these arguments; with any others the model runs as usual.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -33,7 +33,33 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 _READ = ("input_ids", "position_ids", "attention_mask", *NAMES, "cache_position")
 
 
-def graphed_forward(model: PreTrainedModel, cache: "RaggedCache", tokens: int) -> Callable[..., Any]:
+class ReplayableCache(Protocol):
+    """What a captured step uses of a `RaggedCache`."""
+
+    spec: ModelSpec
+    config: CacheConfig
+    ragged_layers: list[RaggedLayer]
+    on_layer_start: Callable[[int], None] | None
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the compressed prompt, 0 before it has ended."""
+
+    @property
+    def sliding_layers(self) -> Sequence[Any]:
+        """The layers that are not evicted from."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens read so far."""
+
+    def begin_pass(self, rows: int, new: int) -> None:
+        """Note a forward pass of `new` tokens in each of `rows` rows."""
+
+    def discarded_steps(self) -> AbstractContextManager[dict[Any, Any]]:
+        """Forget the decode steps of a `with` block; yields the work buffers that they use."""
+
+
+def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int) -> Callable[..., Any]:
     """`model.forward`, but that decode steps of `cache` are replayed: of at most `tokens` tokens after the prompt."""
     step, plain = GraphedStep(model, cache, tokens), model.forward
 
@@ -58,7 +84,7 @@ class GraphedStep:
     It keeps references to the stores and buffers that the graph points to, so that their memory is not reused.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: "RaggedCache", tokens: int):
+    def __init__(self, model: PreTrainedModel, cache: ReplayableCache, tokens: int):
         """`tokens`: for how many tokens each head gets free slots when the step is captured."""
         self._cache, self._tokens = cache, tokens
         self._refusal = _lasting_refusal(model, cache)
@@ -66,7 +92,7 @@ class GraphedStep:
         self._stores: list[KVStore] | None = None
 
     def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Why this call of the model is no step that can be replayed, in one sentence; None where it is one."""
+        """Return why this call cannot be replayed, in one sentence, or None."""
         cache, ids = self._cache, kwargs.get("input_ids")
         if self._refusal is not None:
             return self._refusal
@@ -103,8 +129,6 @@ class GraphedStep:
         if self._stores is not None:
             return None
         cache, ids = self._cache, kwargs["input_ids"]
-        shared, history = cache.shared, copy.copy(cache._history)
-        kept_buffers, shared.buffers = shared.buffers, {}
         with torch.inference_mode(False):
             self._ids, self._positions = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.long)
         self._positions.fill_(cache.get_seq_length())
@@ -112,22 +136,16 @@ class GraphedStep:
         def step() -> Any:
             return plain(input_ids=self._ids, position_ids=self._positions, **cache_argument(cache), use_cache=True)
 
-        appended = _stores(cache)[0].appended_tokens
         try:
-            for layer in cache.ragged_layers:
-                layer.reserve(max(self._tokens, devices.STEPS_OF_CAPTURE))
-            stores = _stores(cache)
-            self._replay, self._output = devices.capture(step, ids.device)
-            self._stores = stores
+            # The steps that prepare the capture are no tokens of the text.
+            with cache.discarded_steps() as self._buffers:
+                for layer in cache.ragged_layers:
+                    layer.reserve(max(self._tokens, devices.STEPS_OF_CAPTURE))
+                stores = [layer.store for layer in cache.ragged_layers if layer.store is not None]
+                self._replay, self._output = devices.capture(step, ids.device)
+                self._stores = stores
         except Exception as error:
             self._refusal = f"it could not be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
-        finally:
-            # The steps that prepared the capture were no tokens of the text.
-            for layer, store in zip(cache.ragged_layers, _stores(cache), strict=True):
-                layer.pending_key = None
-                store.crop(store.appended_tokens - appended)
-            cache._history = history
-            self._buffers, shared.buffers = shared.buffers, kept_buffers
         return self._refusal
 
     def replay(self, kwargs: dict[str, Any]) -> Any:
@@ -146,15 +164,11 @@ class GraphedStep:
         return type(output)(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in output.items()})
 
 
-def _stores(cache: "RaggedCache") -> list[KVStore]:
-    return [layer.store for layer in cache.ragged_layers if layer.store is not None]
-
-
 def _is_default(name: str, value: Any) -> bool:
     return value is None or (isinstance(value, int) and value in _DEFAULTS.get(name, ()))
 
 
-def _lasting_refusal(model: PreTrainedModel, cache: "RaggedCache") -> str | None:
+def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | None:
     """Why no step of `cache` can be captured, in one sentence; None if it can."""
     weights = next(model.parameters())
     if not devices.can_capture(weights.device):

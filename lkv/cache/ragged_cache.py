@@ -356,6 +356,22 @@ class RaggedCache(BaseCache):
                 layer.release(count)
 
     @contextmanager
+    def discarded_steps(self) -> Iterator[dict[Any, Any]]:
+        """Forget the decode steps of a `with` block, which only prepare others.
+
+        Yields:
+            The work buffers of these steps, which no other step uses.
+        """
+        length, history, buffers = self.get_seq_length(), copy.copy(self._history), self.shared.buffers
+        self.shared.buffers = {}
+        try:
+            yield self.shared.buffers
+        finally:
+            for layer in self.ragged_layers:
+                layer.crop(length - layer.get_seq_length())
+            self._history, self.shared.buffers = history, buffers
+
+    @contextmanager
     def graphed(self, model: PreTrainedModel, max_new_tokens: int = 512) -> Iterator[None]:
         """Replay the decode steps of a `with` block as one CUDA graph.
 
