@@ -68,8 +68,8 @@ class RaggedLayer(AttentionCacheLayer):
         return self._context.sinks
 
     @property
-    def kept_counts(self) -> Tensor:
-        """How many entries eviction left, [B, H]."""
+    def lens(self) -> Tensor:
+        """Entries that eviction left to each row and head, int64 [B, H] on the CPU."""
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
     @property
@@ -85,7 +85,7 @@ class RaggedLayer(AttentionCacheLayer):
     @property
     def row_count(self) -> int:
         """Rows of the batch, 0 before anything was read."""
-        return len(self.kept_counts) if self._buffer is None else self._buffer.key.shape[0]
+        return len(self.lens) if self._buffer is None else self._buffer.key.shape[0]
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens read so far, evicted ones included."""
@@ -362,7 +362,7 @@ class RaggedLayer(AttentionCacheLayer):
             raise CacheError("there is no compressed prompt to save, or tokens that followed it were evicted with it.")
         counts = {"real": self.real_tokens, "length": [self.prompt_length]}
         tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
-        return {**self.store.state(), "kept": self.kept_counts, **tensors}
+        return {**self.store.state(), "kept": self.lens, **tensors}
 
     def restore(self, state: dict[str, Tensor], like: Tensor, has_free_slots: bool) -> None:
         """Load what `state` returned, on the device and in the dtype of `like`, with free slots for tokens to come."""
@@ -382,7 +382,7 @@ class RaggedLayer(AttentionCacheLayer):
         """Bytes of k and v of all tokens, had none been evicted."""
         if self.store is None:
             return self._buffer_nbytes(with_queries=False)
-        return self.kept_counts.numel() * self.get_seq_length() * self.store.entry_nbytes()
+        return self.lens.numel() * self.get_seq_length() * self.store.entry_nbytes()
 
     def _buffer_nbytes(self, with_queries: bool) -> int:
         if self._buffer is None:

@@ -221,7 +221,7 @@ class RaggedCache(BaseCache):
             if self.sliding_layers:
                 fix = "continue from a fork() made before, or reset() and read the prompt again"
             raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {fix}.")
-        own_rows = len(self.ragged_layers[0].kept_counts)
+        own_rows = len(self.ragged_layers[0].lens)
         if own_rows and rows != own_rows:
             raise CacheError(
                 f"this cache has {own_rows} rows, but {rows} were given; call batch_repeat_interleave(n) for n "
@@ -404,12 +404,12 @@ class RaggedCache(BaseCache):
 
     def kept_counts(self) -> list[list[int]]:
         """Return how many entries eviction left to each head, `[L][H]`, summed over the batch."""
-        return [layer.kept_counts.sum(0).tolist() for layer in self.ragged_layers]
+        return [layer.lens.sum(0).tolist() for layer in self.ragged_layers]
 
     def realised_retention(self) -> float:
         """Return the entries that eviction left divided by those it chose from (padding does not count)."""
-        kept_entries = sum(int(layer.kept_counts.sum()) for layer in self.ragged_layers)
-        total = sum(sum(layer.real_tokens) * layer.kept_counts.shape[1] for layer in self.ragged_layers)
+        kept_entries = sum(int(layer.lens.sum()) for layer in self.ragged_layers)
+        total = sum(sum(layer.real_tokens) * layer.lens.shape[1] for layer in self.ragged_layers)
         return kept_entries / total if total else 1.0
 
     def nbytes(self) -> int:

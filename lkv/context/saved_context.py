@@ -51,7 +51,7 @@ _METADATA: dict[str, tuple[type, ...]] = {
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
-    if cache.ragged_layers[0].kept_counts.shape[1] != cache.spec.kv_heads:
+    if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
     states = enumerate(layer.state() for layer in cache.ragged_layers)
     tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}

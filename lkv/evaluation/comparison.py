@@ -263,7 +263,7 @@ class MethodComparison:
 
     def kept_entries(self) -> list[int]:
         """How many of the prompt's KV entries each method keeps, over all layers and heads."""
-        return torch.stack([layer.kept_counts for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
+        return torch.stack([layer.lens for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
 
     def nbytes(self) -> int:
         """The bytes of k and v of all rows, without sliding windows, from which nothing is evicted."""
@@ -271,7 +271,7 @@ class MethodComparison:
 
     def realised_retentions(self) -> list[float]:
         """The share of the prompt's KV entries that each method keeps."""
-        entries = sum(layer.kept_counts.shape[1] for layer in self._cache.ragged_layers) * self._prompt_tokens
+        entries = sum(layer.lens.shape[1] for layer in self._cache.ragged_layers) * self._prompt_tokens
         return [count / entries for count in self.kept_entries()]
 
     @torch.no_grad()

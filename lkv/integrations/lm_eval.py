@@ -292,8 +292,8 @@ def check_size(context: Context, max_retention: float, task: str) -> None:
     entry_nbytes = 2 * cache.spec.head_dim * context.model.dtype.itemsize
     allowed_nbytes = 0
     for layer in cache.ragged_layers:
-        kept_entries = int(layer.kept_counts.sum())
-        heads = layer.kept_counts.numel()
+        kept_entries = int(layer.lens.sum())
+        heads = layer.lens.numel()
         slack = heads * cache.config.slack_for(-(-kept_entries // heads), context.model.device)
         allowed_nbytes += (kept_entries + slack) * entry_nbytes
     nbytes = sum(layer.nbytes() for layer in cache.ragged_layers)

@@ -41,10 +41,10 @@ def test_a_padded_batch_equals_its_rows_alone(lengths, seed, implementation):
             torch.testing.assert_close(mine[row], theirs[0], atol=tolerance, rtol=tolerance)
         # Budgets come from the real length; padding is not stored.
         for layer, own in zip(cache.ragged_layers, alone.ragged_layers, strict=True):
-            assert torch.equal(layer.kept_counts[row], own.kept_counts[0])
+            assert torch.equal(layer.lens[row], own.lens[0])
     if len(texts) == 1:
         return
-    kept = sum(int(layer.kept_counts.sum()) for layer in cache.ragged_layers)
+    kept = sum(int(layer.lens.sum()) for layer in cache.ragged_layers)
     assert cache.realised_retention() == pytest.approx(kept / (6 * sum(lengths)))
     entries = kept + 6 * len(texts) * 5  # the last generated token is never fed
     stored = cache.nbytes() / model.lm_head.weight.element_size() / 16
@@ -120,7 +120,7 @@ def test_a_prompt_in_parts_is_evicted_when_it_has_ended(parts, seed, batch, quer
         place += size
     assert cache.get_seq_length() == cache.prompt_length == tokens
     for mine, theirs in zip(cache.ragged_layers, whole.ragged_layers, strict=True):
-        assert torch.equal(mine.kept_counts, theirs.kept_counts)
+        assert torch.equal(mine.lens, theirs.lens)
         torch.testing.assert_close(mine.store.pack(), theirs.store.pack(), atol=1e-11, rtol=1e-11)
     after = [model(text[:, tokens:], past_key_values=c, use_cache=True).logits for c in (cache, whole)]
     torch.testing.assert_close(*after, atol=1e-10, rtol=1e-10)
@@ -149,7 +149,7 @@ def test_generate_reads_a_padded_prompt_in_chunks(policy, stock_chunks):
         for prompt_tokens, how in ((None, {}), (30, {"prefill_chunk_size": 7})):
             cache = RaggedCache(model, prompt_tokens=prompt_tokens, **options)
             outs.append(model.generate(**batch, past_key_values=cache, max_new_tokens=6, do_sample=False, **how))
-            kept.append(torch.stack([layer.kept_counts for layer in cache.ragged_layers]))
+            kept.append(torch.stack([layer.lens for layer in cache.ragged_layers]))
         assert torch.equal(*outs) and torch.equal(*kept)
 
 

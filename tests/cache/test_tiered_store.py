@@ -234,7 +234,7 @@ def test_it_equals_a_cache_of_the_values_it_stands_for(storage, slack, seed, str
             change(cache), change(twin)
             for each in (lambda c: c, lambda c: c.fork()):
                 caches = each(cache), each(twin)
-                new = text[:1, 30:34].expand(len(cache.ragged_layers[0].kept_counts), -1)
+                new = text[:1, 30:34].expand(len(cache.ragged_layers[0].lens), -1)
                 outs = [model(new, past_key_values=c, use_cache=True).logits for c in caches]
                 torch.testing.assert_close(*outs, atol=2e-4, rtol=2e-4)
                 assert caches[0].get_seq_length() == caches[1].get_seq_length()

@@ -115,8 +115,8 @@ def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, t
     expected, plain, rows = evaluated(on_fake, tmp_path / "a.jsonl", methods), RaggedLayer._make_space, []
 
     def make_room(self, *given):
-        rows.append(len(self.kept_counts))
-        if len(self.kept_counts) > 2 and self._context.index == 1:
+        rows.append(len(self.lens))
+        if len(self.lens) > 2 and self._context.index == 1:
             monkeypatch.setattr(self.store, "reallocate", out_of_memory)
         return plain(self, *given)
 

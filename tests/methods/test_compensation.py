@@ -156,7 +156,7 @@ def test_the_cache_holds_the_compensated_entries():
         model(text, past_key_values=either)
     prompt = read_prompt(model, text, queries=True)
     for layer, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
-        assert torch.equal(before.kept_counts, after.kept_counts)
+        assert torch.equal(before.lens, after.lens)
         queries = compensation.reference_queries(prompt[layer])[0]
         for number in range(2):
             k, v = before.store.head_entries(0, number)
@@ -174,7 +174,7 @@ def test_padded_chunked_filled_and_compared_alike():
     question = ids(1, 5, 2)
 
     def logits(cache):
-        return model(question.expand(len(cache.ragged_layers[0].kept_counts), -1), past_key_values=cache).logits
+        return model(question.expand(len(cache.ragged_layers[0].lens), -1), past_key_values=cache).logits
 
     alone = []
     for text in texts:

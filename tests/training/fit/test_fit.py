@@ -130,7 +130,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     inputs = torch.tensor([ids(8, 100)])
     cached = lkv.RaggedCache(model, retention=0.3)
     model.generate(inputs, past_key_values=cached, max_new_tokens=2, do_sample=False)
-    assert cached.ragged_layers[0].kept_counts.sum() > 0
+    assert cached.ragged_layers[0].lens.sum() > 0
     assert main(["policies"]) == 0 and "fitted    here in" in capsys.readouterr().out
     # The budgets and scores that it was given are not those of a policy that knows nothing.
     text = sample(9)
