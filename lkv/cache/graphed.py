@@ -46,7 +46,7 @@ class ReplayableCache(Protocol):
         """Tokens of the compressed prompt, 0 before it has ended."""
 
     @property
-    def sliding_layers(self) -> Sequence[Any]:
+    def other_layers(self) -> Sequence[Any]:
         """The layers that are not evicted from."""
 
     def get_seq_length(self) -> int:
@@ -175,7 +175,7 @@ def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | No
         return f"the model is on {weights.device.type!r}, but CUDA graphs need a CUDA device."
     if len({weight.device for weight in model.parameters()}) > 1:
         return "the model is spread over several devices."
-    if cache.sliding_layers:
+    if cache.other_layers:
         return "the model has sliding-window layers, which lie elsewhere after every token."
     if any(layer.sinks is not None for layer in cache.ragged_layers):
         return "the model has attention sinks, which are not joined by the kernel."

@@ -15,10 +15,11 @@ from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.quantization import check_width
+from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, PromptError, RetentionError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
-from lkv.hf.cache_layers import SlidingWindowLayer
+from lkv.hf.cache_layers import OtherLayer, SlidingWindowLayer
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.positions import check_frequencies
@@ -163,14 +164,15 @@ class RaggedCache(BaseCache):
             layer.model_config = model.config.get_text_config(decoder=True)
 
     @property
-    def sliding_layers(self) -> list[SlidingWindowLayer]:
+    def other_layers(self) -> list[OtherLayer]:
         """The layers that are not evicted from, in order."""
-        return [layer for layer in self.layers if isinstance(layer, SlidingWindowLayer)]
+        layers: list[Any] = self.layers
+        return [layer for layer in layers if not isinstance(layer, RaggedLayer)]
 
     @property
     def is_rewindable(self) -> bool:
         """Whether `rewind` works: tokens after the prompt can be cut off again."""
-        return not self.config.decode_eviction and not self.sliding_layers
+        return not self.config.decode_eviction and not self.other_layers
 
     @property
     def is_shareable(self) -> bool:
@@ -215,10 +217,11 @@ class RaggedCache(BaseCache):
 
     def _check_pass(self, rows: int, tokens: int) -> None:
         """Check a forward pass with `rows` rows, after which the text has `tokens` tokens."""
-        lengths = {layer.get_seq_length() for layer in (*self.ragged_layers, *self.sliding_layers)}
+        layers: list[Any] = self.layers
+        lengths = {layer.get_seq_length() for layer in layers}
         if len(lengths) > 1 or len({layer.prompt_length for layer in self.ragged_layers}) > 1:
             fix = "call rewind() if the prompt was complete, else reset() and read the prompt again"
-            if self.sliding_layers:
+            if self.other_layers:
                 fix = "continue from a fork() made before, or reset() and read the prompt again"
             raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {fix}.")
         own_rows = len(self.ragged_layers[0].lens)
@@ -289,7 +292,7 @@ class RaggedCache(BaseCache):
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
         self.is_assisted = True
-        for layer in self.sliding_layers:
+        for layer in self.other_layers:
             layer.activate_past_recording()
 
     def fill(self, prompt: list[LayerKV]) -> None:
@@ -340,7 +343,7 @@ class RaggedCache(BaseCache):
             CacheError: If some of them were evicted, or if the model has sliding-window layers, which have dropped what
                 they would need.
         """
-        if self.sliding_layers:
+        if self.other_layers:
             raise CacheError("sliding layers cannot be cut back to the prompt; continue from a fork() made before.")
         for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())
@@ -414,30 +417,23 @@ class RaggedCache(BaseCache):
 
     def nbytes(self) -> int:
         """Return the bytes of k and v storage, free slots and sliding windows included."""
-        return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
+        return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.other_layers)
 
     def full_nbytes(self) -> int:
         """Return the bytes that an uncompressed cache would need for the same tokens, sliding windows included."""
-        return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.sliding_layers)
+        return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.other_layers)
 
-    def sliding_state(self) -> dict[str, Tensor]:
-        """Return k and v [B, H, T, d] of the last tokens in each sliding-window layer, to be saved."""
-        states = enumerate(layer.state() for layer in self.sliding_layers)
-        return {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
+    def other_state(self) -> dict[str, Tensor]:
+        """Return what the other layers store, as tensors to be saved."""
+        return number_tensors(layer.state() for layer in self.other_layers)
 
-    def restore_sliding(self, state: dict[str, Tensor], tokens: int, likes: Sequence[Tensor]) -> None:
-        """Load what `sliding_state` returned after `tokens` tokens of one text.
+    def restore_other(self, state: dict[str, Tensor], tokens: int, likes: Sequence[Tensor]) -> None:
+        """Load what `other_state` returned after `tokens` tokens of one text.
 
         Each layer gets the dtype and device of its tensor in `likes`.
 
-        Raises KeyError or ValueError for what such layers cannot have returned.
+        Raises ValueError for what such layers cannot have returned.
         """
-        layers, names = self.sliding_layers, ("sliding_k", "sliding_v")
-        if len(state) != len(names) * len(layers):
-            raise ValueError(f"it has {len(state)} tensors of {len(layers)} sliding layers")
-        for index, (layer, like) in enumerate(zip(layers, likes, strict=True)):
-            shape = (1, self.spec.kv_heads, min(tokens, layer.sliding_window - 1), self.spec.head_dim)
-            window = {name: state[f"{name}.{index}"] for name in names}
-            if any(tuple(x.shape) != shape or not x.is_floating_point() for x in window.values()):
-                raise ValueError(f"k and v of its sliding layer {index} are not {shape}")
-            layer.restore(window, tokens, like)
+        parts = split_numbered(state, len(likes))
+        for layer, part, like in zip(self.other_layers, parts, likes, strict=True):
+            layer.restore(part, tokens, self.spec, like)

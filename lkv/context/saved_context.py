@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lkv.cache.layer import check_state
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, ContextFileError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.model_spec import ModelSpec
@@ -53,9 +54,8 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
     if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
-    states = enumerate(layer.state() for layer in cache.ragged_layers)
-    tensors = {f"{name}.{index}": tensor for index, state in states for name, tensor in state.items()}
-    return tensors | cache.sliding_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+    tensors = number_tensors(layer.state() for layer in cache.ragged_layers)
+    return tensors | cache.other_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
@@ -103,19 +103,14 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     """A cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
-    likes = dict(zip(cache.layers, _empty_tensors(model, len(cache.layers)), strict=True))
+    likes: dict[Any, Tensor] = dict(zip(cache.layers, _empty_tensors(model, len(cache.layers)), strict=True))
     sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
-    states: list[dict[str, Tensor]] = [{} for _ in cache.ragged_layers]
-    for name, tensor in tensors.items():
-        field, _, index = name.rpartition(".")
-        if index not in map(str, range(len(states))):
-            raise ValueError(f"its tensor {name!r} belongs to no layer")
-        states[int(index)][field] = tensor
+    states = split_numbered(tensors, len(cache.ragged_layers))
     for layer, state in zip(cache.ragged_layers, states, strict=True):
         check_state(state, len(ids), cache.spec)
         # Without free slots a memory budget holds here, too, until the first question.
         layer.restore(state, likes[layer], has_free_slots=metadata["memory"] is None)
-    cache.restore_sliding(sliding, len(ids), [likes[layer] for layer in cache.sliding_layers])
+    cache.restore_other(sliding, len(ids), [likes[layer] for layer in cache.other_layers])
     cache.ids = torch.tensor([ids], device=input_device(model))
     return cache
 

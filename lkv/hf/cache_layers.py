@@ -3,12 +3,13 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from lkv.errors import CacheError
+from lkv.hf.model_spec import ModelSpec
 
 
 class AttentionCacheLayer(CacheLayerMixin):
@@ -70,6 +71,38 @@ class AttentionCacheLayer(CacheLayerMixin):
         return self.get_max_length()
 
 
+class OtherLayer(Protocol):
+    """A layer that nothing is evicted from, beside those of a `RaggedCache` that are evicted from."""
+
+    def get_seq_length(self) -> int:
+        """Return the number of tokens read so far."""
+
+    def activate_past_recording(self) -> None:
+        """Prepare for assisted decoding, which cuts off rejected tokens."""
+
+    def fork(self) -> "OtherLayer":
+        """Return a copy that continues independently."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is stored, as tensors to be saved. Raises CacheError where no text was read."""
+
+    def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
+        """Load what `state` returned for one text.
+
+        Args:
+            state: The tensors.
+            tokens: The length of the text.
+            spec: The description of the model.
+            like: A tensor of the dtype and on the device to store them in.
+
+        Raises:
+            ValueError: For tensors that `state` cannot have returned.
+        """
+
+    def nbytes(self) -> int:
+        """Return the bytes of storage."""
+
+
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer of transformers, for caches in which other layers are evicted from."""
 
@@ -96,7 +129,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         self.is_initialized, self.cumulative_length = False, 0
 
     def fork(self) -> "SlidingWindowLayer":
-        """A copy that continues independently; its tensors are replaced, never written to."""
+        """Return a copy that continues independently: tensors are replaced, never written to."""
         return copy.copy(self)
 
     def state(self) -> dict[str, Tensor]:
@@ -105,8 +138,12 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
             raise CacheError("there is no text in a sliding layer to save; read one first.")
         return {"sliding_k": self.keys, "sliding_v": self.values}
 
-    def restore(self, state: dict[str, Tensor], tokens: int, like: Tensor) -> None:
-        """Load what `state` returned after `tokens` tokens, on the device and in the dtype of `like`."""
+    def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
+        """Load what `state` returned for one text; see `OtherLayer`."""
+        shape = (1, spec.kv_heads, min(tokens, self.sliding_window - 1), spec.head_dim)
+        is_whole = state.keys() == {"sliding_k", "sliding_v"}
+        if not is_whole or any(tuple(x.shape) != shape or not x.is_floating_point() for x in state.values()):
+            raise ValueError(f"k and v of a sliding layer are not {shape}")
         self.lazy_initialization(like, like)
         self.keys, self.values = state["sliding_k"].to(like), state["sliding_v"].to(like)
         self.cumulative_length = tokens
