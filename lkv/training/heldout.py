@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lkv.errors import LkvError
-from lkv.hf.attention import patch_attention
-from lkv.methods.base import MethodInputs
-from lkv.methods.method import Method
-from lkv.methods.registry import parse_method
-from lkv.methods.targets import RetentionTarget
+from lkv.evaluation.comparison import MethodGrid
+from lkv.methods.selectors import Selector
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import Outputs, SampleDistillation, hard_mask, top_k_mask
@@ -72,35 +68,28 @@ def compare(
 
     A baseline that cannot serve the texts is left out.
     """
-    patched = patch_attention(model)
+    names = [name if name != "default" else "lkv@default" for name in _BASELINES]
+    if default is None:
+        names.remove("lkv@default")
+    grid = MethodGrid(
+        model, tokenizer, names, retentions, policy, policies={} if default is None else {"default": default}
+    )
     results: dict[tuple[str, float], list[HeldOutFidelity]] = {}
     with torch.no_grad():
         for sample in samples:
             run, teacher = _read(model, sample, queries=True)
-            for name in _BASELINES:
-                if name == "default" and default is None:
-                    continue
-                used = default if name == "default" else policy
-                spec = parse_method("lkv" if name == "default" else name)
-
-                def inputs(retention: float, used: Policy | None = used) -> MethodInputs:
-                    target = RetentionTarget(retention)
-                    return MethodInputs(
-                        target, used, patched.heads, model, patched.spec.layers, None, tokenizer, strict=False
-                    )
-
-                try:
-                    selector = spec.build_selector(inputs(retentions[0])).for_prompt(sample.context, run.prompt)
-                    scores = [selector.scores(layer, part) for layer, part in enumerate(run.prompt)]
-                    for retention in retentions:
-                        budget = spec.build_budget(inputs(retention))
-                        method = Method(name, budget, selector).for_prompt(sample.context, run.prompt)
-                        counts = [method.budget.counts(layer, part)[0] for layer, part in enumerate(scores)]
-                        table = torch.cat([part.to(scores[0].device) for part in scores])
-                        mask = top_k_mask(table, counts, sum(run.counts))
-                        results.setdefault((name, retention), []).append(_fidelity(run, teacher, mask))
-                except LkvError:
-                    results = {key: value for key, value in results.items() if key[0] != name}
+            (_, *rows), _ = grid.bind(sample.context, run.prompt)  # without the full cache
+            tables: dict[Selector, list[Tensor]] = {}  # methods share a selector
+            for row in rows:
+                selector = row.method.selector
+                if selector not in tables:
+                    tables[selector] = [selector.scores(layer, part) for layer, part in enumerate(run.prompt)]
+                counts = [row.method.budget.counts(layer, part)[0] for layer, part in enumerate(tables[selector])]
+                table = torch.cat([part.to(tables[selector][0].device) for part in tables[selector]])
+                mask = top_k_mask(table, counts, sum(run.counts))
+                results.setdefault((row.name.removeprefix("lkv@"), row.retention), []).append(
+                    _fidelity(run, teacher, mask)
+                )
     return [
         {"method": name, "retention": retention, "texts": len(values), **_mean(values)._asdict()}
         for name in _BASELINES
