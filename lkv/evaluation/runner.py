@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-import lkv
 from lkv.errors import CacheError, DataError, PromptError
 from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction, generate_greedily
 from lkv.evaluation.example import Example, Prompt, make_prompt
@@ -28,6 +27,7 @@ from lkv.utils import devices
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, MEMORY, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.provenance import collect_provenance
+from lkv.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -285,7 +285,7 @@ def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[
         "seed": config.seed,
         "planned": list(named),
         "dtype": devices.dtype_name(model.dtype),
-        "lkv": lkv.__version__,
+        "lkv": __version__,
         **collect_provenance(_PACKAGES),
     }
     if devices.is_gpu(model.device):
