@@ -12,6 +12,12 @@ from lkv.utils.files import as_path, error_reason
 
 STDIN = "-"
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_PAGE_START = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.DOTALL | re.IGNORECASE
+)
+_CHARSET = re.compile(
+    rb"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
+)
 # What browsers display as blocks and list items, beside what inscriptis knows of.
 _BLOCKS = (
     "caption center dd details dialog dir dl dt fieldset form frameset hr legend menu optgroup option search section "
@@ -41,11 +47,13 @@ def read_document(name: str | os.PathLike[str]) -> str:
         raise DocumentError(
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
         ) from error
-    label, start = "standard input" if name == STDIN else name, data[:256].lstrip().lower()
+    label, start = "standard input" if name == STDIN else name, data[:4096]
+    if start.startswith(_BYTE_ORDER_MARKS):
+        start = start.decode("utf-16", "ignore").encode(errors="ignore")
     try:
         if data[:1024].lstrip().startswith(b"%PDF-"):
             text = _pdf(data, label)
-        elif name.lower().endswith((".html", ".htm", ".xhtml")) or start.startswith((b"<!doctype html", b"<html")):
+        elif name.lower().endswith((".html", ".htm", ".xhtml")) or _PAGE_START.match(start):
             text = _html(data, label)
         else:
             text = _decode(data, label)
@@ -68,6 +76,24 @@ def _decode(data: bytes, name: str) -> str:
     return text
 
 
+def _decode_html(data: bytes, name: str) -> str:
+    """Decode a page: as UTF-8 where it is that, else as it declares."""
+    declared = _CHARSET.search(data[:4096])
+    charset = (declared[1] or declared[2]).decode().lower() if declared else "utf-8"
+    if not charset.startswith("iso-2022"):  # whose bytes are ASCII
+        try:
+            return _decode(data, name)
+        except UnicodeDecodeError:
+            if charset in ("utf-8", "utf8"):
+                raise
+    if charset in ("iso-8859-1", "latin1", "us-ascii", "ascii"):  # which browsers read so
+        charset = "windows-1252"
+    try:
+        return data.decode(charset)
+    except LookupError:
+        raise DocumentError(f"{name} declares the unknown encoding {charset!r}; save it as UTF-8.") from None
+
+
 def _html(data: bytes, name: str) -> str:
     """The text that a browser shows; tables and lists keep their layout."""
     require("documents", "reading HTML")
@@ -80,7 +106,7 @@ def _html(data: bytes, name: str) -> str:
     from lxml.html import HTMLParser, document_fromstring
 
     # Browsers append what follows these end tags to the body; the parser drops it.
-    content = re.sub(r"</(?:body|html)\s*>", "", _decode(data, name), flags=re.IGNORECASE).strip()
+    content = re.sub(r"</(?:body|html)\s*>", "", _decode_html(data, name), flags=re.IGNORECASE).strip()
     block = HtmlElement(display=Display.block)
     css = CSS_PROFILES["relaxed"] | {tag: block for tag in _BLOCKS if tag not in CSS_PROFILES["relaxed"]}
     try:
@@ -94,7 +120,7 @@ def _html(data: bytes, name: str) -> str:
 
 
 def _pdf(data: bytes, name: str) -> str:
-    """The pages' text, a blank line between them."""
+    """The pages' text, a blank line between them, then form fields and notes; what is left out is named on stderr."""
     require("documents", "reading PDF")
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
@@ -103,7 +129,21 @@ def _pdf(data: bytes, name: str) -> str:
         reader = PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{name} is locked with a password; give a copy without one.")
-        return "\n\n".join(page.extract_text() for page in reader.pages)
+        texts = [page.extract_text() for page in reader.pages]
+        fields = (reader.get_fields() or {}).items()
+        values = [(field, value.get("/V")) for field, value in fields]
+        lines = [f"{field}: {str(value).removeprefix('/')}" for field, value in values if value and value != "/Off"]
+        for page in reader.pages:
+            notes = [note.get_object() for note in page.get("/Annots") or []]
+            lines += [str(note["/Contents"]) for note in notes if "/Contents" in note]
+        empty = [str(number) for number, text in enumerate(texts, 1) if not text.strip()]
+        if empty and len(empty) < len(texts):
+            print(
+                f"{name}: no text on {len(empty)} pages ({', '.join(empty[:9])}); scans are not read", file=sys.stderr
+            )
+        if attached := list(reader.attachments):
+            print(f"{name}: attached files are not read ({', '.join(attached[:9])})", file=sys.stderr)
+        return "\n\n".join([*texts, "\n".join(lines)] if lines else texts)
     except DependencyError as error:
         raise DocumentError(
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lkv.errors import ModelLoadError
+from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.devices import find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder, is_path
+from lkv.utils.prompts import encode, next_turn_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -153,7 +154,21 @@ def _load(
             "and are not used.",
             file=sys.stderr,
         )
+    add_turn_end(model, tokenizer)
     return model.eval(), tokenizer
+
+
+def add_turn_end(model: Any, tokenizer: Any) -> None:
+    """Let generation also end where the chat template ends an answer, if that is another special token than its own."""
+    if not getattr(tokenizer, "chat_template", None):
+        return
+    with suppress(PromptError):  # a template that carries no second question
+        ids = encode(tokenizer, next_turn_parts(tokenizer)[0].lstrip())[:1]
+        own = model.generation_config.eos_token_id
+        own = [] if own is None else own if isinstance(own, list) else [own]
+        token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
+        if token is not None and token.special and ids[0] not in (*own, tokenizer.unk_token_id):
+            model.generation_config.eos_token_id = [*own, ids[0]] if own else ids[0]
 
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:

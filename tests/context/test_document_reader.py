@@ -149,3 +149,64 @@ def test_text_of_two_bytes_a_letter_is_read_by_its_mark_and_else_refused(reading
         reading(name, text.encode(encoding))
     if encoding.startswith("utf-16"):
         assert reading(name, ("\ufeff" + text).encode(encoding)).strip() == "Forty-two steps."
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"\xef\xbb\xbf",
+        b"<?xml version='1.0'?>\n",
+        b"<!-- saved -->\n<!-- twice -->",
+        b"\n <?xml version='1.0'?><!-- a -->",
+    ],
+)
+def test_a_page_is_known_behind_marks_comments_and_declarations(reading, start):
+    text = reading("page", start + PAGE)
+    assert "The keeper & her lamp." in text and "<" not in text
+
+
+@pytest.mark.parametrize(
+    ("start", "encoding"),
+    [
+        ("<meta charset=windows-1251>", "windows-1251"),
+        ("<meta http-equiv='Content-Type' content='text/html; charset=Shift_JIS'>", "shift_jis"),
+        ("<meta charset='iso-2022-jp'>", "iso-2022-jp"),
+        ("<meta charset='iso-8859-1'>", "windows-1252"),
+        ("<?xml version='1.0' encoding='koi8-r'?><html>", "koi8-r"),
+        ("<meta charset='iso-8859-1'>", "utf-8"),  # misdeclared
+        ("", "utf-8"),
+    ],
+)
+def test_a_page_is_decoded_as_it_declares_or_as_utf_8(reading, start, encoding):
+    words = {"windows-1251": "маяк", "koi8-r": "маяк", "windows-1252": "café €", "utf-8": "café"}.get(encoding, "灯台")
+    assert words in reading("page.html", f"{start}<p>{words}</p>".encode(encoding))
+
+
+def test_a_page_of_an_unknown_encoding_is_refused(reading):
+    with pytest.raises(DocumentError, match="declares the unknown encoding 'klingon'"):
+        reading("page.html", b"<meta charset=klingon><p>\xff</p>")
+
+
+def test_form_fields_and_notes_of_a_pdf_are_read_and_other_parts_named(reading, tmp_path, capsys):
+    writer = pypdf.PdfWriter(io.BytesIO(pdf("The lamp is lit.", "")))
+    name, text = pypdf.generic.NameObject, pypdf.generic.TextStringObject
+
+    def dictionary(**entries):
+        return pypdf.generic.DictionaryObject({name(f"/{key}"): value for key, value in entries.items()})
+
+    field = dictionary(
+        Type=name("/Annot"), Subtype=name("/Widget"), FT=name("/Tx"), T=text("height"), V=text("42 m"),
+        Rect=pypdf.generic.ArrayObject([pypdf.generic.NumberObject(0)] * 4),
+    )  # fmt: skip
+    note = dictionary(Type=name("/Annot"), Subtype=name("/Text"), Contents=text("ask the keeper"))
+    references = pypdf.generic.ArrayObject([writer._add_object(field), writer._add_object(note)])
+    writer.pages[0][name("/Annots")] = references
+    form = dictionary(Fields=pypdf.generic.ArrayObject(references[:1]))
+    writer._root_object[name("/AcroForm")] = writer._add_object(form)
+    writer.add_attachment("plan.txt", b"plan")
+    file = io.BytesIO()
+    writer.write(file)
+    read = reading("form.pdf", file.getvalue())
+    assert "The lamp is lit." in read and "height: 42 m" in read and "ask the keeper" in read
+    said = capsys.readouterr().err
+    assert "no text on 1 pages (2)" in said and "attached files are not read (plan.txt)" in said

@@ -1,9 +1,12 @@
 """Where the weights of a model are put."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lkv.cli.main import main
 from lkv.errors import LkvError
@@ -97,3 +100,14 @@ def test_tensors_that_a_folder_lacks_or_has_beside_the_model_are_named(tmp_path,
     else:
         load_model(str(folder))
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("end", "is_added"), [("<|turn|>", True), ("", False)])
+def test_generation_also_ends_at_the_chat_template_s_turn_end(end, is_added):
+    backend = Tokenizer(models.WordLevel({"a": 0, "<|user|>": 1, "<|turn|>": 2, "?": 3}, unk_token="?"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    tokenizer.add_tokens([AddedToken("<|turn|>", special=True)])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}" + end + "\n{% endfor %}"
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
+    loading.add_turn_end(model, tokenizer)
+    assert model.generation_config.eos_token_id == ([7, 2] if is_added else 7)
