@@ -139,9 +139,10 @@ def measure(subject: Subject, options: Any, number: int, names: Sequence[str]) -
         selector = None
         for memory in options.memory:
             for protected in ([], spans):
-                method = resolve_method(
-                    name, model, memory=memory * half, policy=subject.policy, tokenizer=tokenizer, protected=protected,
-                )  # fmt: skip
+                request = CompressionRequest(
+                    method=name, memory=memory * half, policy=subject.policy, protected=tuple(protected)
+                )
+                method = resolve_method(request, model, tokenizer)
                 # A second pass over the text serves all budgets.
                 selector = selector or method.selector.for_prompt(ids, prompt)
                 method = replace(method, selector=selector).for_prompt(ids, prompt)

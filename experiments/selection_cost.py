@@ -13,6 +13,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.loading import load_default
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.registry import METHODS, parse_method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import default_policy
 
@@ -37,10 +38,9 @@ def main() -> None:
             if name == "full":
                 model.base_model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
                 return
-            method = resolve_method(
-                name, model, retention=options.retention, policy=policy, tokenizer=tokenizer,
-                pattern=pattern if parse_method(name).needs_pattern else None,
-            )  # fmt: skip
+            own_pattern = pattern if parse_method(name).needs_pattern else None
+            request = CompressionRequest(method=name, retention=options.retention, policy=policy, pattern=own_pattern)
+            method = resolve_method(request, model, tokenizer)
             if parse_method(name).needs_second_pass:
                 method = method.for_prompt(ids[0].tolist(), prompt)
             RaggedCache(model, method=method).fill(prompt)

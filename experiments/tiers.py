@@ -19,6 +19,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
+from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.methods.targets import Precision, TierTable
 from lkv.policy.policy import Policy
@@ -56,7 +57,7 @@ def measure_tiers(
         for budget in bits:
             for table in CANDIDATES:
                 share = min(1.0, budget / (8 * model.dtype.itemsize))
-                method = resolve_method("lkv", model, memory=share, policy=policy, tier_table=table)
+                method = resolve_method(CompressionRequest(memory=share, policy=policy), model, tier_table=table)
                 cache = RaggedCache(model, method=method)
                 cache.fill(prompt)
                 pairs = zip(expected, _predictions(model, cache, sample), strict=True)

@@ -30,7 +30,6 @@ from lkv.evaluation.sample_journal import SampleJournal
 from lkv.hf.loading import load_model
 from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import read_pattern
-from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import initialize_from, read_checkpoint
@@ -38,6 +37,7 @@ from lkv.training.config import TrainingConfig
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.requests import resolve_method
 from tests.results import many, write
 from tests.ruler import hotpot_rows, write_lines, write_sources
 from tests.training.test_training import train_for, trainer

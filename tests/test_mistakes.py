@@ -16,11 +16,11 @@ from lkv.errors import CacheError, DataError, LkvError, PolicyMismatchError, Ret
 from lkv.evaluation.longbench import load_examples
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.hf.loading import DEFAULT
-from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import load_policy
 from tests.commands import main
 from tests.conftest import save_model
 from tests.context.test_compression import TEXT, Words
+from tests.requests import resolve_method
 from tests.results import many, write
 
 

@@ -24,6 +24,7 @@ from lkv.errors import LkvError, check_retention
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.prompt_kv import read_prompt
+from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
@@ -46,7 +47,10 @@ def shares(
     by_method = {}
     for name in methods:
         is_duo = name.startswith("duo")
-        method = resolve_method(name, model, retention=retention, policy=policy, pattern=pattern if is_duo else None)
+        method = resolve_method(
+            CompressionRequest(method=name, retention=retention, policy=policy, pattern=pattern if is_duo else None),
+            model,
+        )
         cache = RaggedCache(model, method=method)
         cache.fill(prompt)
         by_method[name] = [[kept / len(ids) for kept in heads] for heads in cache.kept_counts()]

@@ -66,18 +66,7 @@ class CacheConfig:
         cls, request: CompressionRequest, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> "CacheConfig":
         """Resolve a request for `model`; `tokenizer` for methods with a second pass. Raises as `resolve_method`."""
-        method = resolve_method(
-            request.method,
-            model,
-            retention=request.retention,
-            budget_tokens=request.budget_tokens,
-            memory=request.memory,
-            policy=request.policy,
-            pattern=request.pattern,
-            tokenizer=tokenizer,
-            stores_scores=request.decode_eviction,
-            protected=request.protected,
-        )
+        method = resolve_method(request, model, tokenizer)
         return cls(
             method, request.slack, request.prompt_tokens, request.streaming, request.decode_eviction, request.bits
         )

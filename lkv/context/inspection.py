@@ -20,6 +20,7 @@ from lkv.methods.base import tier_counts
 from lkv.methods.budgets import Budget
 from lkv.methods.method import Method
 from lkv.methods.registry import method_label, parse_method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.methods.targets import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision
 from lkv.policy.policy import Policy
@@ -79,17 +80,13 @@ def inspect_text(
         raise LkvError(
             f"{method!r} needs a pattern of retrieval heads, which an inspection has not; use another method."
         )
-    methods = [
-        resolve_method(
-            method,
-            model,
-            policy=policy,
-            tokenizer=tokenizer,
-            memory=share if by_memory else None,
-            retention=None if by_memory else share,
-        )
+    requests = [
+        CompressionRequest(method=method, policy=policy, memory=share)
+        if by_memory
+        else CompressionRequest(method=method, policy=policy, retention=share)
         for share in shares
     ]
+    methods = [resolve_method(request, model, tokenizer) for request in requests]
     if methods[0].needs_whole_prompt:
         raise LkvError(
             f"{method!r} needs all layers before it keeps anything; inspect a method that evicts layer by layer."

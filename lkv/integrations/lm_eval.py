@@ -153,13 +153,8 @@ class LKVLM(HFLM):
         patch_attention(self.model)
         self._method: Any = FULL
         if settings.method != FULL:
-            self._method = resolve_method(
-                settings.method,
-                self.model,
-                retention=settings.retention,
-                policy=settings.policy,
-                tokenizer=self.tokenizer,
-            )
+            request = CompressionRequest(method=settings.method, retention=settings.retention, policy=settings.policy)
+            self._method = resolve_method(request, self.model, self.tokenizer)
         self._request = CompressionRequest(method=self._method, bits=settings.bits)
         self._statistics: dict[str, TaskStatistics] = {}
         self._question: list[int] | None = None  # ids after the context of the current request

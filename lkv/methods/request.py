@@ -4,13 +4,14 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from lkv.errors import CacheError, PolicyFileError, PromptError, RetentionError
+from lkv.errors import BudgetError, CacheError, PolicyFileError, PromptError, RetentionError
 from lkv.kernels import QUANTIZED_BITS
 from lkv.methods.method import Method
-from lkv.methods.registry import FULL
+from lkv.methods.registry import FULL, parse_method
 from lkv.policy.policy import Policy
 
 MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
+_NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out, or use 'duo'."
 _RATIO = "the share to remove; give the share to keep: instead of compression_ratio=0.85 give retention=0.15."
 
 
@@ -36,6 +37,7 @@ class CompressionRequest:
 
     Raises:
         RetentionError: If two of `memory`, `retention` and `budget_tokens` are given.
+        BudgetError: For a pattern that the method does not read.
         PolicyFileError: For a policy of another type.
         PromptError: For a `chunk` that is no number of tokens, or `streaming` without one.
         CacheError: For other values that are out of range or exclude each other.
@@ -83,8 +85,12 @@ class CompressionRequest:
                 f"policy is {self.policy!r}; give a Policy, its folder or its hub id, and how much is kept as "
                 "retention=0.15."
             )
-        if self.method == FULL:
+        if isinstance(self.method, Method):
+            self._check_own_budget(self.method)
+        elif self.method == FULL:
             self._check_full()
+        elif self.pattern is not None and not parse_method(self.method).needs_pattern:
+            raise BudgetError(_NO_PATTERN.format(self.method))
         if self.memory is not None and (self.retention is not None or self.budget_tokens is not None):
             raise RetentionError(
                 "memory says how much to keep and in which precision: give it without retention, budget_tokens and "
@@ -103,6 +109,21 @@ class CompressionRequest:
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
         if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
             raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
+
+    def _check_own_budget(self, method: Method) -> None:
+        """Raise BudgetError, RetentionError or CacheError for an option that a `Method` does not take."""
+        if self.pattern is not None:
+            raise BudgetError(_NO_PATTERN.format(method.name))
+        if self.retention is not None or self.budget_tokens is not None or self.memory is not None:
+            raise RetentionError(
+                f"the method {method.name!r} has a budget of its own: leave retention, budget_tokens and memory out, "
+                "or give a method by its name."
+            )
+        if self.protected:
+            raise CacheError(
+                f"the method {method.name!r} has a budget of its own, which counts no protected tokens: leave them "
+                "out, or give a method by its name."
+            )
 
     def _check_full(self) -> None:
         """Raise CacheError for options that the uncompressed cache does not have."""

@@ -1,16 +1,15 @@
-"""`resolve_method`: from a method's name, a model and what to keep to a `Method`."""
+"""`resolve_method`: from a request and a model to a `Method`."""
 
-import os
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lkv.errors import BudgetError, CacheError, LkvError, PolicyFileError, RetentionError
+from lkv.errors import BudgetError, CacheError, LkvError
 from lkv.hf.attention import patch_attention
 from lkv.methods.base import INPUT_SOURCES, MethodInputs, TierBudget
 from lkv.methods.budgets import check_table
 from lkv.methods.method import Method
 from lkv.methods.registry import REFIT, MethodSpec, parse_method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import DEFAULT_TABLE, SCORE_BITS, KVShape, MemoryTarget, RetentionTarget, TierTable, TierTarget
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
@@ -18,108 +17,62 @@ from lkv.policy.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out, or use 'duo'."
-
 
 def resolve_method(
-    method: str | Method,
+    request: CompressionRequest,
     model: "PreTrainedModel | None" = None,
-    *,
-    retention: float | None = None,
-    budget_tokens: int | None = None,
-    memory: float | int | str | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
-    pattern: list[list[float]] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     tier_table: TierTable | None = None,
-    stores_scores: bool = False,
-    protected: Sequence[int] = (),
 ) -> Method:
-    """Resolve a method's name for a model.
+    """Build the budget and the selector of a request for a model.
 
     Args:
-        method: a name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method`, which is returned as it is.
-        model: the model to evict from. Without one, methods that need no model can be resolved.
-        retention: the share of a prompt's entries to keep, in (0, 1]; 0.15 by default.
-        budget_tokens: how many tokens a head keeps on average, instead of `retention`.
-        memory: what k and v of a text may take in full-attention layers, instead of `retention`: a share of their full
-            cache in the model's dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). It needs `model`.
-        policy: the policy, its folder or its hub id; the one shipped for the model by default.
-        pattern: DuoAttention's alphas [L][H], for the budget "duo".
-        tokenizer: the model's tokenizer, for methods that read the text a second time.
-        tier_table: how `memory` is spent on precisions; by default as `tier_table_of` the policy says.
-        stores_scores: whether scores are stored with the entries, which takes memory, too.
-        protected: positions of tokens that every head keeps, within the budget.
+        request: What to keep. A `Method` in it is returned as it is.
+        model: The model to evict from. Without one, methods that need no model can be resolved.
+        tokenizer: The model's tokenizer, for methods that read the text a second time.
+        tier_table: How `memory` is spent on precisions; by default as `tier_table_of` the policy says.
 
     Returns:
-        The method with its budget and selector built.
+        The method.
 
     Raises:
-        LkvError: If there is no such method, or something is missing that it needs.
-        RetentionError: If `retention`, `budget_tokens` or `memory` is out of range, or two of them are given.
+        LkvError: If something is missing that the method needs.
+        RetentionError: If the retention, the number of tokens or the memory is out of range.
         PolicyMismatchError: If the policy was trained for another model.
-        BudgetError: If `pattern` does not fit the model, or the method reads none.
+        BudgetError: If the pattern does not fit the model.
     """
-    if not isinstance(method, str | Method):
-        raise CacheError(f"method is {method!r}; give a name that `lkv methods` lists, or a Method of your own.")
-    if policy is not None and not isinstance(policy, Policy | str | os.PathLike):
-        raise PolicyFileError(
-            f"policy is {policy!r}; give a Policy, its folder or its hub id, and how much is kept as retention=0.15."
-        )
-    if isinstance(method, Method):
-        has_target = retention is not None or budget_tokens is not None or memory is not None
-        _check_own_budget(method, pattern is not None, has_target, bool(protected))
-        return method
-    spec = parse_method(method)
-    if pattern is not None and not spec.needs_pattern:
-        raise BudgetError(_NO_PATTERN.format(method))
+    if isinstance(request.method, Method):
+        return request.method
+    spec = parse_method(request.method)
     if spec.needs_second_pass and tokenizer is None:
-        raise CacheError(f"{method!r} reads the text a second time: use lkv.compress(..., method={method!r}).")
-    if memory is not None and (retention is not None or budget_tokens is not None):
-        raise RetentionError(
-            "memory says how much to keep and in which precision: give it without retention, budget_tokens and bits."
+        raise CacheError(
+            f"{request.method!r} reads the text a second time: use lkv.compress(..., method={request.method!r})."
         )
-    if memory is not None and model is None:
+    if request.memory is not None and model is None:
         raise LkvError(f"memory needs a model; give {INPUT_SOURCES['model']}.")
-    protected = tuple(sorted(set(protected)))
-    target = RetentionTarget.from_arguments(retention, budget_tokens, len(protected))
-    inputs = _method_inputs(spec, model, target, policy, pattern, tokenizer)
+    protected = tuple(sorted(set(request.protected)))
+    target = RetentionTarget.from_arguments(request.retention, request.budget_tokens, len(protected))
+    inputs = _method_inputs(spec, request, target, model, tokenizer)
     tiers: tuple[TierBudget, ...] = ()
-    if memory is None:
+    if request.memory is None:
         budget = spec.build_budget(inputs)
     else:
         table = tier_table or tier_table_of(inputs.policy)
-        tiers = build_tiers(spec, inputs, MemoryTarget.parse(memory), table, stores_scores)
+        tiers = build_tiers(spec, inputs, MemoryTarget.parse(request.memory), table, request.decode_eviction)
         budget, target = tiers[-1].budget, tiers[-1].target or target
     selector = spec.build_selector(inputs)
     return Method(spec.name, budget, selector, target, inputs.policy, spec.compensation, tiers, protected)
 
 
-def _check_own_budget(method: Method, has_pattern: bool, has_target: bool, has_protected: bool) -> None:
-    """Raise BudgetError, RetentionError or CacheError for an option that a `Method` of the caller's does not take."""
-    if has_pattern:
-        raise BudgetError(_NO_PATTERN.format(method.name))
-    if has_target:
-        raise RetentionError(
-            f"the method {method.name!r} has a budget of its own: leave retention, budget_tokens and memory out, "
-            "or give a method by its name."
-        )
-    if has_protected:
-        raise CacheError(
-            f"the method {method.name!r} has a budget of its own, which counts no protected tokens: leave them "
-            "out, or give a method by its name."
-        )
-
-
 def _method_inputs(
     spec: MethodSpec,
-    model: "PreTrainedModel | None",
+    request: CompressionRequest,
     target: RetentionTarget,
-    policy: Policy | str | os.PathLike[str] | None,
-    pattern: list[list[float]] | None,
+    model: "PreTrainedModel | None",
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> MethodInputs:
-    """What the budget and the selector of `spec` are built from; arguments as in `resolve_method`."""
+    """Return what the budget and the selector of `spec` are built from; arguments as in `resolve_method`."""
+    policy, pattern = request.policy, request.pattern
     if model is None:
         learned = policy if isinstance(policy, Policy) and spec.needs_policy else None
         return MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer)
@@ -141,7 +94,8 @@ def build_tiers(
 ) -> tuple[TierBudget, ...]:
     """The tiers of a method within a memory budget, best first, for the model of `inputs`.
 
-    `stores_scores`: as in `resolve_method`. Raises BudgetError for a budget that may keep more than its target.
+    `stores_scores`: whether scores are stored with the
+    entries, which takes memory, too. Raises BudgetError for a budget that may keep more than its target.
     """
     patched, model = patch_attention(inputs.require("model")), inputs.model
     heads, width = len(range(patched.spec.kv_heads)[inputs.heads]), patched.spec.head_dim

@@ -17,13 +17,13 @@ from lkv.hf.spec import inspect_model
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Knorm
 from lkv.methods.targets import UNQUANTIZED, KVShape, MemoryTarget, Precision, TierTable
 from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 from tests.families import build as build_family
+from tests.requests import resolve_method
 
 MODELS = {
     "float32": {"dtype": torch.float32},

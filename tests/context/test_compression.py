@@ -18,10 +18,10 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
 from lkv.hf.spec import inspect_model
-from lkv.methods.resolve import resolve_method
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
+from tests.requests import resolve_method
 
 
 class Words:

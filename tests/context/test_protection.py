@@ -16,7 +16,6 @@ from lkv.context.protection import protected_tokens
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
 from lkv.methods.targets import Precision
 from lkv.utils.prompts import encode_context, encode_question
 from tests.cache.helpers import ids
@@ -24,6 +23,7 @@ from tests.conftest import save_model, tiny_llama, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_compression import Words
 from tests.masked import hidden_from_continuation
+from tests.requests import resolve_method
 
 RULE = "Answer in capital letters. "
 TEXT = "The lamp was lit at dusk. " * 4 + RULE + "Nobody came that night, and the sea was calm. " * 4

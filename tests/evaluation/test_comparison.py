@@ -9,10 +9,10 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import LearnedScores, SnapKV
 from tests.conftest import tiny_llama
 from tests.fake_suite import Letters
+from tests.requests import resolve_method
 
 TOKENS = 48
 

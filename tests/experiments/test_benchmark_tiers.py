@@ -12,11 +12,11 @@ from experiments.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.attention import patch_attention
-from lkv.methods.resolve import resolve_method
 from lkv.methods.targets import UNQUANTIZED, KVShape, MemoryTarget, Precision, TierTable, TierTarget
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
 from tests.conftest import tiny_llama
+from tests.requests import resolve_method
 
 CONTEXT, CONTINUATION, SKIP = list(range(3, 63)), [5, 9, 6, 8, 7], 2
 

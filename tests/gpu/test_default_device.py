@@ -16,7 +16,6 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import inspect_model
 from lkv.methods.budgets import estimate_mean_pattern, estimate_pattern
 from lkv.methods.registry import METHODS
-from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
@@ -26,6 +25,7 @@ from tests.cache.helpers import METHOD, ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.kernels.pools import in_tiers
+from tests.requests import resolve_method
 
 # Tensors on it have no values: whatever is made there by mistake cannot be used.
 ELSEWHERE = torch.device("meta")

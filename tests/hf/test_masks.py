@@ -19,13 +19,13 @@ from lkv.hf.attention import unpatch_attention
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
 from lkv.kernels.soft_mask_attention import cpu
-from lkv.methods.resolve import resolve_method
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, hard_mask
 from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.families import build
+from tests.requests import resolve_method
 
 # Above all sizes of the tiny models: whatever has two dimensions as large as this has one entry a query and key.
 SHORTEST = 70

@@ -19,7 +19,6 @@ from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.method import Method
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import (
     H2O,
     TOVA,
@@ -35,6 +34,7 @@ from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
 from tests.evaluation.test_example import CHAT, byte_tokenizer, example
 from tests.families import build
+from tests.requests import resolve_method
 
 TOKENS, LONG = 90, 200
 BASE = byte_tokenizer(None, bos=True)

@@ -16,10 +16,10 @@ with warnings.catch_warnings():
 from examples.kvpress.lkv_press import LKVPress
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import inspect_model
-from lkv.methods.resolve import resolve_method
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.conftest import tiny_llama
+from tests.requests import resolve_method
 
 PAGE = Path(__file__).parents[2] / "examples" / "kvpress" / "README.md"
 TOKENS = 200

@@ -12,12 +12,12 @@ from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import PrecomputedScores
 from lkv.methods.selectors.kvzip import replay_scores
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.requests import resolve_method
 
 TOKENS = 48
 

@@ -11,13 +11,13 @@ from lkv.errors import LkvError
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.hf.spec import inspect_model
 from lkv.methods.registry import METHODS, parse_method
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import LearnedScores
 from lkv.policy.policy import Policy
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.masked import hidden_from_continuation
 from tests.methods.test_kvzip import kvzip
+from tests.requests import resolve_method
 
 
 def by_the_formula(policy, k, v, layer: int) -> torch.Tensor:

@@ -18,8 +18,8 @@ from lkv.methods.registry import (
     register_method,
     register_selector,
 )
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Knorm, Selector
+from tests.requests import resolve_method
 
 
 def test_methods_are_iterated_while_a_plugin_adds_its_own(own_registry, monkeypatch):

@@ -17,7 +17,6 @@ from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.hf.spec import output_projections
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
-from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import (
     H2O,
     TOVA,
@@ -33,6 +32,7 @@ from lkv.methods.selectors import (
 from tests.cache.helpers import ids, padded
 from tests.conftest import tiny_llama
 from tests.families import FAMILIES, build, tiny_gpt2
+from tests.requests import resolve_method
 
 SCALE = 0.3
 shapes = given(

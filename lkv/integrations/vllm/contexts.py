@@ -27,6 +27,7 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL, parse_method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
@@ -120,11 +121,14 @@ class VllmContexts:
 
     def method(self, settings: "CompressionSettings | NewContext") -> Method:
         """The method that keeps as much as `settings` say. Raises LkvError for one that cannot work inside vLLM."""
-        method = resolve_method(
-            self.settings.method, self.model, retention=None if settings.memory else settings.retention,
-            memory=settings.memory, policy=self.policy, tokenizer=self.tokenizer,
-            protected=settings.protected if isinstance(settings, NewContext) else (),
-        )  # fmt: skip
+        request = CompressionRequest(
+            method=self.settings.method,
+            retention=None if settings.memory else settings.retention,
+            memory=settings.memory,
+            policy=self.policy,
+            protected=tuple(settings.protected) if isinstance(settings, NewContext) else (),
+        )
+        method = resolve_method(request, self.model, self.tokenizer)
         if method.reads_queries or method.needs_whole_prompt:
             raise IntegrationError(
                 f"lkv.method is {method.name!r}, which reads queries or the whole text, but vLLM's pages hold keys and "
