@@ -121,6 +121,9 @@ class BusyError(LkvError):
     """The engine or server is at its request limit; retry later."""
 
 
+DEFAULT_RETENTION = 0.15  # the share of the KV cache that is kept, as in the paper
+
+
 def check_retention(retention: float) -> float:
     """Validate a retention, the fraction of the KV cache to keep.
 

@@ -10,7 +10,6 @@ from experiments.result_file import write_results
 from lkv.cli.command import option
 from lkv.cli.main import main
 from lkv.cli.options import (
-    DEFAULT_RETENTION,
     DEVICE,
     Dtype,
     MethodName,
@@ -21,7 +20,7 @@ from lkv.cli.options import (
     check_policy_is_read,
     find_needs,
 )
-from lkv.errors import LkvError, PolicyMismatchError
+from lkv.errors import DEFAULT_RETENTION, LkvError, PolicyMismatchError
 from lkv.utils.provenance import collect_provenance
 
 _MAX_TOKENS = 2**22  # limit of the search for the largest context

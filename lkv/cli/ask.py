@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_MEMORY,
-    DEFAULT_RETENTION,
     Memory,
     MethodName,
     PolicyOptions,
@@ -24,7 +23,7 @@ from lkv.cli.options import (
     load_pattern,
     log,
 )
-from lkv.errors import CacheError, LkvError
+from lkv.errors import DEFAULT_RETENTION, CacheError, LkvError
 from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from lkv.cli.options import (
     find_needs,
     load_pattern,
 )
-from lkv.errors import LkvError
+from lkv.errors import DEFAULT_RETENTION, LkvError
 from lkv.evaluation.example import PROTOCOLS, Example
 from lkv.methods.targets import MemoryTarget
 
@@ -72,7 +72,7 @@ class Eval(PolicyOptions, RunOptions):
         """The retentions to measure, from --retention, --ladder or --preset, or the memory shares of --memory."""
         if self.memory:
             return tuple(MemoryTarget.parse(value).share or 0.0 for value in self.memory)
-        return self.retention or (LADDER if self.ladder else PRESETS.get(self.preset or "", (0.15,)))
+        return self.retention or (LADDER if self.ladder else PRESETS.get(self.preset or "", (DEFAULT_RETENTION,)))
 
     def run(self) -> None:
         """Measure, and print the table."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_MEMORY,
-    DEFAULT_RETENTION,
     Memory,
     MethodName,
     PolicyOptions,
@@ -24,7 +23,7 @@ from lkv.cli.options import (
     find_needs,
     log,
 )
-from lkv.errors import LkvError
+from lkv.errors import DEFAULT_RETENTION, LkvError
 from lkv.policy.shipped import describe_card, named_policy
 from lkv.utils.durations import format_duration
 from lkv.utils.extras import optional_import

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lkv.policy.policy import Policy
 
 _KVPRESS_PIECE = 4096  # tokens per piece of a text whose pattern is estimated as kvpress does
-DEFAULT_MEMORY, DEFAULT_RETENTION = "10%", 0.15
+DEFAULT_MEMORY = "10%"
 DEVICE = "device the model runs on, such as cpu, cuda, cuda:1 or mps"
 
 

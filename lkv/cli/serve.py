@@ -14,7 +14,7 @@ from lkv.cli.options import (
     check_pattern,
     check_policy_is_read,
 )
-from lkv.errors import LkvError, ServerError
+from lkv.errors import DEFAULT_RETENTION, LkvError, ServerError
 from lkv.serving import LOOPBACK
 from lkv.serving.settings import ServiceSettings
 from lkv.utils.files import short_name
@@ -31,7 +31,9 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
 
     name: str | None = option("the model's name for clients (default: from --model)")
     method: MethodName = option("a name from `lkv methods`, except full", "lkv")
-    retention: Retention = option("fraction of the KV entries to keep, where a request names no budget", 0.15)
+    retention: Retention = option(
+        "fraction of the KV entries to keep, where a request names no budget", DEFAULT_RETENTION
+    )
     host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
     port: int = option("port to listen on", 8000, ge=1, le=65535)
     grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
-from lkv.errors import IntegrationError, PromptError
+from lkv.errors import DEFAULT_RETENTION, IntegrationError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
@@ -91,7 +91,7 @@ class LKVSettings:
     """
 
     method: str = "lkv"
-    retention: float = 0.15
+    retention: float = DEFAULT_RETENTION
     policy: Any = None
     bits: int | None = None
     context_field: str | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lkv.errors import PolicyFileError, RetentionError, check_retention
+from lkv.errors import DEFAULT_RETENTION, PolicyFileError, RetentionError, check_retention
 from lkv.kernels import QUANTIZED_BITS
 
 NORM_BITS = 16  # of an entry's k, and of its v
@@ -31,7 +31,7 @@ class RetentionTarget:
         protected: how many of the text's tokens every head keeps in any case. Budgets share out what they leave.
     """
 
-    retention: float = 0.15
+    retention: float = DEFAULT_RETENTION
     tokens: int | None = None
     protected: int = 0
 

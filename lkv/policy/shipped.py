@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lkv.errors import DEFAULT_RETENTION
 from lkv.hf.model_spec import ModelSpec
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils.dataclass_json import from_dict
 from lkv.utils.files import cache_folder
 
 _POLICIES = Path(__file__).parent / "checkpoints"
-_RETENTION = 0.15  # the paper's
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def _number_of_texts(row: dict[str, Any]) -> str:
 def _describe_memory(spec: ModelSpec) -> str:
     """What the cache of 1,000 tokens takes in 16 bits, whole and at the default retention."""
     full = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim * 1000 / 1e6
-    return f"1,000 tokens take {full:.1f} MB uncompressed in 16 bits, {_RETENTION * full:.1f} MB at R {_RETENTION:g}"
+    kept = f"{DEFAULT_RETENTION * full:.1f} MB at R {DEFAULT_RETENTION:g}"
+    return f"1,000 tokens take {full:.1f} MB uncompressed in 16 bits, {kept}"
 
 
 def shipped_policies() -> list[StoredPolicy]:

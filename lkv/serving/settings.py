@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lkv.errors import DEFAULT_RETENTION
+
 _MIB = 2**20
 
 
@@ -15,7 +17,7 @@ class ContextSettings(BaseModel):
     )
     method: str = Field("lkv", description="how texts are compressed")
     policy: str | None = Field(None, description="the policy (default: the model's, shipped or fitted)")
-    retention: float = Field(0.15, gt=0, le=1, description="fraction of the KV entries to keep")
+    retention: float = Field(DEFAULT_RETENTION, gt=0, le=1, description="fraction of the KV entries to keep")
     memory: float = Field(1024, ge=0, le=2**40, description="MiB of contexts in memory")
     max_upload: float = Field(16, gt=0, le=2**40, description="MiB per request")
     max_store: float = Field(65536, gt=0, le=2**40, description="MiB of all saved contexts")
