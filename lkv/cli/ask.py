@@ -23,7 +23,7 @@ from lkv.cli.options import (
     load_pattern,
     log,
 )
-from lkv.errors import DEFAULT_RETENTION, CacheError, LkvError
+from lkv.errors import DEFAULT_RETENTION, CacheError, DocumentError, LkvError
 from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if self.load:
             return
-        if self.save and exists(self.save) and exists(self.words[0]) and self.save.samefile(self.words[0]):
+        if self.words[0] != "-" and not exists(self.words[0]):  # before torch is loaded
+            raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
+        if self.save and exists(self.save) and self.words[0] != "-" and self.save.samefile(self.words[0]):
             raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")

@@ -11,6 +11,7 @@ import torch
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import IntegrationError, PromptError, RetentionError
+from lkv.methods.request import CompressionRequest
 from tests.conftest import save_model, tiny_llama
 from tests.dense import Dense, Row, kept_of
 from tests.families import longrope_model
@@ -167,7 +168,7 @@ def test_questions_share_a_context_that_may_not_keep_more_entries_or_bytes_than_
     assert len(read) == 1
     asked, more = requests("loglikelihood", (PROMPT, " 4")), {"method": "knorm", "retention": RETENTION + 0.1}
     with monkeypatch.context() as patch:
-        patch.setattr(integration, "compress_ids", lambda *given, method: real(*given, **more))
+        patch.setattr(integration, "compress_ids", lambda *given: real(*given[:3], CompressionRequest(**more)))
         with pytest.raises(IntegrationError, match=r"some_task: 0\.3\d+ of the entries of a context of \d+ tokens are"):
             harness(parts, **OWN).loglikelihood(asked, True)
         assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)

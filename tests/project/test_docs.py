@@ -18,7 +18,7 @@ import lkv.hf.loading
 import lkv.policy.shipped
 from lkv.cli.main import COMMANDS
 from lkv.hf.attention import patch_attention
-from lkv.hf.conversion import _DONE
+from lkv.hf.conversion import _DONE, _VERSION
 from lkv.methods.registry import METHODS, budgets, selectors
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
@@ -62,8 +62,9 @@ def reader(tmp_path_factory):
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(model_folder)
-    sizes = {file.name: file.stat().st_size for file in model_folder.iterdir()}
-    (model_folder / _DONE).write_text(json.dumps({"files": sizes}))
+    status = {file.name: file.stat() for file in model_folder.iterdir()}
+    files = {name: {"size": own.st_size, "mtime_ns": own.st_mtime_ns, "sha256": ""} for name, own in status.items()}
+    (model_folder / _DONE).write_text(json.dumps({"version": _VERSION, "files": files}))
     (path / "HuggingFaceTB").mkdir()
     (path / "HuggingFaceTB" / "SmolLM2-135M-Instruct").symlink_to(model_folder)
     model, _ = lkv.hf.loading.load_model(str(model_folder), torch.float32)

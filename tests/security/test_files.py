@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from lkv.errors import DataError, ModelLoadError, TrainingError
 from lkv.hf import conversion
-from lkv.hf.conversion import convert_once, file_digest, is_complete
+from lkv.hf.conversion import _VERSION, convert_once, file_digest, is_complete
 from lkv.hf.fingerprint import encode_direction
 from lkv.training.checkpoint import lock_folder
 from lkv.utils.journal import lock_journal
@@ -22,7 +22,9 @@ def test_a_converted_model_that_was_changed_is_converted_again(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"weights of a model")
     record = {"size": 18, "mtime_ns": weights.stat().st_mtime_ns, "sha256": file_digest(weights)}
-    (tmp_path / "conversion.json").write_text(json.dumps({"source": "a.gguf", "files": {weights.name: record}}))
+    (tmp_path / "conversion.json").write_text(
+        json.dumps({"version": _VERSION, "source": "a.gguf", "files": {weights.name: record}})
+    )
     assert is_complete(tmp_path)
     os.utime(weights, (1, 1))
     assert is_complete(tmp_path)  # copied, with another time
