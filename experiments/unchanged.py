@@ -135,7 +135,7 @@ def compressing(
     from what was read before, because reading takes nearly all of the time."""
     import lkv
 
-    read_prompt = import_either("lkv.hf.prompt_kv", "lkv.prefill").read_prompt
+    read_prompt = import_either("lkv.hf.prompt_kv", "lkv.integrations.transformers.prefill").read_prompt
     full = lkv.compress(model, tokenizer, text, method="full")
     prompt = read_prompt(model, torch.tensor([full.ids]), queries=True) if once else None
 
@@ -262,7 +262,8 @@ def tiny(folder: Path) -> tuple[Any, Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     import lkv
-    from lkv.policy.scorer_inputs import ScorerInputs
+
+    ScorerInputs = import_either("lkv.policy.scorer_inputs", "lkv.config").ScorerInputs  # noqa: N806
 
     torch.manual_seed(0)
     letters = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
