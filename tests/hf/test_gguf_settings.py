@@ -35,11 +35,13 @@ def write(path: Path, architecture: str, settings: Settings, tensors: Callable, 
             continue
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"{architecture}.{name}", value)
-    letters = [chr(0x100 + number) for number in range(VOCABULARY - 4)]
+    letters = [chr(0x100 + number) for number in range(VOCABULARY - 5)]
+    pairs = [letters[0:2], letters[2:4]]  # of one merge, transformers 5.2 reads a text instead of a list
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<pad>", "<s>", "</s>", *letters, letters[0] + letters[1]])
-    writer.add_token_types([3, 3, 3, *[1] * (len(letters) + 1)])
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_token_list(["<pad>", "<s>", "</s>", *letters, *map("".join, pairs)])
+    writer.add_token_types([3, 3, 3, *[1] * (len(letters) + 2)])
+    writer.add_token_scores([0.0] * (len(letters) + 5))  # which transformers 5.2 reads for Gemma
+    writer.add_token_merges([" ".join(pair) for pair in pairs])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
