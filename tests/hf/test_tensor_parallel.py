@@ -58,7 +58,7 @@ with torch.no_grad():
         found["attached"] = model(text).logits
         from lkv.cache.ragged_cache import RaggedCache
         from lkv.policy.policy import Policy
-        cache = RaggedCache(model, Policy.from_pretrained(folder / "policy"), 0.4)
+        cache = RaggedCache(model, policy=Policy.from_pretrained(folder / "policy"), retention=0.4)
         model(text[:, :30], past_key_values=cache, use_cache=True)
         found["kept"], found["bytes"] = cache.kept_counts(), cache.nbytes()
         found["compressed"] = model(text[:, 30:], past_key_values=cache, use_cache=True).logits
