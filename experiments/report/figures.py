@@ -16,15 +16,14 @@ from experiments.report.results_frame import DEFAULT_RETENTION, MEMORY
 from experiments.report.tables import MEASURED, PUBLISHED, Table
 from lkv.errors import ReportError
 from lkv.methods.registry import METHODS, find_method
+from lkv.utils import files
 from lkv.utils.extras import optional_import
-from lkv.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LKV_COLOUR = METHODS["lkv"].colour
-_SUFFIXES = (".png", ".pdf", ".svg")
 _POLICIES = ((LKV_COLOUR, "o"), ("#8C3D00", "s"), ("#F0A06A", "D"), ("#5E2A00", "^"))  # LKV under several policies
 _COMPENSATED = "-."
 _MAX_COLOURS = 6  # curves that can be told apart by colour
@@ -99,10 +98,7 @@ def finish_figure(figure: "Figure", all_axes: Sequence["Axes"], title: str, capt
 
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write `figure` as PNG, PDF or SVG, by the name's suffix, to a temporary name first. Raises ReportError."""
-    if path.suffix not in _SUFFIXES:
-        raise ReportError(f"{path} is not the name of a figure; end it with one of {', '.join(_SUFFIXES)}.")
-    with atomic_write(path, ReportError, "the figure") as temporary:
-        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
+    files.save_figure(figure, path, ReportError)
 
 
 def plot_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: float) -> "Figure":

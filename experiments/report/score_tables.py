@@ -16,8 +16,9 @@ from experiments.report.results_frame import (
     method_pairs,
     retentions_of,
 )
-from experiments.report.tables import MIN_SAMPLES, PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_table
+from experiments.report.tables import PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_table
 from lkv.errors import ReportError
+from lkv.evaluation.statistics import MIN_SAMPLES
 from lkv.methods.registry import find_method
 
 _SHARE = "of full, %"

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from experiments.report.names import FULL, is_lkv
-from lkv.evaluation.statistics import Mean
+from lkv.evaluation.statistics import MIN_SAMPLES, Mean
 
-MIN_SAMPLES = 5  # that an interval needs
 MEASURED, PUBLISHED = "measured", "published"
 _ESCAPES = {c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "|": "\\textbar{}"}
 _ESCAPED = str.maketrans(_ESCAPES)

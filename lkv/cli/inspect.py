@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 _BASELINES = ("snapkv", "streaming-llm")
 _PAGE = "of a text"
-_FIGURES = (".png", ".pdf", ".svg")
 _OF_A_TEXT = ("--question", "--out", "--memory", "--method", "--against", "--max-new-tokens", "--dtype", "--device")
 
 
@@ -107,11 +106,9 @@ def _show_budgets(options: Inspect) -> None:
 
 def draw_budgets(ratios: list[list[float]], retention: float, path: Path) -> None:
     """Write a heat map of the share that each head keeps, layers by KV heads (Fig. 1e), as PNG, PDF or SVG."""
-    if path.suffix not in _FIGURES:
-        raise LkvError(f"{path} is not the name of a figure; end it with one of {', '.join(_FIGURES)}.")
     with optional_import("plots", "--figure"):
         from matplotlib.figure import Figure
-    from lkv.utils.files import atomic_write
+    from lkv.utils.files import save_figure
 
     layers, heads = len(ratios), len(ratios[0])
     figure = Figure(figsize=(max(4.0, 0.28 * layers), 1.2 + 0.35 * heads), layout="constrained")
@@ -123,8 +120,7 @@ def draw_budgets(ratios: list[list[float]], retention: float, path: Path) -> Non
     axes.set_yticks(range(heads))
     axes.set_title(f"Share of the tokens each head keeps at R = {retention:g}")
     figure.colorbar(image, ax=axes, label="ratio r")
-    with atomic_write(path, LkvError, "the figure") as temporary:
-        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
+    save_figure(figure, path, LkvError)
 
 
 def _load_policy(options: Inspect) -> "Policy":

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MIN_SAMPLES = 5  # that an interval needs
+
 Groups = Sequence[Sequence[float] | np.ndarray]
 
 

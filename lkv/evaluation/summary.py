@@ -4,10 +4,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from lkv.errors import DataError
-from lkv.evaluation.statistics import macro_mean
+from lkv.evaluation.statistics import MIN_SAMPLES, macro_mean
 from lkv.utils.journal import MEMORY, Record, read_journal
 
-_MIN_SAMPLES = 5  # that an interval needs
 _COLUMNS = ("method", "kept", "score", "95% interval", "KL", "agreement", "n")
 
 
@@ -43,5 +42,5 @@ def _summarize_rows(
 
     score = macro_mean(means("score"))
     fidelity = [f"{macro_mean(means(name)).value:.3f}" if means(name) else "" for name in ("kl", "agreement")]
-    interval = f"{score.low:.1f} to {score.high:.1f}" if score.n >= _MIN_SAMPLES else ""
+    interval = f"{score.low:.1f} to {score.high:.1f}" if score.n >= MIN_SAMPLES else ""
     return method, f"{kept:g}", f"{score.value:.1f}", interval, fidelity[0], fidelity[1], str(score.n)

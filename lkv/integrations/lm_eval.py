@@ -24,6 +24,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
+from lkv.methods.method import Method
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
@@ -151,11 +152,11 @@ class LKVLM(HFLM):
         loading |= {name: value for name, value in options.items() if name not in names}
         super().__init__(pretrained, batch_size=1, **loading)
         patch_attention(self.model)
-        self._method: Any = FULL
+        method: str | Method = FULL
         if settings.method != FULL:
             request = CompressionRequest(method=settings.method, retention=settings.retention, policy=settings.policy)
-            self._method = resolve_method(request, self.model, self.tokenizer)
-        self._request = CompressionRequest(method=self._method, bits=settings.bits)
+            method = resolve_method(request, self.model, self.tokenizer)
+        self._request = CompressionRequest(method=method, bits=settings.bits)
         self._statistics: dict[str, TaskStatistics] = {}
         self._question: list[int] | None = None  # ids after the context of the current request
         self._task = ""

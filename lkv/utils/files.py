@@ -12,6 +12,8 @@ from typing import Any
 
 from lkv.errors import LkvError
 
+_FIGURES = (".png", ".pdf", ".svg")
+
 
 def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     """`name` as a path; raises `error`, which names `subject`, for a value that cannot be one."""
@@ -154,3 +156,11 @@ def nearest_folder(path: Path) -> Path:
 def error_reason(problem: Exception) -> str:
     """The system's message of an error, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)
+
+
+def save_figure(figure: Any, path: Path, error: type[LkvError]) -> None:
+    """Write a figure of matplotlib as PNG, PDF or SVG, by the name's suffix. Raises `error`."""
+    if path.suffix not in _FIGURES:
+        raise error(f"{path} is not the name of a figure; end it with one of {', '.join(_FIGURES)}.")
+    with atomic_write(path, error, "the figure") as temporary:
+        figure.savefig(temporary, dpi=150, format=path.suffix[1:])
