@@ -13,7 +13,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PATTERNS = (
     "*.md", "LICENSE", "CITATION.cff", "Makefile", "examples/*.py", "examples/*.ipynb", "examples/*/README.md",
-    "experiments/runs/README.md", "dev/*.md", "experiments/results/small/*.png",
+    "experiments/README.md", "experiments/*/README.md", "experiments/results/small/README.md", "dev/*.md",
+    "experiments/results/small/*.png",
 )  # fmt: skip
 _LINK = re.compile(r"(\]\()([^)\s#]+)")
 
