@@ -18,7 +18,7 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 
-METHODS = ("lkv", "lkv+refit", "lkv-t", "snapkv", "kvzip")
+METHODS = ("lkv", "lkv+compensation", "lkv-t", "snapkv", "kvzip")
 Sample = dict[str, Any]
 
 

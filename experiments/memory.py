@@ -25,7 +25,7 @@ from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.targets import DEFAULT_TABLE, Precision, TierTable
 
-METHODS = ["lkv", "lkv+refit", "kvzip", "snapkv", "lkv-h+expected"]
+METHODS = ["lkv", "lkv+compensation", "kvzip", "snapkv", "lkv-h+expected"]
 TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
 UNQUANTIZED_ROW = "(16 bits)"
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
@@ -46,7 +46,7 @@ def main() -> None:
     )  # fmt: skip
 
     def is_measured(name: str, share: float) -> bool:
-        in_full = options.full_table or name.split(" ")[0] == "lkv" or name == "lkv+refit"
+        in_full = options.full_table or name.split(" ")[0] == "lkv" or name == "lkv+compensation"
         budgets = options.memory if in_full else COMPARED if "(8 " not in name else ()
         return share in {budget * own_share(name, dtype) for budget in budgets}
 

@@ -318,8 +318,8 @@ def compensation(_: str) -> str:
         for file, budget, share, head in (
             ("memory", "memory", 0.15, "15% of the bytes"),
             ("memory", "memory", 0.05, "5% of the bytes"),
-            ("refit", "retention", 0.15, "R = 0.15"),
-            ("refit", "retention", 0.05, "R = 0.05"),
+            ("compensation", "retention", 0.15, "R = 0.15"),
+            ("compensation", "retention", 0.05, "R = 0.05"),
         ):
             changes = compensation_changes(f"{file}{suffix}", budget, share)
             cells[model, head] = ", ".join(f"{change:+.0%} at {length:,}" for length, change in changes.items())
@@ -330,8 +330,8 @@ def compensation_changes(file: str, budget: str, share: float) -> dict[int, floa
     """Return the mean KL of LKV with compensation relative to that without it, minus one, by length."""
     rows = [row for row in read(file, **{budget: share}) if row.get("task", "all") == "all"]
     kl = {(row["method"], row["tokens"]): row["value"] for row in rows}
-    lengths = sorted(tokens for method, tokens in kl if method == "lkv+refit")
-    return {tokens: kl["lkv+refit", tokens] / kl["lkv", tokens] - 1 for tokens in lengths}
+    lengths = sorted(tokens for method, tokens in kl if method == "lkv+compensation")
+    return {tokens: kl["lkv+compensation", tokens] / kl["lkv", tokens] - 1 for tokens in lengths}
 
 
 def ruler_tasks(file: str) -> str:
@@ -382,7 +382,7 @@ def prose_figures() -> dict[str, list[str]]:
     qwen = [compensation_changes(f"memory-{QWEN}", "memory", share)[1000] for share in (0.15, 0.05)]
     changes = [f"by {_range(at_15.values())}", f"by {_range(v for v in at_5.values() if v < 0)}"]
     changes += [f"by {change:.0%} at" for change in qwen]
-    at_r = [compensation_changes("refit", "retention", share) for share in (0.15, 0.05)]
+    at_r = [compensation_changes("compensation", "retention", share) for share in (0.15, 0.05)]
     more = [f"by {_range(at_r[0].values())} at R = 0.15", _range(v for v in at_r[1].values() if v < 0)]
     return {"README.md": readme, "docs/methods.md": changes + more, "docs/guides/memory.md": changes}
 

@@ -32,7 +32,7 @@ def main() -> None:
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
         prompt = read_prompt(model, ids, queries=True)
         names = [name for name in METHODS if not parse_method(name).needs_second_pass or tokens <= options.kvzip_up_to]
-        names.append("lkv+refit")
+        names.append("lkv+compensation")
 
         def choose(name: str, ids: torch.Tensor = ids, prompt: list[LayerKV] = prompt) -> None:
             if name == "full":

@@ -87,8 +87,8 @@ VALUES: tuple[Any, ...] = (
 WHOLE = ("0", "-1", "1.5", "x", "", "nan", "1e3", "-", "0x10", "\u0663x")
 NUMBER = ("nan", "inf", "-inf", "-1", "x", "", "0", "1e400", "2", "1,5", "15%")
 NAMES = (
-    "", "x", "lkv+", "+", "snapkv+lkv", "+refit", "lkv+refit+refit", "UNIFORM+snapkv", "a b", "\U0001f4a5", "\udcff",
-    "../x", "lkv lkv", "0.15",
+    "", "x", "lkv+", "+", "snapkv+lkv", "+compensation", "lkv+compensation+compensation", "UNIFORM+snapkv", "a b",
+    "\U0001f4a5", "\udcff", "../x", "lkv lkv", "0.15",
 )  # fmt: skip
 
 

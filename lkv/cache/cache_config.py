@@ -13,7 +13,7 @@ from lkv.hf.rotation import Rotation
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
-from lkv.methods.registry import REFIT
+from lkv.methods.registry import COMPENSATION
 from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.methods.selectors import Selector, check_numbers
@@ -56,7 +56,7 @@ class CacheConfig:
             if self.method.compensation:
                 raise CacheError(
                     f"{feature} does not work with {self.method.name!r}: compensated entries cannot be evicted from "
-                    f"again; use the method without {REFIT!r}."
+                    f"again; use the method without {COMPENSATION!r}."
                 )
             if self.method.protected:
                 raise CacheError(f"{feature} cannot keep protected spans yet; leave one of the two out.")

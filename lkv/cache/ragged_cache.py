@@ -27,7 +27,7 @@ from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
 from lkv.hf.state import TokenHistory, register_cache
 from lkv.methods.method import Method
-from lkv.methods.registry import REFIT
+from lkv.methods.registry import COMPENSATION
 from lkv.methods.request import MAX_COUNT, CompressionRequest
 from lkv.policy.policy import Policy
 from lkv.utils.overrides import override_method
@@ -138,7 +138,7 @@ class RaggedCache(BaseCache):
                 f"lkv.compress(..., method={method.name!r})."
             )
         if method.compensation:
-            query_rotations(model, REFIT)
+            query_rotations(model, COMPENSATION)
         self.spec: ModelSpec = patched.spec
         # Entries computed with different adapters do not go together.
         self.adapters = read_adapters(unwrap_model(model))

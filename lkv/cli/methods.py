@@ -13,7 +13,7 @@ class Methods(Command):
     """List the methods with paper and requirements."""
 
     name: str | None = option(
-        "describe this method in full; BUDGET+SELECTOR and METHOD+refit work as well",
+        "describe this method in full; BUDGET+SELECTOR and METHOD+compensation work as well",
         positional=True,
         nargs="?",
         metavar="[NAME]",
@@ -52,7 +52,7 @@ def _describe_method(name: str) -> dict[str, Any]:
 
 
 def _print_table(entries: list[dict[str, Any]], width: int) -> None:
-    from lkv.methods.registry import REFIT, budgets, selectors
+    from lkv.methods.registry import COMPENSATION, budgets, selectors
 
     rows = [("method", "budget", "selector", "needs", "paper")]
     for entry in entries:
@@ -74,8 +74,8 @@ def _print_table(entries: list[dict[str, Any]], width: int) -> None:
     notes = (
         f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR, except "
         f"those under which heads compete ({competing}) with those that rank each head by itself ({by_head}); "
-        f"METHOD{REFIT} adjusts the kept keys and values by least squares, in the same memory. Queries and a second "
-        "pass come from the text itself; give --policy or --pattern, or use the shipped policy."
+        f"METHOD{COMPENSATION} adjusts the kept keys and values by least squares, in the same memory. Queries and a "
+        "second pass come from the text itself; give --policy or --pattern, or use the shipped policy."
     )
     print("\n" + textwrap.fill(notes, width))
 

@@ -22,7 +22,7 @@ from lkv.hf.spec import unwrap_model
 from lkv.methods.base import MethodInputs, TierBudget
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method, combine_rowwise
-from lkv.methods.registry import FULL, POLICY, REFIT, MethodSpec, parse_method, selectors
+from lkv.methods.registry import COMPENSATION, FULL, POLICY, MethodSpec, parse_method, selectors
 from lkv.methods.resolve import build_tiers, tier_table_of
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.methods.targets import MemoryTarget, RetentionTarget, TierTable
@@ -112,7 +112,7 @@ class MethodGrid:
             for table in self._tables.values() if self.is_memory else ():
                 self._build_tiers(spec, self.retentions[0], table)
         if any(spec.compensation for spec in self._specs.values()):
-            query_rotations(model, REFIT)
+            query_rotations(model, COMPENSATION)
         self.methods = [_row_name(name, table) for name in self._specs for table in self._tables]
         self.pairs = frozenset(product(self.methods, self.retentions))
 

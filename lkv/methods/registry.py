@@ -1,7 +1,7 @@
 """Methods by name: which budget, which selector, whose paper, and how tables and figures show them.
 
 A method is a *budget* (how many tokens a KV head keeps) with a *selector* (which tokens). `METHODS` lists the named
-ones; any other combination is written "BUDGET+SELECTOR". "METHOD+refit" adds least-squares compensation
+ones; any other combination is written "BUDGET+SELECTOR". "METHOD+compensation" adds least-squares compensation
 (`lkv.methods.compensation`), and "METHOD@NAME" names the policy where several are compared. `parse_method` is the one
 parser of such names.
 
@@ -23,7 +23,7 @@ from lkv.errors import LkvError
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
-REFIT = "+refit"
+COMPENSATION = "+compensation"
 _GREY = "#7F7F7F"
 _KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name or title of ours is the same
     "adakv": "adakv-snapkv",
@@ -66,7 +66,7 @@ class Component:
 class MethodSpec:
     """What a method's name says: its budget and selector, the paper it is from and how it is shown."""
 
-    name: str  # as it was given, with "+refit" and "@NAME" where it has them
+    name: str  # as it was given, with "+compensation" and "@NAME" where it has them
     budget: str
     selector: str
     paper: str = ""
@@ -266,7 +266,7 @@ def register_method(
         raise LkvError(
             f"the method name {name!r} contains '+' or '@', which separate components and policies; give another."
         )
-    if name in METHODS or name in (FULL, REFIT[1:]):
+    if name in METHODS or name in (FULL, COMPENSATION[1:]):
         raise LkvError(
             f"the method name {name!r} is taken by LKV, by this program or by an installed plugin; give another name, "
             "or register it only once."
@@ -339,7 +339,7 @@ def methods() -> dict[str, MethodSpec]:
 
 
 def parse_method(name: str) -> MethodSpec:
-    """The method that a name says: a named one or "BUDGET+SELECTOR", also with "+refit" and "@NAME".
+    """The method that a name says: a named one or "BUDGET+SELECTOR", also with "+compensation" and "@NAME".
 
     Raises:
         LkvError: If the name is not a method's; the message suggests similar names.
@@ -349,11 +349,11 @@ def parse_method(name: str) -> MethodSpec:
     load_plugins()
     plain, _, policy_name = name.partition("@")
     if "+" in policy_name:
-        raise LkvError(f"the policy name {policy_name!r} contains '+'; write METHOD{REFIT}@NAME.")
-    pair = plain.removesuffix(REFIT)
+        raise LkvError(f"the policy name {policy_name!r} contains '+'; write METHOD{COMPENSATION}@NAME.")
+    pair = plain.removesuffix(COMPENSATION)
     compensation = pair != plain
     spec = METHODS.get(pair) or _combination(pair)
-    canonical = spec.canonical + REFIT * compensation
+    canonical = spec.canonical + COMPENSATION * compensation
     return replace(spec, name=name, compensation=compensation, policy_name=policy_name, canonical=canonical)
 
 
@@ -408,7 +408,7 @@ def _unknown(name: str) -> str:
 
 def _similar_methods(name: str) -> list[str]:
     """The method that `name` writes otherwise (in capitals, by its title, as kvpress does), else up to three."""
-    named = {_letters(method): method for method in (*METHODS, *(method + REFIT for method in METHODS))}
+    named = {_letters(method): method for method in (*METHODS, *(method + COMPENSATION for method in METHODS))}
     titles = {_letters(spec.title): method for method, spec in METHODS.items() if spec.title}
     by_letters = titles | _KVPRESS_NAMES | named
     letters = _letters(name)

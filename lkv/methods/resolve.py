@@ -8,7 +8,7 @@ from lkv.hf.attention import patch_attention
 from lkv.methods.base import INPUT_SOURCES, MethodInputs, TierBudget
 from lkv.methods.budgets import check_table
 from lkv.methods.method import Method
-from lkv.methods.registry import REFIT, MethodSpec, parse_method
+from lkv.methods.registry import COMPENSATION, MethodSpec, parse_method
 from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import DEFAULT_TABLE, SCORE_BITS, KVShape, MemoryTarget, RetentionTarget, TierTable, TierTarget
 from lkv.policy.lookup import resolve_policy
@@ -106,7 +106,7 @@ def build_tiers(
     ]
     budgets = [spec.build_budget(replace(inputs, target=target)) for target in targets]
     if exact_name := budgets[0].exact_name:
-        exact = parse_method(f"{exact_name}+{spec.selector}{REFIT if spec.compensation else ''}").canonical
+        exact = parse_method(f"{exact_name}+{spec.selector}{COMPENSATION if spec.compensation else ''}").canonical
         raise BudgetError(f"{spec.name!r} may keep more than memory allows; use {exact!r}, or give a retention.")
     pairs = zip(targets, budgets, strict=True)
     return tuple(TierBudget(target.precision, budget, target) for target, budget in pairs)

@@ -65,11 +65,7 @@ class CompressionSettings(NamedTuple):
 
 def context_id(text: str, settings: CompressionSettings) -> str:
     """The id of a context: half of the text's SHA-256, a quarter of the settings'."""
-    values = list(settings)
-    # Without what older versions had no field for, as they named them, so that texts stored then are found.
-    while values[-1] is None and len(values) > CompressionSettings._fields.index("memory"):
-        values.pop()
-    digest = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 
 

@@ -281,7 +281,7 @@ def test_memory_goes_with_no_other_amount(model, options, message):
     [
         ("duo-kvpress", "duo"),
         ("pyramidkv-kvpress", "pyramidkv"),
-        ("pyramid-kvpress+knorm+refit", "pyramid+knorm+refit"),
+        ("pyramid-kvpress+knorm+compensation", "pyramid+knorm+compensation"),
     ],
 )
 def test_budgets_that_may_keep_more_are_refused(model, method, exact):
@@ -341,7 +341,7 @@ def test_a_context_is_saved_bit_for_bit(name, memory, tmp_path):
 def test_compensation_is_stored_in_tiers(tmp_path):
     """Least squares move k and v before they are quantised."""
     model = build("float32")
-    plain, moved = (compressed(model, 200, method, memory=0.2) for method in ("lkv", "lkv+refit"))
+    plain, moved = (compressed(model, 200, method, memory=0.2) for method in ("lkv", "lkv+compensation"))
     for one, other in zip(plain.cache.ragged_layers, moved.cache.ragged_layers, strict=True):
         assert torch.equal(one.store.lens, other.store.lens) and one.store.nbytes() == other.store.nbytes()
         assert not torch.equal(one.store.restore().v, other.store.restore().v)

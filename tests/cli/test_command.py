@@ -93,7 +93,7 @@ def test_a_pipe_gets_all_names_of_papers(monkeypatch, capsys):
 
 
 def test_one_method_is_described_in_full(capsys):
-    assert main(["methods", "duo+refit"]) == 0
+    assert main(["methods", "duo+compensation"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "a pattern of retrieval heads, queries" in output and "https://arxiv.org/abs/2410.10819" in output
     assert main(["methods", "--json"]) == 0

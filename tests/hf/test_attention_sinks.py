@@ -108,7 +108,7 @@ def test_what_does_not_reckon_with_sinks_is_refused():
     model = gpt_oss()
     with pytest.raises(UnsupportedModelError, match="sinks, which neither the training of policies nor KVzip"):
         compress(model, Words(), TEXT, method="kvzip", retention=0.4)
-    for method in ("expected", "snapkv+refit"):
+    for method in ("expected", "snapkv+compensation"):
         with pytest.raises(UnsupportedModelError, match=r"has attention sinks, with which .* does not reckon yet"):
             compress(model, Words(), TEXT, method=method, retention=0.4)
     other = gpt_oss()

@@ -1,4 +1,4 @@
-"""Refitting: its least-squares problems against other solvers, its queries against the model's own, and the cache."""
+"""Compensation: its least-squares problems against other solvers, its queries against the model, and the cache."""
 
 import math
 
@@ -26,7 +26,7 @@ from tests.families import SERVED, longrope_model
 
 SCALE = 0.35
 NORMED_LATE = ("HunYuanDenseV1", "HunYuanMoEV1")  # their norm of q comes after RoPE
-METHOD = Method("own+refit", PerHead(RATIOS), OwnScores(), compensation=True)
+METHOD = Method("own+compensation", PerHead(RATIOS), OwnScores(), compensation=True)
 heads = given(
     rows=st.integers(1, 40), tokens=st.integers(2, 60), share=st.floats(0.05, 0.95), seed=st.integers(0, 999)
 )  # fmt: skip
@@ -122,8 +122,8 @@ def test_references_are_the_models_own_queries_rotated_behind_the_text(family):
         if weight.dim() == 1:
             torch.nn.init.uniform_(weight, 0.2, 2.2)
     if family.name in NORMED_LATE:
-        with pytest.raises(UnsupportedModelError, match=r"a way that \+refit cannot undo"):
-            RaggedCache(model, method="knorm+refit")
+        with pytest.raises(UnsupportedModelError, match=r"a way that \+compensation cannot undo"):
+            RaggedCache(model, method="knorm+compensation")
         return
     prompt = read_prompt(model, text, queries=True)
     # Hidden states depend on distances alone. Token 10 + i of the second half is turned to 21 + i.
@@ -218,7 +218,7 @@ def test_it_is_nearer_to_the_full_cache_over_many_texts(policy):
         text, question = ids(1, 80, seed), ids(1, 8, 100 + seed)
         full = model(torch.cat([text, question], 1)).logits[:, -8:]
         errors = []
-        for name in ("snapkv", "snapkv+refit"):
+        for name in ("snapkv", "snapkv+compensation"):
             cache = RaggedCache(model, retention=0.2, method=name)
             model(text, past_key_values=cache)
             errors.append(float((model(question, past_key_values=cache).logits - full).square().mean()))
@@ -227,12 +227,12 @@ def test_it_is_nearer_to_the_full_cache_over_many_texts(policy):
 
 
 def test_names_and_rows(policy):
-    entry = parse_method("lkv+refit@mine")
+    entry = parse_method("lkv+compensation@mine")
     assert entry.compensation and (entry.budget, entry.selector) == ("lkv-h", "lkv-t")
     assert entry.label == "LKV, compensated (mine)" and not parse_method("lkv").compensation
     assert "queries" in entry.needs and "compensated" in entry.description
     model = tiny_llama()
-    grid = MethodGrid(model, None, ["lkv", "lkv+refit"], [0.5], policy)
+    grid = MethodGrid(model, None, ["lkv", "lkv+compensation"], [0.5], policy)
     assert grid.required_queries is True and not grid.select(frozenset({("lkv", 0.5)})).required_queries
     assert MethodGrid(model, None, ["snapkv"], [0.5]).required_queries == SnapKV().last_queries
 
@@ -241,22 +241,23 @@ def test_what_it_cannot_do_is_said(policy):
     model = tiny_llama()
     for options in ({"streaming": True, "prompt_tokens": 20}, {"decode_eviction": True}):
         with pytest.raises(
-            CacheError, match=r"compensated entries cannot be evicted from again; use the method without '\+refit'"
+            CacheError,
+            match=r"compensated entries cannot be evicted from again; use the method without '\+compensation'",
         ):
-            RaggedCache(model, policy=policy, method="lkv+refit", **options)
+            RaggedCache(model, policy=policy, method="lkv+compensation", **options)
     (unturned,) = [family for family in SERVED if family.name == "OPT"]
     model = unturned.build()
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):
-        RaggedCache(model, method="knorm+refit")
+        RaggedCache(model, method="knorm+compensation")
     with pytest.raises(UnsupportedModelError, match="no rotary embedding that LKV can undo"):
-        MethodGrid(model, None, ["knorm", "knorm+refit"], [0.5])
+        MethodGrid(model, None, ["knorm", "knorm+compensation"], [0.5])
     model = tiny_llama()
     with pytest.raises(CacheError, match="call read_prompt with queries=True"):
-        RaggedCache(model, retention=0.5, method="knorm+refit").fill(read_prompt(model, ids(1, 20)))
+        RaggedCache(model, retention=0.5, method="knorm+compensation").fill(read_prompt(model, ids(1, 20)))
     with pytest.raises(LkvError, match="taken"):
-        register_method("refit", "knorm")
-    with pytest.raises(LkvError, match=r"write METHOD\+refit@NAME"):
-        parse_method("lkv@mine+refit")
+        register_method("compensation", "knorm")
+    with pytest.raises(LkvError, match=r"write METHOD\+compensation@NAME"):
+        parse_method("lkv@mine+compensation")
 
 
 def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():

@@ -72,7 +72,7 @@ def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):
     [
         ("snapkv", "snapkv"),
         ("uniform+snapkv", "snapkv"),
-        ("lkv-h+lkv-t+refit@mine", "lkv+refit"),
+        ("lkv-h+lkv-t+compensation@mine", "lkv+compensation"),
         ("duo+keydiff", "duo+keydiff"),
     ],
 )
@@ -83,8 +83,8 @@ def test_names_of_one_method_have_one_canonical_name(name, canonical):
 
 
 @pytest.mark.parametrize("name", [
-    "", "+", "ada", "snapkv+", "nobody's", "ada+critical-snapkv", "lkv@a+b", "lkv@mine+refit", "lkv+refit+refit",
-    "+refit", "no+refit", None, 3,
+    "", "+", "ada", "snapkv+", "nobody's", "ada+critical-snapkv", "lkv@a+b", "lkv@mine+compensation",
+    "lkv+compensation+compensation", "+compensation", "no+compensation", None, 3,
 ])  # fmt: skip
 def test_names_of_no_method(name):
     assert find_method(name) is None
@@ -110,7 +110,7 @@ for name, message in ("snapvk", "did you mean 'snapkv'"), ("ada", "'ada' is a bu
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     with pytest.raises(LkvError, match="no"):
-        parse_method("lkv-t+refit+refit")
+        parse_method("lkv-t+compensation+compensation")
     assert parse_method("lkv").label == "LKV"
 
 
@@ -136,7 +136,8 @@ def test_every_named_method_has_its_own_combination():
         ("SnapKV", "'snapkv'"), ("SnapKVPress", "'snapkv'"), ("expected_attention", "'expected'"),
         ("ExpectedAttentionPress", "'expected'"), ("observed_attention", "'observed-attention'"),
         ("adakv", "'adakv-snapkv'"), ("adakv_expected_attention_e2", "'adakv-expected-e2'"),
-        ("duo_attention", "'duo'"), ("StreamingLLMPress", "'streaming-llm'"), ("LKV-refit", "'lkv+refit'"),
+        ("duo_attention", "'duo'"), ("StreamingLLMPress", "'streaming-llm'"),
+        ("LKV-compensation", "'lkv+compensation'"),
     ],
 )  # fmt: skip
 def test_names_of_kvpress_and_capitals_get_the_one_method_that_is_meant(name, similar):
