@@ -29,25 +29,21 @@ _MAX_SLACK_CPU, _MAX_SLACK_GPU = 32, 256
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How the cache of one model reads and evicts: a request with its method resolved.
+    """How the cache of one model reads and evicts: a request, and the method that it was resolved to.
 
-    The fields are those of `CompressionRequest`. Raises CacheError for options that the method does not go with.
+    Raises CacheError for options that the method does not go with.
     """
 
     method: Method
-    slack: int | None = None
-    prompt_tokens: int | None = None
-    streaming: bool = False
-    decode_eviction: bool = False
-    bits: int | None = None
+    request: CompressionRequest
 
     def __post_init__(self) -> None:
-        if self.streaming:
+        if self.request.streaming:
             self.check_prompt_declared()
-        if self.bits is not None and self.method.tiers:
+        if self.request.bits is not None and self.method.tiers:
             raise CacheError("memory says in which precision entries are stored: leave bits out, or give a retention.")
         if self.stores_scores:
-            feature = "streaming" if self.streaming else "decode eviction"
+            feature = "streaming" if self.request.streaming else "decode eviction"
             if not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
                 raise CacheError(
                     f"{feature} does not work with {self.method.name!r}: it needs scores that depend on k and v of the "
@@ -66,26 +62,24 @@ class CacheConfig:
         cls, request: CompressionRequest, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> "CacheConfig":
         """Resolve a request for `model`; `tokenizer` for methods with a second pass. Raises as `resolve_method`."""
-        method = resolve_method(request, model, tokenizer)
-        return cls(
-            method, request.slack, request.prompt_tokens, request.streaming, request.decode_eviction, request.bits
-        )
+        return cls(resolve_method(request, model, tokenizer), request)
 
     @property
     def stores_scores(self) -> bool:
         """Whether scores are stored with the entries, because some of them are evicted later."""
-        return self.streaming or self.decode_eviction
+        return self.request.streaming or self.request.decode_eviction
 
     @property
     def tiers(self) -> tuple[TierBudget, ...]:
         """The precisions that entries are stored in, best first."""
-        precision = UNQUANTIZED if self.bits is None else Precision(self.bits, self.bits)
+        bits = self.request.bits
+        precision = UNQUANTIZED if bits is None else Precision(bits, bits)
         return self.method.tiers or (TierBudget(precision, self.method.budget),)
 
     @property
     def is_tiered(self) -> bool:
         """Whether some entries may be quantised."""
-        return self.bits is not None or bool(self.method.tiers)
+        return self.request.bits is not None or bool(self.method.tiers)
 
     def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
         """The tiers of entries of which each row and head has `lens` [tiers, B, H] in a tier and all better ones.
@@ -99,23 +93,24 @@ class CacheConfig:
 
     def check_prompt_declared(self) -> None:
         """Raise CacheError unless the length of a prompt in several chunks is known."""
-        if self.prompt_tokens is None:
+        if self.request.prompt_tokens is None:
             raise CacheError(
                 "a prompt read in chunks needs its length: give prompt_tokens=input_ids.shape[1] to RaggedCache."
             )
 
     def check_prompt_ended(self, tokens: int) -> None:
         """Raise CacheError where an answer begins after `tokens`, before the declared end of the prompt."""
-        if self.prompt_tokens is not None and tokens < self.prompt_tokens:
+        prompt_tokens = self.request.prompt_tokens
+        if prompt_tokens is not None and tokens < prompt_tokens:
             raise CacheError(
-                f"prompt_tokens is {self.prompt_tokens}, but the prompt has {tokens} tokens, and nothing of it has "
+                f"prompt_tokens is {prompt_tokens}, but the prompt has {tokens} tokens, and nothing of it has "
                 "been evicted: give its own length, input_ids.shape[1]."
             )
 
     def slack_for(self, entries: int, device: torch.device) -> int:
         """Free slots for each head, where a head stores `entries` on average."""
-        if self.slack is not None:
-            return self.slack
+        if self.request.slack is not None:
+            return self.request.slack
         most = _MAX_SLACK_CPU if device.type == "cpu" else _MAX_SLACK_GPU
         return min(most, max(_MIN_SLACK, entries // 4))
 
@@ -124,10 +119,11 @@ class CacheConfig:
 
         They differ from layer to layer, so that not all layers reallocate at one step.
         """
-        if self.method.tiers and self.slack is None:
+        is_default = self.request.slack is None
+        if self.method.tiers and is_default:
             return 0  # they would take from the memory of the prompt; the first token that follows makes space
         slack = self.slack_for(mean_entries(lens), device)
-        return slack if self.slack is not None else slack // 2 + layer % (slack // 2)
+        return slack // 2 + layer % (slack // 2) if is_default else slack
 
 
 @dataclass

@@ -54,7 +54,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         scores = check_shape(selector, selector.refine(index, part, scores, part_counts[-1]), part.key)
         tables.append(_pad_scores(_rank_first(scores, protected), first))
         counts.append(part_counts)
-        if config.decode_eviction:
+        if config.request.decode_eviction:
             arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
     if not is_checked_late:
         shared.check_scores(index, selector, device)

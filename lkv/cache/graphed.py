@@ -179,7 +179,7 @@ def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | No
         return "the model has sliding-window layers, which lie elsewhere after every token."
     if any(layer.sinks is not None for layer in cache.ragged_layers):
         return "the model has attention sinks, which are not joined by the kernel."
-    if cache.config.decode_eviction:
+    if cache.config.request.decode_eviction:
         return "decode_eviction chooses among the entries while tokens are generated."
     if not can_replay(weights.device, weights.dtype, cache.spec.head_dim):
         return "attention over the entries runs without Triton here, and waits for the host."

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
 from lkv.cache.ragged_store import KVStore, RaggedStore
-from lkv.cache.saved_state import check_store, restore_store
+from lkv.cache.saved_state import check_layer, restore_store
 from lkv.cache.tiered_store import extend_padded
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
@@ -75,7 +75,7 @@ class RaggedLayer(AttentionCacheLayer):
     @property
     def is_traceable(self) -> bool:  # type: ignore[override]
         """Whether compiled models may leave the layer to `lkv::extend`: it returns no gradients and no longer keys."""
-        return self._buffer is None and not self._context.config.streaming and not torch.is_grad_enabled()
+        return self._buffer is None and not self._context.config.request.streaming and not torch.is_grad_enabled()
 
     @property
     def is_reading_prompt(self) -> bool:  # type: ignore[override]
@@ -126,7 +126,7 @@ class RaggedLayer(AttentionCacheLayer):
         padding = self._context.shared.padding
         if self.prompt_length:
             return self._extend(query, key, value, scale, padding.hidden_keys(mask, query.shape[2])).transpose(1, 2)
-        if not self._context.config.streaming:
+        if not self._context.config.request.streaming:
             return self._read_prompt(query, key, value, scale, mask, stock())
         if padding.hidden_keys(mask, query.shape[2]) is not None:
             raise CacheError(
@@ -145,7 +145,7 @@ class RaggedLayer(AttentionCacheLayer):
             if self._buffer is not None and self._buffer.queries is not None:
                 queries = torch.cat([self._buffer.queries, queries], 2)
         prompt = LayerKV(key, value, scale, queries, rotation=self._context.rotation)
-        prompt_length = config.prompt_tokens or total
+        prompt_length = config.request.prompt_tokens or total
         if total < prompt_length:
             if queries is not None and config.method.last_queries is not None:
                 prompt = replace(prompt, queries=queries[:, :, -config.method.last_queries :].clone())
@@ -176,20 +176,20 @@ class RaggedLayer(AttentionCacheLayer):
         """
         context, config = self._context, self._context.config
         batch, heads, new, _ = key.shape
-        assert config.prompt_tokens is not None
-        config.method.check_length(config.prompt_tokens)
-        count = min(new, config.prompt_tokens - self.get_seq_length())
+        assert config.request.prompt_tokens is not None
+        config.method.check_length(config.request.prompt_tokens)
+        count = min(new, config.request.prompt_tokens - self.get_seq_length())
         if self.store is None:
             none = torch.zeros(batch, heads, dtype=torch.long, device="cpu")
             self.store = RaggedStore(none, count, key, value, has_scores=True)
             self.real_tokens, self._padding = [0] * batch, [0] * batch
         out = self._extend(query[:, :, :count], key[:, :, :count], value[:, :, :count], scale)
-        limits, is_last = self._limits(), self.get_seq_length() >= config.prompt_tokens
+        limits, is_last = self._limits(), self.get_seq_length() >= config.request.prompt_tokens
         free_slots = config.initial_slots(context.index, limits[-1], key.device) if is_last else 0
         store = self._evict(limits, free_slots, scale)
         if is_last:
             self.prompt_length = self.base_length
-            if not config.decode_eviction:
+            if not config.request.decode_eviction:
                 store.drop_scores()
         if count == new:
             return out
@@ -243,7 +243,7 @@ class RaggedLayer(AttentionCacheLayer):
         assert self.store is not None
         config = self._context.config
         try:
-            if config.decode_eviction and self.prompt_length:
+            if config.request.decode_eviction and self.prompt_length:
                 limits = self._limits()
                 self._evict(limits, config.slack_for(mean_entries(limits[-1]), device) + new, scale)
             else:
@@ -364,8 +364,11 @@ class RaggedLayer(AttentionCacheLayer):
         tensors = {name: torch.tensor(numbers, device="cpu") for name, numbers in counts.items()}
         return {**self.store.state(), "kept": self.lens, **tensors}
 
-    def restore(self, state: dict[str, Tensor], like: Tensor, has_free_slots: bool) -> None:
-        """Load what `state` returned, on the device and in the dtype of `like`, with free slots for tokens to come."""
+    def restore(
+        self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor, has_free_slots: bool = True
+    ) -> None:
+        """Load what `state` returned, with free slots for tokens to come; otherwise as `OtherLayer.restore`."""
+        check_layer(state, tokens, spec)
         self.lazy_initialization(like, like)
         lens, config = state["kept"], self._context.config
         free_slots = config.initial_slots(self._context.index, lens, like.device) if has_free_slots else 0
@@ -389,19 +392,3 @@ class RaggedLayer(AttentionCacheLayer):
             return 0
         tensors = (self._buffer.key, self._buffer.value, self._buffer.queries if with_queries else None)
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
-
-
-def check_state(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
-    """Check what `RaggedLayer.state` returned for one text of `tokens` tokens, before any memory is allocated by it.
-
-    Raises ValueError, KeyError or CacheError for anything else.
-    """
-    kept_counts, real, length = state["kept"], state["real"], state["length"]
-    if any(counts.dtype != torch.long for counts in (kept_counts, real, length)):
-        raise ValueError("its counts are no whole numbers")
-    if kept_counts.shape != (1, spec.kv_heads) or int(kept_counts.min()) < 0 or int(kept_counts.max()) > tokens:
-        raise ValueError(f"its counts of kept entries are {tuple(kept_counts.shape)}, or more than {tokens} tokens")
-    if any(count.shape != (1,) or int(count) != tokens for count in (real, length)):
-        raise ValueError(f"its lengths are not the {tokens} of its text")
-    store = {name: tensor for name, tensor in state.items() if name not in ("kept", "real", "length")}
-    check_store(store, kept_counts, spec.head_dim)

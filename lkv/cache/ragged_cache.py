@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,15 +14,14 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
+from lkv.cache.pass_checks import check_attended, check_pass
 from lkv.cache.quantization import check_width
-from lkv.cache.saved_state import number_tensors, split_numbered
-from lkv.errors import CacheError, PromptError, RetentionError
+from lkv.errors import CacheError, RetentionError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_layers import OtherLayer, SlidingWindowLayer
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.model_spec import ModelSpec
-from lkv.hf.positions import check_frequencies
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
 from lkv.hf.state import TokenHistory, register_cache
@@ -172,7 +171,7 @@ class RaggedCache(BaseCache):
     @property
     def is_rewindable(self) -> bool:
         """Whether `rewind` works: tokens after the prompt can be cut off again."""
-        return not self.config.decode_eviction and not self.other_layers
+        return not self.config.request.decode_eviction and not self.other_layers
 
     @property
     def is_shareable(self) -> bool:
@@ -198,13 +197,7 @@ class RaggedCache(BaseCache):
         if layer_idx == 0:
             self.begin_pass(key_states.shape[0], key_states.shape[2])
         # For the first layer it is the last one of the previous pass.
-        previous = self.layers[layer_idx - 1]
-        if isinstance(previous, RaggedLayer) and previous.pending_key is not None:
-            raise CacheError(
-                "the model computed attention without LKV: it was never patched, or its attention implementation was "
-                "set anew; call lkv.patch_attention(model), then continue after cache.rewind(), or after cache.reset() "
-                "if the prompt was being read."
-            )
+        check_attended(self.layers[layer_idx - 1])
         if self.on_layer_start is not None:
             self.on_layer_start(layer_idx)
 
@@ -212,30 +205,8 @@ class RaggedCache(BaseCache):
         """Note a forward pass of `new` tokens in each of `rows` rows. Raises as `before_update`."""
         self.is_assisted = False
         length = self.get_seq_length()
-        self._check_pass(rows, length + new)
+        check_pass(self.layers, rows, length + new, self.spec)
         self._history.read(length, length + new)
-
-    def _check_pass(self, rows: int, tokens: int) -> None:
-        """Check a forward pass with `rows` rows, after which the text has `tokens` tokens."""
-        layers: list[Any] = self.layers
-        lengths = {layer.get_seq_length() for layer in layers}
-        if len(lengths) > 1 or len({layer.prompt_length for layer in self.ragged_layers}) > 1:
-            fix = "call rewind() if the prompt was complete, else reset() and read the prompt again"
-            if self.other_layers:
-                fix = "continue from a fork() made before, or reset() and read the prompt again"
-            raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {fix}.")
-        own_rows = len(self.ragged_layers[0].lens)
-        if own_rows and rows != own_rows:
-            raise CacheError(
-                f"this cache has {own_rows} rows, but {rows} were given; call batch_repeat_interleave(n) for n "
-                "sequences from each compressed prompt, or make a new cache for other prompts."
-            )
-        if tokens > self.spec.max_positions:
-            raise PromptError(
-                f"the text would reach {tokens} tokens, but the model reads at most {self.spec.max_positions}; "
-                "shorten it, or generate fewer tokens."
-            )
-        check_frequencies(self.ragged_layers[0].model_config, self.get_seq_length(), tokens)
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Compare what `generate` is about to feed with what was read, where both are known.
@@ -286,7 +257,7 @@ class RaggedCache(BaseCache):
 
         Raises CacheError if the prompt could not be distinguished from the first candidates.
         """
-        if not self.prompt_length and self.config.prompt_tokens is None:
+        if not self.prompt_length and self.config.request.prompt_tokens is None:
             raise CacheError(
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
@@ -417,23 +388,9 @@ class RaggedCache(BaseCache):
 
     def nbytes(self) -> int:
         """Return the bytes of k and v storage, free slots and sliding windows included."""
-        return sum(layer.nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.other_layers)
+        layers: list[Any] = self.layers
+        return sum(layer.nbytes() for layer in layers)
 
     def full_nbytes(self) -> int:
         """Return the bytes that an uncompressed cache would need for the same tokens, sliding windows included."""
         return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.other_layers)
-
-    def other_state(self) -> dict[str, Tensor]:
-        """Return what the other layers store, as tensors to be saved."""
-        return number_tensors(layer.state() for layer in self.other_layers)
-
-    def restore_other(self, state: dict[str, Tensor], tokens: int, likes: Sequence[Tensor]) -> None:
-        """Load what `other_state` returned after `tokens` tokens of one text.
-
-        Each layer gets the dtype and device of its tensor in `likes`.
-
-        Raises ValueError for what such layers cannot have returned.
-        """
-        parts = split_numbered(state, len(likes))
-        for layer, part, like in zip(self.other_layers, parts, likes, strict=True):
-            layer.restore(part, tokens, self.spec, like)

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from lkv.cache.ragged_store import KVStore, RaggedStore
 from lkv.cache.tiered_store import TieredStore
+from lkv.hf.model_spec import ModelSpec
 
 
 def number_tensors(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -24,16 +26,24 @@ def split_numbered(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Te
     return states
 
 
-def check_store(state: dict[str, Tensor], lens: Tensor, width: int) -> None:
-    """Check that `state`, what a store's `state()` returned, has `lens` [B, H] entries with `width` channels.
+def check_layer(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
+    """Check what `RaggedLayer.state` returned for one text of `tokens` tokens, before any memory is allocated by it.
 
-    Raises KeyError, ValueError or CacheError otherwise.
+    Raises ValueError, KeyError or CacheError for anything else.
     """
-    if "key_basis" in state:
-        TieredStore.check_state(state, lens, width)
+    counts, real, length = state["kept"], state["real"], state["length"]
+    if any(x.dtype != torch.long for x in (counts, real, length)):
+        raise ValueError("its counts are no whole numbers")
+    if counts.shape != (1, spec.kv_heads) or int(counts.min()) < 0 or int(counts.max()) > tokens:
+        raise ValueError(f"its counts of kept entries are {tuple(counts.shape)}, or more than {tokens} tokens")
+    if any(x.shape != (1,) or int(x) != tokens for x in (real, length)):
+        raise ValueError(f"its lengths are not the {tokens} of its text")
+    store = {name: tensor for name, tensor in state.items() if name not in ("kept", "real", "length")}
+    if "key_basis" in store:
+        TieredStore.check_state(store, counts, spec.head_dim)
         return
-    shape = (int(lens.sum()), width)
-    if any(tuple(state[side].shape) != shape or not state[side].is_floating_point() for side in "kv"):
+    shape = (int(counts.sum()), spec.head_dim)
+    if any(tuple(store[side].shape) != shape or not store[side].is_floating_point() for side in "kv"):
         raise ValueError(f"its k and v are not {shape}")
 
 

@@ -66,7 +66,8 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
             # Beside the cache, a None under its other name is a second value, of which transformers warns.
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
-            compression.cache = RaggedCache.from_config(model, replace(config, prompt_tokens=tokens))
+            request = replace(config.request, prompt_tokens=tokens)
+            compression.cache = RaggedCache.from_config(model, replace(config, request=request))
             kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)
 

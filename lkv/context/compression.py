@@ -176,7 +176,7 @@ def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]
         "memory": str(target.memory) if isinstance(target, TierTarget) else None,
         "retention": target.retention if type(target) is RetentionTarget and target.tokens is None else None,
         "budget_tokens": None if target is None else target.tokens,
-        "bits": cache.config.bits,
+        "bits": cache.config.request.bits,
         "protected_tokens": len(method.protected) or None,
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": text_sha256,

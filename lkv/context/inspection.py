@@ -18,10 +18,8 @@ from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.base import tier_counts
 from lkv.methods.budgets import Budget
-from lkv.methods.method import Method
 from lkv.methods.registry import method_label, parse_method
 from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
 from lkv.methods.targets import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
@@ -86,14 +84,15 @@ def inspect_text(
         else CompressionRequest(method=method, policy=policy, retention=share)
         for share in shares
     ]
-    methods = [resolve_method(request, model, tokenizer) for request in requests]
-    if methods[0].needs_whole_prompt:
+    configs = [CacheConfig.resolve(request, model, tokenizer) for request in requests]
+    resolved = configs[0].method
+    if resolved.needs_whole_prompt:
         raise LkvError(
             f"{method!r} needs all layers before it keeps anything; inspect a method that evicts layer by layer."
         )
-    prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), methods[0].selector.reads_queries)
-    ranks, counts = _ranked(methods, prompt)
-    first, precisions = prompt[0], tuple(tier.precision for tier in CacheConfig(methods[0]).tiers)
+    prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), resolved.selector.reads_queries)
+    ranks, counts = _ranked(configs, prompt)
+    first, precisions = prompt[0], tuple(tier.precision for tier in configs[0].tiers)
     return InspectionResult(
         method=method,
         pieces=token_texts(tokenizer, text, ids),
@@ -109,15 +108,15 @@ def inspect_text(
     )
 
 
-def _ranked(methods: Sequence[Method], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
-    """`ranks` and `counts` of a result; all methods share the selector of the first."""
+def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
+    """`ranks` and `counts` of a result; all configs share the selector of the first."""
     ranks, counts = [], []
     for layer, read in enumerate(prompt):
-        selector = methods[0].selector
+        selector = configs[0].method.selector
         scores = selector.scores(layer, read)
         tokens, heads = scores.shape[-1], scores.shape[1]
         count = partial(_counts, layer, scores)
-        layer_counts = [tier_counts(CacheConfig(method).tiers, tokens, heads, 1, count) for method in methods]
+        layer_counts = [tier_counts(config.tiers, tokens, heads, 1, count) for config in configs]
         order = scores[0].argsort(dim=-1, descending=True, stable=True)
         if selector.refines:
             # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.

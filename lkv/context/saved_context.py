@@ -1,7 +1,7 @@
 """Saved contexts: the file format, and the cache that is written to and read from it.
 
-One safetensors file holds the tensors of every layer, as "NAME.LAYER", those of sliding layers, the token ids, and JSON
-in its header: the model's fingerprint and how the text was compressed. A checksum covers all of it.
+One safetensors file holds the tensors of every layer, as "NAME.LAYER", the token ids, and JSON in its header: the
+model's fingerprint and how the text was compressed. A checksum covers all of it.
 """
 
 from dataclasses import asdict
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.layer import check_state
+from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, ContextFileError
@@ -30,7 +30,7 @@ from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
     "lkv-context",
-    3,
+    4,
     "context",
     ContextFileError,
     "give a file that Context.save wrote, or compress again",
@@ -54,8 +54,10 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
     if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
-    tensors = number_tensors(layer.state() for layer in cache.ragged_layers)
-    return tensors | cache.other_state() | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+    layers: Any = cache.layers
+    return number_tensors(layer.state() for layer in layers) | {
+        "ids": torch.tensor(ids, dtype=torch.int32, device="cpu")
+    }
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
@@ -103,14 +105,12 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     """A cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
-    likes: dict[Any, Tensor] = dict(zip(cache.layers, _empty_tensors(model, len(cache.layers)), strict=True))
-    sliding = {name: tensors.pop(name) for name in list(tensors) if name.startswith("sliding_")}
-    states = split_numbered(tensors, len(cache.ragged_layers))
-    for layer, state in zip(cache.ragged_layers, states, strict=True):
-        check_state(state, len(ids), cache.spec)
-        # Without free slots a memory budget holds here, too, until the first question.
-        layer.restore(state, likes[layer], has_free_slots=metadata["memory"] is None)
-    cache.restore_other(sliding, len(ids), [likes[layer] for layer in cache.other_layers])
+    layers: Any = cache.layers
+    states, likes = split_numbered(tensors, len(layers)), _empty_tensors(model, len(layers))
+    # Without free slots a memory budget holds here, too, until the first question.
+    options = {"has_free_slots": metadata["memory"] is None}
+    for layer, state, like in zip(layers, states, likes, strict=True):
+        layer.restore(state, len(ids), cache.spec, like, **(options if isinstance(layer, RaggedLayer) else {}))
     cache.ids = torch.tensor([ids], device=input_device(model))
     return cache
 

@@ -13,6 +13,7 @@ from lkv.cache.ragged_store import RaggedStore
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
+from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
 from tests.conftest import tiny_llama
 
@@ -89,7 +90,9 @@ def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
     store.k.normal_(), store.v.normal_()
     score = st.sampled_from([-torch.inf, -1.0, 0.0, 2.0])
     table = {at: data.draw(st.lists(score, min_size=n, max_size=n)) for at, n in numbered(store.counts)}
-    context = LayerContext(0, CacheConfig(Method("mine", Uniform(0.5), Knorm())), SharedState(0), None)
+    context = LayerContext(
+        0, CacheConfig(Method("mine", Uniform(0.5), Knorm()), CompressionRequest()), SharedState(0), None
+    )
     rows = pad_sequence([torch.tensor(row) for row in table.values()], batch_first=True, padding_value=-torch.inf)
     new = evict_entries(context, store, limits[None], 1, lambda entries: rows)
     assert torch.equal(new.lens, torch.minimum(limits, store.counts)) and new.appended_tokens == 0

@@ -172,7 +172,7 @@ def test_the_budget_holds_while_a_text_is_streamed_and_evicted_from(memory, opti
     assert 0.85 * memory * full_nbytes(model, 600) <= cache.nbytes() <= memory * full_nbytes(model, 600)
     for place in range(600, 600 + steps):
         model(text[:, place : place + 1], past_key_values=cache, use_cache=True)
-        if cache.config.decode_eviction:
+        if cache.config.request.decode_eviction:
             stored = sum(int(layer.store.lens.sum()) for layer in cache.ragged_layers)
             share = cache.target.share(place + 1)
             assert stored <= 6 * (share * (place + 1) + 1)

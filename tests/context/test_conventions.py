@@ -59,7 +59,7 @@ def test_a_block_streams_prompts_as_a_cache_does(model, policy):
         expected = model.generate(prompt, past_key_values=cache, **chunked)
         with lkv.compress_prefill(model, **streaming) as compression:
             assert torch.equal(model.generate(prompt, **chunked), expected)
-        assert compression.cache.config.streaming and compression.cache.kept_counts() == cache.kept_counts()
+        assert compression.cache.config.request.streaming and compression.cache.kept_counts() == cache.kept_counts()
 
 
 def test_a_context_is_asked_in_a_block_as_outside(model, policy):

@@ -62,7 +62,7 @@ def test_files_are_those_that_safetensors_reads(tmp_path):
     header = json.loads(data[8 : 8 + size])
     assert size % 8 == 0
     assert all(header[name]["data_offsets"][0] % tensor.itemsize == 0 for name, tensor in tensors.items())
-    assert tensor_file.read(path, CONTEXT_FILE)[1] == {"format": 3, "ü": "\ud800"}
+    assert tensor_file.read(path, CONTEXT_FILE)[1] == {"format": 4, "ü": "\ud800"}
 
 
 def test_what_happens_to_the_file_later_does_not_reach_a_loaded_context(saved):

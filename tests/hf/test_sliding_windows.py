@@ -100,7 +100,7 @@ def test_damaged_sliding_layers_are_one_sentence(tmp_path, damage):
     if damage == "missing":
         del tensors["sliding_v.1"]
     elif damage == "shape":
-        tensors["sliding_k.0"] = tensors["sliding_k.0"][:, :, 1:].clone()
+        tensors["sliding_k.1"] = tensors["sliding_k.1"][:, :, 1:].clone()
     else:
         tensors["sliding_k.2"] = tensors.pop("sliding_k.1")
     tensor_file.write(tmp_path / "text.kv", CONTEXT_FILE, tensors, about)
