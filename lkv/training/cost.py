@@ -1,9 +1,8 @@
-"""The cost of a training run: operations from the model's shape, seconds from a measured rate."""
+"""The floating-point operations of a training run, from the model's shape."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from lkv.hf.shapes import Shape
 from lkv.training.config import TrainingConfig
@@ -39,27 +38,19 @@ class Estimate:
         training = self.steps * self.step_flops + self.validations * self.validation_flops
         return self.calibration_flops + self.warm_start_flops + training
 
+    def after(self, steps: int, validations: int) -> "Estimate":
+        """What is left after so many steps and validations."""
+        return replace(
+            self,
+            calibration_flops=0.0,
+            warm_start_flops=0.0,
+            steps=self.steps - steps,
+            validations=self.validations - validations,
+        )
+
     def __str__(self) -> str:
         tokens = f"{self.tokens / 1e6:,.1f} million" if self.tokens >= 1e6 else f"{round(self.tokens, -2):,.0f}"
         return f"{self.contexts:,} contexts, about {tokens} tokens, {self.flops:.1e} operations"
-
-
-class Speed(NamedTuple):
-    """Floating-point operations a second: of reading a prompt, of the warm start, and of training."""
-
-    prefill: float
-    warm_start: float
-    training: float
-
-
-def estimate_seconds(cost: Estimate, speed: Speed, processes: int = 1) -> float:
-    """Seconds of a training; calibration and validation are not split among processes."""
-    return (
-        cost.calibration_flops / speed.prefill
-        + cost.warm_start_flops / speed.warm_start / processes
-        + cost.steps * cost.step_flops / speed.training / processes
-        + cost.validations * cost.validation_flops / speed.training
-    )
 
 
 def estimate(

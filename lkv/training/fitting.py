@@ -5,7 +5,6 @@ forward passes only; then distillation for the time that is left. A killed run r
 """
 
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
 from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
 from lkv.training.fit_texts import FitTexts, open_texts
+from lkv.training.speed import seconds_per_token
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
 
@@ -111,8 +111,8 @@ def fit_to(
         torch.enable_grad(),
     ):
         log("measuring how fast the model reads here")
-        per_token = _seconds_per_token(
-            model, min(_PROBE_TOKENS, spec.max_positions), min(_PROBE_SECONDS, _PROBE_SHARE * minutes * 60)
+        per_token = seconds_per_token(
+            model, min(_PROBE_TOKENS, spec.max_positions), min(_PROBE_SECONDS, _PROBE_SHARE * minutes * 60), clock
         )
         interrupted, earlier = _interrupted_run(job.state)
         longest = interrupted or longest_context(minutes * 60 / per_token)
@@ -190,25 +190,3 @@ def _frozen(model: "PreTrainedModel") -> Iterator[None]:
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
-
-
-@torch.no_grad()
-def _seconds_per_token(model: "PreTrainedModel", tokens: int, seconds: float) -> float:
-    """How long the model reads a token of a text of `tokens` tokens, on this machine as it is now.
-
-    The text is read twice at least, and until that has taken `seconds`: on a busy machine a single reading can take
-    twenty times as long as the next.
-    """
-    ids = torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
-    decoder = model.get_decoder()
-
-    def read(length: int) -> float:
-        start = clock()
-        decoder(input_ids=ids[:, :length], use_cache=False).last_hidden_state.sum().item()
-        return clock() - start
-
-    read(min(32, tokens))  # the first call prepares what later ones find
-    durations = [read(tokens), read(tokens)]
-    while sum(durations) < seconds:
-        durations.append(read(tokens))
-    return statistics.median_low(durations) / tokens

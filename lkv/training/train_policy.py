@@ -1,8 +1,7 @@
 """From settings to a finished policy: what is refused early, the trainer, and how long it takes."""
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.loading import DEFAULT, load_config
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.shapes import Shape
-from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy
 from lkv.policy.policy_file import is_policy
 from lkv.policy.scorer_inputs import num_knots
@@ -28,24 +26,22 @@ from lkv.training.checkpoint import (
     read_initial_policy,
 )
 from lkv.training.config import PRESETS, TrainingConfig, check_positions, fit_to_positions
-from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, warm_start_flops
+from lkv.training.cost import estimate
 from lkv.training.data.built_dataset import BuiltDataset, is_built
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.training.distillation import SampleGroup, distillation_losses, schedule
 from lkv.training.processes import place_model
+from lkv.training.speed import Speed
 from lkv.training.trainer import Trainer, require_samples
-from lkv.training.warm_start import fit_to_targets, regression_targets, warm_start
+from lkv.training.warm_start import warm_start
 from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dataset = Mixture | BuiltDataset
-_PROBE_TOKENS, _PROBE_CONTINUATION = 512, 120  # of the text whose reading and training is timed
 
 
 @dataclass(frozen=True)
@@ -162,10 +158,9 @@ def build(setup: TrainingSetup) -> Trainer:
     if config.attention == "learned":
         query_rotations(model, "`lkv train --attention learned`")
     if is_main or is_sharded:
-        speed = measure_speed(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
-        seconds = estimate_seconds(cost, speed, processes)
+        speed = Speed.measure(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
         if is_main:
-            print(f"{format_duration(seconds)} in all, as this machine is now", file=sys.stderr)
+            print(f"{format_duration(speed.seconds(cost, processes))} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
     card: dict[str, Any] = {"model": strip_parent_dirs(setup.model_name), "data": setup.data.origins}
     card["training"] = asdict(config)
@@ -232,41 +227,3 @@ def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
             "it with a lower --max-tokens, or raise that of the training."
         )
     return built
-
-
-def measure_speed(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig, has_warm_start: bool = True
-) -> Speed:
-    """Time each kind of work once on a short text, with a policy that is thrown away."""
-    shape, device = Shape.of(model.config), input_device(model)
-    length = min(_PROBE_TOKENS, config.max_tokens)
-    # Even where the settings leave continuations without a target, which is refused later, the probe has one.
-    continuations = [max(4, min(_PROBE_CONTINUATION, config.max_continuation))] * config.continuations
-    policy = Policy(patch_attention(model).spec, inputs=config.inputs).to(device)
-    model.requires_grad_(False)
-
-    def read(tokens: int) -> float:
-        ids = torch.ones((1, tokens), dtype=torch.long, device=device)
-        with torch.no_grad():
-            return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state.sum().item()
-
-    def train(tokens: int) -> float:
-        sample = TokenizedSample("probe", [1] * tokens, [([1] * ids, ids // 2) for ids in continuations])
-        kl, hidden = distillation_losses(model, policy, SampleGroup([(0, sample)]), config, schedule(config, 0))
-        (kl + hidden).backward()
-        return kl.item()
-
-    def replay(tokens: int) -> float:
-        return fit_to_targets(policy, [regression_targets(model, tokenizer, policy, [1] * tokens)])
-
-    def seconds(work: Callable[[int], float]) -> float:
-        work(min(length, 32))  # what is made at the first pass is not timed
-        start = time.perf_counter()
-        work(length)  # returns a number, and so waits for the device
-        return time.perf_counter() - start
-
-    with evaluation_mode(model):
-        prefill = shape.forward_flops(length) / seconds(read)
-        warm_start_rate = warm_start_flops(shape, length) / seconds(replay) if has_warm_start else prefill
-        training = context_flops(shape, length, continuations, config.student == "full") / seconds(train)
-    return Speed(prefill, warm_start_rate, training)

@@ -28,6 +28,7 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
 from lkv.training.loop import Batch, StepBudget, TrainingLoop
 from lkv.training.processes import split_by_cost
+from lkv.training.speed import Speed
 from lkv.training.warm_start import calibrate
 from lkv.utils.devices import distributed_state
 from lkv.utils.durations import format_duration
@@ -153,11 +154,11 @@ class Trainer:
             self._timed_flops += self._step_flops
         if steps == timed_steps and self._timed_flops:
             cost = estimate(self._shape, self._config)
-            validations = cost.validations - self._loop.step // self._config.evaluate_every
+            left = cost.after(self._loop.step, self._loop.step // self._config.evaluate_every)
             # One process validates, unless the model is sharded over them.
-            repeats = 1 if self._is_sharded else self._process.num_processes
-            flops = (cost.steps - self._loop.step) * cost.step_flops + validations * repeats * cost.validation_flops
-            remaining = format_duration(flops / self._timed_flops * self._timed_seconds)
+            processes = 1 if self._is_sharded else self._process.num_processes
+            rate = self._timed_flops / self._timed_seconds / processes
+            remaining = format_duration(Speed(rate, rate, rate).seconds(left, processes))
             self._print(f"{remaining} left, at the pace of the first steps")
 
     @torch.no_grad()

@@ -14,9 +14,9 @@ from lkv.errors import UnsupportedModelError
 from lkv.hf.loading import load_model
 from lkv.hf.shapes import Shape
 from lkv.training.config import PRESETS
-from lkv.training.cost import Speed, context_flops, estimate, estimate_seconds, mean_length
+from lkv.training.cost import context_flops, estimate, mean_length
 from lkv.training.processes import split_by_cost
-from lkv.training.train_policy import measure_speed
+from lkv.training.speed import Speed
 from lkv.utils.durations import format_duration
 from tests.conftest import save_model, tiny_llama
 from tests.training.test_data import folder  # noqa: F401
@@ -67,7 +67,7 @@ def test_operations_and_seconds_of_a_training_by_hand():
     validated = estimate(shape, replace(config, validation_samples=16, steps=1001))
     assert validated.validations == 11
     assert validated.validation_flops == pytest.approx(16 * (shape.forward_flops(tokens) + 2 * continuation))
-    seconds = estimate_seconds(warm, Speed(1e12, 2e12, 4e12), processes=8)
+    seconds = Speed(1e12, 2e12, 4e12).seconds(warm, processes=8)
     assert seconds == pytest.approx(8 * read / 1e12 + warm.warm_start_flops / 16e12 + steps / 32e12)
     assert [format_duration(s) for s in (30, 600, 36_000)] == ["about 30 s", "about 10 minutes", "about 10.0 hours"]
 
@@ -76,7 +76,7 @@ def test_the_speed_is_measured_and_changes_nothing(tmp_path):
     model, tokenizer = load_model(str(save_model(tmp_path)), torch.float32)
     config = replace(PRESETS["cpu"], max_tokens=64, min_tokens=32, max_continuation=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert all(0 < speed < 1e12 for speed in measure_speed(model, tokenizer, config))
+    assert all(0 < speed < 1e12 for speed in Speed.measure(model, tokenizer, config))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -48,7 +48,7 @@ def ticking(cache, monkeypatch):
     """
     monkeypatch.setattr(fitting, "clock", itertools.count(0.0, 0.06).__next__)
     monkeypatch.setattr(fitting, "longest_context", lambda tokens: 200)
-    monkeypatch.setattr(fitting, "_seconds_per_token", lambda *_: 0.0007)  # a regression on 2 texts
+    monkeypatch.setattr(fitting, "seconds_per_token", lambda *_: 0.0007)  # a regression on 2 texts
     monkeypatch.setattr(warm_start, "WARM_START_UPDATES", 5)
     monkeypatch.setattr(warm_start, "_HEAD_UPDATES", 20)
     rows = comparison_rows({"lkv": (0.1, 0.5), "snapkv": (0.2, 0.8)})

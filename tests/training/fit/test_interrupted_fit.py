@@ -27,6 +27,7 @@ from lkv.training.fit_plan import (
     shorter_contexts,
 )
 from lkv.training.fitting import fit
+from lkv.training.speed import seconds_per_token
 from tests.training.fit.helpers import TEXT, interrupt
 
 # A run that is killed: of the model in argv[1], and if argv[2] is "statistics", before the regression.
@@ -179,7 +180,7 @@ def test_time_that_is_too_short_is_refused_before_it_starts(loaded, cache, monke
     for minutes in (0, -1, float("nan"), "ten"):
         with pytest.raises(TrainingError, match="must be a number above 0"):
             fit(*loaded, minutes=minutes)
-    monkeypatch.setattr(fitting, "_seconds_per_token", lambda *_: 1.0)
+    monkeypatch.setattr(fitting, "seconds_per_token", lambda *_: 1.0)
     with pytest.raises(TrainingError, match="is too short"):
         fit(*loaded, minutes=1)
     assert not list((cache / "policies").rglob("*"))
@@ -195,10 +196,9 @@ def test_one_slow_reading_of_a_busy_machine_does_not_count(loaded, monkeypatch):
         return SimpleNamespace(last_hidden_state=torch.zeros(1, input_ids.shape[1], 4))
 
     monkeypatch.setattr(model, "get_decoder", lambda: read)
-    monkeypatch.setattr(fitting, "clock", lambda: now)
-    assert fitting._seconds_per_token(model, 100, 6.2) == 0.25 / 100
+    assert seconds_per_token(model, 100, 6.2, lambda: now) == 0.25 / 100
     costs = iter([9.0, 2.0, 3.0])
-    assert fitting._seconds_per_token(model, 100, 0.1) == 2.0 / 100
+    assert seconds_per_token(model, 100, 0.1, lambda: now) == 2.0 / 100
 
 
 @pytest.mark.usefixtures("ticking")
