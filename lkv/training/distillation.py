@@ -138,10 +138,9 @@ class SampleDistillation:
     each is what the sample has alone. `whole`: for one sample, prompt and continuation are computed together with the
     mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference. Of whole
     sequences the hidden states alone are saved for the backward pass, which computes each layer again.
-    `queries`: those of the prompt are kept for baselines that read them.
     """
 
-    def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False, queries: bool = False):
+    def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False):
         if whole and len(samples) > 1:
             raise ValueError(f"Expected one sample for a student over whole sequences, but got {len(samples)}.")
         self._model, self._whole = model, whole
@@ -150,7 +149,7 @@ class SampleDistillation:
         self.counts = [len(sample.continuations) for sample in samples]
         to_device = partial(copy_to_device, device=self._device)
         self._contexts = to_device(_pad_ids([sample.context for sample in samples]))
-        self.prompt = read_prompt(model, self._contexts, queries)
+        self.prompt = read_prompt(model, self._contexts)
         ids = _pad_ids([ids for sample in samples for ids, _ in sample.continuations])
         owners = [index for index, sample in enumerate(samples) for _ in sample.continuations]
         target_weights, row_weights = torch.zeros(ids.shape, device="cpu"), torch.zeros(ids.shape, device="cpu")

@@ -1,19 +1,19 @@
 """Fidelity of predictions after eviction to those of the full cache, on texts that training never sees.
 
-Eviction is a mask over the whole prompt, which is what a cache without the evicted entries computes.
+`HeldOutTexts` evicts by a mask over the whole prompt, which is what a cache without the evicted entries computes.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from lkv.evaluation.comparison import MethodGrid
-from lkv.methods.selectors import Selector
+from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.hf.attention import input_device
+from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import Outputs, SampleDistillation, hard_mask, top_k_mask
+from lkv.training.distillation import Outputs, SampleDistillation, hard_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,7 +40,9 @@ class HeldOutTexts:
     """Texts that are read once: any number of policies is measured on the k, v and predictions that are kept."""
 
     def __init__(self, model: "PreTrainedModel", samples: Sequence[TokenizedSample]):
-        self._runs = [_read(model, sample) for sample in samples]
+        with torch.no_grad():
+            runs = (SampleDistillation(model, sample) for sample in samples)
+            self._runs = [(run, run.run(None)._replace(hidden=())) for run in runs]
 
     @torch.no_grad()
     def measure(
@@ -51,11 +53,13 @@ class HeldOutTexts:
         for run, teacher in self._runs:
             scores = run.scores(policy)
             for retention in retentions:
-                mask = hard_mask(policy, scores, retention, sum(run.counts))
-                results[retention].append(_fidelity(run, teacher, mask))
+                student = run.run(hard_mask(policy, scores, retention, sum(run.counts)))
+                fidelity = HeldOutFidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
+                results[retention].append(fidelity)
         return {retention: _mean(values) for retention, values in results.items()}
 
 
+@torch.no_grad()
 def compare(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -75,21 +79,17 @@ def compare(
         model, tokenizer, names, retentions, policy, policies={} if default is None else {"default": default}
     )
     results: dict[tuple[str, float], list[HeldOutFidelity]] = {}
-    with torch.no_grad():
-        for sample in samples:
-            run, teacher = _read(model, sample, queries=True)
-            (_, *rows), _ = grid.bind(sample.context, run.prompt)  # without the full cache
-            tables: dict[Selector, list[Tensor]] = {}  # methods share a selector
-            for row in rows:
-                selector = row.method.selector
-                if selector not in tables:
-                    tables[selector] = [selector.scores(layer, part) for layer, part in enumerate(run.prompt)]
-                counts = [row.method.budget.counts(layer, part)[0] for layer, part in enumerate(tables[selector])]
-                table = torch.cat([part.to(tables[selector][0].device) for part in tables[selector]])
-                mask = top_k_mask(table, counts, sum(run.counts))
-                results.setdefault((row.name.removeprefix("lkv@"), row.retention), []).append(
-                    _fidelity(run, teacher, mask)
-                )
+    for sample in samples:
+        ids = torch.tensor([sample.context], device=input_device(model))
+        prompt = read_prompt(model, ids, queries=grid.required_queries)
+        (full, *rows), _ = grid.bind(sample.context, prompt)
+        for retention in retentions:  # each a batch, as the logits of all rows at once can be large
+            batch = [full, *(row for row in rows if row.retention == retention)]
+            comparison = MethodComparison(model, sample.context, prompt, [row.method for row in batch])
+            measured = [comparison.measure_fidelity(*continuation) for continuation in sample.continuations]
+            for row, fidelities in zip(batch[1:], list(zip(*measured, strict=True))[1:], strict=True):
+                values = [HeldOutFidelity(fidelity.kl, fidelity.agreement) for fidelity in fidelities]
+                results.setdefault((row.name.removeprefix("lkv@"), retention), []).append(_mean(values))
     return [
         {"method": name, "retention": retention, "texts": len(values), **_mean(values)._asdict()}
         for name in _BASELINES
@@ -133,19 +133,6 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
         }  # fmt: skip
         lines.append(f"{_BASELINES[name]:34}" + "".join(f"{cells[retention]:18}" for retention in retentions))
     return "\n".join(lines)
-
-
-@torch.no_grad()
-def _read(
-    model: "PreTrainedModel", sample: TokenizedSample, queries: bool = False
-) -> tuple[SampleDistillation, Outputs]:
-    run = SampleDistillation(model, sample, queries=queries)
-    return run, run.run(None)._replace(hidden=())
-
-
-def _fidelity(run: SampleDistillation, teacher: Outputs, mask: Tensor) -> HeldOutFidelity:
-    student = run.run(mask)
-    return HeldOutFidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
 
 
 def _mean(values: Sequence[HeldOutFidelity]) -> HeldOutFidelity:
