@@ -95,8 +95,8 @@ def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: C
         for measured, expected, (target, skip) in zip(sample["measured"], predictions, continuations, strict=True):
             fidelity = comparison.predict(target, skip).row(0).fidelity_to(expected)
             measured.append([fidelity.kl, fidelity.agreement])
-    scales = [own_share(each.name, model.dtype) for each in skipped]
-    reasons = [[each.name, each.retention / scale, each.reason] for each, scale in zip(skipped, scales, strict=True)]
+    scales = [own_share(each.method, model.dtype) for each in skipped]
+    reasons = [[each.method, each.retention / scale, each.reason] for each, scale in zip(skipped, scales, strict=True)]
     return sample | {"skipped": reasons}
 
 

@@ -51,7 +51,7 @@ COMPRESS = [
     ({"method": "knorm", "retention": "0.15"}, "retention is '0.15'"),
     ({"method": "knorm", "retention": True}, "retention is True"),
     ({"method": "knorm", "memory": 0.1, "retention": 0.2}, "memory says how much to keep"),
-    ({"method": "knorm", "memory": 0.1, "bits": 4}, "memory says in which precision"),
+    ({"method": "knorm", "memory": 0.1, "bits": 4}, "memory says how much to keep"),
     ({"method": "full", "memory": 0.1}, "'full' keeps everything; leave memory out"),
     ({"method": "knorm", "memory": "9 B"}, "at memory 9 bytes nothing of it would be kept"),
     ({"method": "lkv", "policy": "nowhere"}, "there is no policy folder 'nowhere'"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from lkv.cli.command import option
 from lkv.cli.options import (
@@ -59,7 +59,7 @@ class Ask(PolicyOptions, RunOptions):
         "instead of --memory: fraction of the KV entries to keep, all in one precision (default: "
         f"{DEFAULT_RETENTION} with --bits)"
     )
-    bits: Literal["3", "4", "8"] | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
+    bits: int | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
     protect: list[str] = option(
         "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
     )
@@ -95,7 +95,7 @@ class Ask(PolicyOptions, RunOptions):
             _chat(context, self.max_new_tokens)
 
     def _check(self) -> None:
-        from lkv.methods.registry import FULL, PATTERN
+        from lkv.methods.registry import FULL
 
         compressing = [f"--{name}" for name in _COMPRESSION_OPTIONS if name in self.model_fields_set]
         if self.load and self.words and isfile(self.words[0]):
@@ -114,14 +114,12 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
-        if self.pattern and PATTERN not in find_needs(self.method):
-            raise LkvError(f"the method {self.method!r} takes no --pattern; leave it out, or use duo.")
-        shares = [f"--{name}" for name in ("retention", "bits") if getattr(self, name)]
-        if self.memory and (shares or self.method == FULL):
-            other = " and ".join(shares) or f"--method {FULL}"
-            raise LkvError(f"--memory says what is kept and in which precision; leave it or {other} out.")
-        if self.method == FULL and self.retention not in (None, 1):
-            raise LkvError(f"{FULL!r} keeps everything, not {self.retention}; leave --retention out, or use a method.")
+        from lkv.methods.request import CompressionRequest
+
+        pattern: list[list[float]] | None = [] if self.pattern else None  # read once the model is there
+        CompressionRequest(
+            method=self.method, memory=self.memory, retention=self.retention, bits=self.bits, pattern=pattern
+        )
         if self.compare and (self.method == FULL or len(self.words) < 2):
             reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
             raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
@@ -150,9 +148,6 @@ class Ask(PolicyOptions, RunOptions):
         model, tokenizer = self.load_model()
         if policy is None and POLICY in find_needs(self.method):
             policy = policy_for(model, name=self.model)
-        options: dict[str, Any] = {"bits": int(self.bits)} if self.bits else {}
-        options |= {"pattern": load_pattern(self.pattern, model, tokenizer)} if self.pattern else {}
-        options |= {"streaming": True} if self.streaming else {}
         retention = self.retention or (DEFAULT_RETENTION if self.bits else None)
         memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
@@ -169,7 +164,9 @@ class Ask(PolicyOptions, RunOptions):
                 policy=policy,
                 chunk=chunk,
                 protect=self.protect,
-                **options,
+                bits=self.bits,
+                streaming=self.streaming,
+                pattern=load_pattern(self.pattern, model, tokenizer) if self.pattern else None,
             )
         seconds = time.perf_counter() - started
         requested = ", in fewer bits" if memory else f", {retention or 1.0:g} requested"

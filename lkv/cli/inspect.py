@@ -150,11 +150,11 @@ def _load_policy(options: Inspect) -> "Policy":
 def _write_page(options: Inspect, source: str) -> None:
     from lkv.context.document_reader import STDIN, read_document
     from lkv.methods.registry import FULL, SECOND_PASS
+    from lkv.methods.request import CompressionRequest
 
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
-    if options.memory and options.retention:
-        raise LkvError("--memory says what is kept and in which precision; leave it or --retention out.")
+    CompressionRequest(memory=options.memory, retention=options.retention)
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")

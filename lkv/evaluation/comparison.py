@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class BoundMethod:
+class BoundMethod(NamedTuple):
     """A method at a retention, prepared for one prompt."""
 
     name: str
@@ -42,11 +41,10 @@ class BoundMethod:
     method: Method
 
 
-@dataclass(frozen=True)
-class SkippedMethod:
+class SkippedMethod(NamedTuple):
     """A method that cannot serve a prompt at a retention, with the reason."""
 
-    name: str
+    method: str
     retention: float
     reason: str
 
@@ -94,11 +92,9 @@ class MethodGrid:
         if unknown := sorted({spec.policy_name for spec in self._specs.values()} - set(named)):
             raise LkvError(f"there is no policy named {', '.join(unknown)}; give it as --policy NAME=PATH.")
         self.retentions = list(dict.fromkeys(retentions))
-        layers = patched.spec.layers
+        shared = (patched.heads, model, patched.spec.layers, pattern, tokenizer)
         self._inputs = {
-            (retention, name): MethodInputs(
-                RetentionTarget(retention), loaded, patched.heads, model, layers, pattern, tokenizer, strict=False
-            )
+            (retention, name): MethodInputs(RetentionTarget(retention), loaded, *shared, strict=False)
             for retention in self.retentions
             for name, loaded in named.items()
         }
@@ -123,7 +119,7 @@ class MethodGrid:
         grid._specs = {
             name: spec
             for name, spec in self._specs.items()
-            if any((_row_name(name, table), retention) in grid.pairs for table, retention in self._columns())
+            if any((_row_name(name, table), each) in grid.pairs for table in self._tables for each in self.retentions)
         }
         used = {_selector_key(spec) for spec in grid._specs.values()}
         grid._selectors = {key: selector for key, selector in self._selectors.items() if key in used}
@@ -134,14 +130,6 @@ class MethodGrid:
         inputs = self._inputs[memory, spec.policy_name]
         learned = inputs.policy if spec.needs_policy else None
         return build_tiers(spec, inputs, MemoryTarget(share=memory), table or tier_table_of(learned))
-
-    def _columns(self) -> Iterator[tuple[str, float]]:
-        return product(self._tables, self.retentions)
-
-    @property
-    def size(self) -> int:
-        """How many rows a prompt has that every method can serve."""
-        return 1 + len(self.pairs)
 
     @property
     def required_queries(self) -> bool | int:
@@ -287,7 +275,11 @@ class MethodComparison:
     ) -> list[list[int]]:
         """Generate each method's answer to a question, see `generate_greedily`.
 
-        `last`: no other call follows, so methods whose answers have ended can be dropped, which saves time.
+        Args:
+            question: Its token ids.
+            max_new_tokens: The most tokens of an answer.
+            stops: Tokens that end an answer from its second token on.
+            last: No other call follows, so methods whose answers have ended can be dropped, which saves time.
         """
         ids = [self._ids + question] * self._rows
         with self._working_cache(last) as cache:

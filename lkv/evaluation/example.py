@@ -66,6 +66,12 @@ def make_prompt(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol
 
     A context that is too long keeps its beginning and its end, half of the free positions each.
 
+    Args:
+        example: The example.
+        tokenizer: The model's.
+        protocol: One of `PROTOCOLS`.
+        max_positions: The tokens that the model can read.
+
     Raises:
         EvaluationError: For an unknown protocol.
         PromptError: If the question leaves too few positions for a context, or nothing follows the context.

@@ -87,6 +87,13 @@ def evaluate(
     the file. Under Accelerate, each process measures its share of the examples. An example whose prompt cannot be made
     is written without rows, with the reason.
 
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        examples: Examples of one suite.
+        config: What to measure.
+        out: The file.
+
     Raises:
         DataError: For no examples, two of the same name, examples of several suites, a file with other settings or
             texts, or a file that another evaluation is writing to.
@@ -134,6 +141,14 @@ def run_example(
 ) -> Record:
     """Measure the full cache and the methods of `grid` on one example.
 
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        example: What to measure on.
+        grid: The methods.
+        config: How prompts are made and scored.
+        time_full_cache: Whether the full cache alone is timed too.
+
     Returns:
         The example's line of the file: `rows` (one a method and retention: answer, score, fidelity to the full cache,
         memory), `skipped` methods with the reason, and timings. Where memory runs out, fewer methods run at a time.
@@ -146,7 +161,7 @@ def run_example(
     except PromptError as error:
         return line | {"unusable": str(error), "rows": [], "skipped": []}
     # Rows of a batch share their precision.
-    max_rows = 1 if grid.is_memory else min(config.max_rows, grid.size)
+    max_rows = 1 if grid.is_memory else min(config.max_rows, 1 + len(grid.pairs))
     while True:
         try:
             measured = _run_methods(model, tokenizer, example, prompt, grid, config, max_rows)
@@ -211,7 +226,7 @@ def _run_methods(
         "answer_lost": prompt.answer_lost,
         "seconds": {name: round(value, 4) for name, value in seconds.items()} | {"full": None},
         "rows": rows,
-        "skipped": [{"method": s.name, "retention": s.retention, "reason": s.reason} for s in skipped],
+        "skipped": [method._asdict() for method in skipped],
     }
 
 

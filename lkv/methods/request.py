@@ -36,7 +36,7 @@ class CompressionRequest:
         protected: Positions of tokens that every head keeps, within the budget.
 
     Raises:
-        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given.
+        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given, or `memory` and `bits`.
         BudgetError: For a pattern that the method does not read.
         PolicyFileError: For a policy of another type.
         PromptError: For a `chunk` that is no number of tokens, or `streaming` without one.
@@ -91,7 +91,7 @@ class CompressionRequest:
             self._check_full()
         elif self.pattern is not None and not parse_method(self.method).needs_pattern:
             raise BudgetError(_NO_PATTERN.format(self.method))
-        if self.memory is not None and (self.retention is not None or self.budget_tokens is not None):
+        if self.memory is not None and any(x is not None for x in (self.retention, self.budget_tokens, self.bits)):
             raise RetentionError(
                 "memory says how much to keep and in which precision: give it without retention, budget_tokens and "
                 "bits."

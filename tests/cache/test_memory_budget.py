@@ -264,7 +264,7 @@ def test_what_is_no_budget_is_named_in_one_sentence(model, text):
     [
         ({"retention": 0.3}, "memory says how much to keep and in which precision: give it without retention"),
         ({"budget_tokens": 9}, "memory says how much to keep and in which precision: give it without retention"),
-        ({"bits": 4}, "memory says in which precision entries are stored: leave bits out"),
+        ({"bits": 4}, "memory says how much to keep and in which precision: give it without retention"),
         ({"method": METHOD}, "the method 'own' has a budget of its own: leave retention, budget_tokens and memory out"),
         ({"method": "full"}, "'full' keeps everything; leave memory out"),
     ],
