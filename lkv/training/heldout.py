@@ -13,7 +13,7 @@ from lkv.hf.attention import input_device
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import Outputs, SampleDistillation, hard_mask
+from lkv.training.distillation import SampleDistillation, hard_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
