@@ -61,8 +61,7 @@ def full_attention(query: Tensor, key: Tensor, value: Tensor, form: str) -> Tens
 def ragged(query: Tensor, cache: RaggedCache, scale: float, backend: str) -> None:
     for layer in cache.ragged_layers:
         assert layer.store is not None
-        k_pool, v_pool, starts, lens = layer.store.attention_view()
-        ragged_attention(query, k_pool, v_pool, starts, lens, scale, backend)
+        ragged_attention(query, layer.store.attention_view(), scale, backend)
 
 
 def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
@@ -92,7 +91,7 @@ def rows_at(
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
     assert cache.ragged_layers[0].store is not None
-    automatic = api._choose("auto", query, *cache.ragged_layers[0].store.attention_view())
+    automatic = api._choose("auto", query, cache.ragged_layers[0].store.attention_view())
     methods = {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
     def full(form: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from experiments.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
 from experiments.decode import full_attention
-from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, append_and_attend, ragged_attention
 from lkv.utils import devices
 
 _ROOM = 256
@@ -32,15 +32,12 @@ class Layer:
     """One layer's compressed and full cache, and the newest token's query."""
 
     query: Tensor
-    k_pool: Tensor
-    v_pool: Tensor
-    starts: Tensor
-    lens: Tensor
+    kv: RaggedKV
     key: Tensor
     value: Tensor
 
     def ragged(self, scale: float, backend: str) -> Tensor:
-        return ragged_attention(self.query, self.k_pool, self.v_pool, self.starts, self.lens, scale, backend)
+        return ragged_attention(self.query, self.kv, scale, backend)
 
 
 def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Layer:
@@ -51,12 +48,10 @@ def layer_of(options: argparse.Namespace, batch: int, dtype: torch.dtype) -> Lay
     ends = (lens.flatten() + _ROOM).cumsum(0)
     starts = (ends - lens.flatten() - _ROOM).view_as(lens).int()
     draw = partial(torch.randn, dtype=dtype, device=options.device)
+    k_pool, v_pool = (draw(int(ends[-1]), options.dim) for _ in range(2))
     return Layer(
         draw(batch, options.heads, 1, options.dim),
-        draw(int(ends[-1]), options.dim),
-        draw(int(ends[-1]), options.dim),
-        starts.to(options.device),
-        lens.to(options.device),
+        RaggedKV(k_pool, v_pool, starts.to(options.device), lens.to(options.device)),
         draw(batch, options.kv_heads, options.tokens, options.dim),
         draw(batch, options.kv_heads, options.tokens, options.dim),
     )
@@ -73,10 +68,11 @@ def error_of(layer: Layer, scale: float) -> float:
     for rows in (1, 3):
         new = [torch.randn_like(x[:, :, :rows]) for x in (layer.key, layer.value)]
         query = layer.query.expand(-1, -1, rows, -1)
-        copies = [[x.clone() for x in (layer.k_pool, layer.v_pool, layer.lens)] for _ in range(2)]
-        for (k_pool, v_pool, lens), backend in zip(copies, ("triton", "loop"), strict=True):
-            append_and_attend(query, new[0], new[1], k_pool, v_pool, layer.starts, lens, scale, backend)
-        if not all(torch.equal(*pair) for pair in zip(*copies, strict=True)):
+        kv = layer.kv
+        copies = [RaggedKV(kv.k_pool.clone(), kv.v_pool.clone(), kv.starts, kv.lens.clone()) for _ in range(2)]
+        for kv, backend in zip(copies, ("triton", "loop"), strict=True):
+            append_and_attend(query, new[0], new[1], kv, scale, backend)
+        if not all(torch.equal(*pair) for pair in zip(*(kv[:4] for kv in copies), strict=True)):
             sys.exit("the kernels appended something else than index assignment does: nothing was timed.")
     return error
 
@@ -124,7 +120,7 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     seconds = interleaved(runs, options.repeats, partial(seconds_of, device=options.device))
 
     best = min(forms, key=lambda form: median(seconds[form]))
-    entries = sum(int(layer.lens.sum()) for layer in layers)
+    entries = sum(int(layer.kv.lens.sum()) for layer in layers)
     realised = entries / (len(layers) * batch * options.kv_heads * options.tokens)
     read = entries * 2 * options.dim * dtype.itemsize
     rows = []

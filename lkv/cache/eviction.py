@@ -100,7 +100,7 @@ def evict_entries(
     check_scores = partial(shared.check_scores, context.index, context.config.method.selector, device)
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
         kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
-        every = kernels.Entries.of_pools(*entries.attention_view(), table.shape[1])
+        every = kernels.Entries.of_pools(*entries.attention_view()[:4], table.shape[1])
         _move_best(kernels, every, table, kept_entries, entries.scores, entries.positions, shared.nan_flag(device))
         check_scores()
         return kept_entries
@@ -166,10 +166,10 @@ def _move_best(
     positions: Tensor | None = None, has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `store` with the best of `entries` by `scores`, arrival scores and positions included, in two launches."""
-    *pools, keep = store.compressed_view()
+    k_pool, v_pool, starts, keep, *_ = store.compressed_view()
     places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts, has_nan)
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
-    kernels.move(entries, places, pools, arrival_scores, positions, extra)
+    kernels.move(entries, places, (k_pool, v_pool, starts), arrival_scores, positions, extra)
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -303,7 +303,7 @@ class RaggedLayer(AttentionCacheLayer):
         """The scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
         assert self.store is not None and entries.scores is not None and entries.positions is not None
         context = self._context
-        key, value, starts, counts = entries.attention_view()
+        key, value, starts, counts, *_ = entries.attention_view()
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,

@@ -7,13 +7,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lkv.kernels.ragged_attention import append, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, append, append_and_attend, ragged_attention
 from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
-
-# Pools of k [P, d] and v [P, dv], and for each row and head where its entries begin and how many there are (int32
-# [B, H], on the pools' device), as `ragged_attention` takes them.
-StoreView = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class KVStore(Protocol):
@@ -85,7 +81,7 @@ class KVStore(Protocol):
         Returns outputs [B, Hq, T, dv] and log-sum-exps [B, Hq, T], for `merge_attention`.
         """
 
-    def attention_view(self) -> StoreView:
+    def attention_view(self) -> RaggedKV:
         """Return all entries as the model computes them, appended ones included."""
 
     def restore(self) -> "RaggedStore":
@@ -194,7 +190,7 @@ class RaggedStore(KVStore):
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = append_and_attend(query, key, value, *self.attention_view(), scale, buffers=buffers, sinks=sinks)
+        out = append_and_attend(query, key, value, self.attention_view(), scale, buffers=buffers, sinks=sinks)
         self.count_appended(key.shape[2])
         return out
 
@@ -204,20 +200,19 @@ class RaggedStore(KVStore):
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        rows = slice(row, row + 1)
-        append(key, value, self.k, self.v, self._device_starts[rows], self._device_lens[rows])
+        append(key, value, self.attention_view().of_row(row))
 
     @override
     def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return ragged_attention(query, *self.compressed_view(), scale, causal=False, lse=True)
+        return ragged_attention(query, self.compressed_view(), scale, causal=False, lse=True)
 
     @override
-    def attention_view(self) -> StoreView:
-        return self.k, self.v, self._device_starts, self._device_lens
+    def attention_view(self) -> RaggedKV:
+        return RaggedKV(self.k, self.v, self._device_starts, self._device_lens)
 
-    def compressed_view(self) -> StoreView:
+    def compressed_view(self) -> RaggedKV:
         """The compressed entries alone; nothing that is read through it is ever written to."""
-        return self.k, self.v, self._device_starts, self._device_compressed
+        return RaggedKV(self.k, self.v, self._device_starts, self._device_compressed)
 
     @override
     def restore(self) -> "RaggedStore":
@@ -278,7 +273,7 @@ class RaggedStore(KVStore):
         if kernels is None or not len(self.k):
             return self.select(torch.arange(len(self.lens), device="cpu"), free_slots)
         new = self._resized(self.lens, free_slots, self._padding)
-        entries = kernels.Entries.of_pools(*self.attention_view(), int(self.counts.max()))
+        entries = kernels.Entries.of_pools(*self.attention_view()[:4], int(self.counts.max()))
         extra = None if new.scores is None else (new.scores, new.positions)
         kernels.move(entries, None, (new.k, new.v, new._device_starts), self.scores, self.positions, extra)
         return new

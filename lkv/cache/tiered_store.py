@@ -8,13 +8,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lkv.cache.quantization import check_width, code_width, quantize, rotation, to_dtype
-from lkv.cache.ragged_store import KVStore, RaggedStore, StoreView, packed_starts, slot_indices
+from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
     Basis,
     QuantizedKV,
+    RaggedKV,
     append,
     append_and_attend,
     can_attend_quantized,
@@ -135,32 +136,28 @@ class TieredStore(KVStore):
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        view, quantized = self._pools(), self._quantized
-        if can_attend_quantized(query, *view, key, value, quantized=quantized):
-            options: dict[str, Any] = {"quantized": quantized, "basis": self._basis, "sinks": sinks}
-            out = append_and_attend(query, key, value, *view, scale, buffers=buffers, **options)
+        kv = self._pools()
+        if can_attend_quantized(query, kv, key, value):
+            out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks)
             self.count_appended(key.shape[2])
             return out
-        append(key, value, *view, self._basis)
+        append(key, value, kv)
         self.count_appended(key.shape[2])
-        return ragged_attention(query, *self.attention_view(), scale, sinks=sinks)
+        return ragged_attention(query, self.attention_view(), scale, sinks=sinks)
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        k_pool, v_pool, starts, lens = self._pools()
-        rows, basis = slice(row, row + 1), self._basis
-        basis = basis._replace(mean=basis.mean[rows], scale=basis.scale[rows])
-        append(key, value, k_pool, v_pool, starts[rows], lens[rows], basis)
+        append(key, value, self._pools().of_row(row))
 
     @override
     def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        view, quantized = (*self._pools()[:3], self._device_compressed), self._quantized
-        if not can_attend_quantized(query, *view, quantized=quantized):
+        kv = self._pools()._replace(lens=self._device_compressed)
+        if not can_attend_quantized(query, kv):
             return self.restore(with_appended=False).attend_compressed(query, scale)
-        return ragged_attention(query, *view, scale, causal=False, lse=True, quantized=quantized, basis=self._basis)
+        return ragged_attention(query, kv, scale, causal=False, lse=True)
 
     @override
-    def attention_view(self) -> StoreView:
+    def attention_view(self) -> RaggedKV:
         return self.restore().attention_view()
 
     @override
@@ -331,9 +328,10 @@ class TieredStore(KVStore):
     def entry_nbytes(self) -> int:
         return self._rest.entry_nbytes()
 
-    def _pools(self) -> StoreView:
-        """The pools in the coordinates of `_basis`, for attention that takes `_quantized` as well."""
-        return self._rest.k, self._rest.v, self._device_starts, self._device_lens
+    def _pools(self) -> RaggedKV:
+        """All entries as they are stored."""
+        rest = self._rest
+        return RaggedKV(rest.k, rest.v, self._device_starts, self._device_lens, self._quantized, self._basis)
 
 
 def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
@@ -361,10 +359,9 @@ def extend_padded(
         store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
     store.count_appended(padding.shape[1], padding)
     out = query.new_zeros(*query.shape[:3], value.shape[-1])
-    k_pool, v_pool, starts, lens = store.attention_view()
+    kv = store.attention_view()
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)
-        view = k_pool, v_pool, starts[rows], lens[rows]
-        attended = ragged_attention(query[rows][:, :, real], *view, scale, sinks=sinks)
+        attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks)
         out[rows] = out[rows].index_copy(2, real, attended)
     return out

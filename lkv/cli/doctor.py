@@ -109,7 +109,7 @@ def _check_kernels() -> Iterator[Finding]:
     """Compare every backend of every operator with the operator's reference on the same random numbers."""
     import torch
 
-    from lkv.kernels.ragged_attention import ragged_attention
+    from lkv.kernels.ragged_attention import RaggedKV, ragged_attention
     from lkv.kernels.soft_mask_attention import soft_mask_attention
     from lkv.kernels.soft_topk import soft_topk
     from lkv.policy.token_scores import ContentWeights, content_formula, content_scores
@@ -123,7 +123,8 @@ def _check_kernels() -> Iterator[Finding]:
         """Two KV heads of 40 and 90 entries with free slots after them, two query heads each."""
         q, k, v = (random(*shape) for shape in ((1, 4, 1, 64), (200, 64), (200, 64)))
         starts, lens = (torch.tensor([row], dtype=torch.int32, device=device) for row in ([0, 100], [40, 90]))
-        computed, expected = (ragged_attention(q, k, v, starts, lens, 0.125, name) for name in (backend, "reference"))
+        kv = RaggedKV(k, v, starts, lens)
+        computed, expected = (ragged_attention(q, kv, 0.125, name) for name in (backend, "reference"))
         return _distance(computed, expected)
 
     def soft_mask_error(backend: str) -> float:

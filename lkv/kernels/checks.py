@@ -20,17 +20,28 @@ def check_tensor(name: str, x: Tensor, ndim: int) -> None:
         )
 
 
-def check_storage(name: str, x: Tensor) -> None:
-    """Raise ValueError where part of `x` lies outside of its storage, which may have been freed or shrunk.
+def check_storages(**tensors: Tensor) -> None:
+    """Raise ValueError where part of a tensor lies outside of its storage, which may have been freed or shrunk.
 
-    PyTorch's own operators do not look. It takes about 1 us, so that a compiled backend does it itself.
+    PyTorch's own operators do not look. It takes about 1 us a tensor, so that a compiled backend does it itself.
     """
-    if x.layout is not torch.strided:
-        raise ValueError(f"Expected {name} to be a dense tensor but got layout {x.layout}: call .to_dense().")
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    available = x.untyped_storage().nbytes()
-    if extent and (x.storage_offset() + extent) * x.itemsize > available:
-        raise ValueError(f"The storage of {name} {list(x.shape)} has only {available} bytes: it was freed or shrunk.")
+    for name, x in tensors.items():
+        if x.layout is not torch.strided:
+            raise ValueError(f"Expected {name} to be a dense tensor but got layout {x.layout}: call .to_dense().")
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        available = x.untyped_storage().nbytes()
+        if extent and (x.storage_offset() + extent) * x.itemsize > available:
+            raise ValueError(
+                f"The storage of {name} {list(x.shape)} has only {available} bytes: it was freed or shrunk."
+            )
+
+
+def check_devices(**tensors: Tensor) -> None:
+    """Raise ValueError unless all tensors are on the device of the first."""
+    first, like = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.device != like.device:
+            raise ValueError(f"{name} is on {x.device}, but {first} is on {like.device}.")
 
 
 def import_problem(name: str, error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lkv.kernels.checks import check_storage
+from lkv.kernels.checks import check_storages
 from lkv.utils import devices
 
 _LOG2 = math.log(2.0)
@@ -49,9 +49,9 @@ def soft_topk(x: Tensor, k: Tensor | float, temperature: float = 1.0) -> SoftTop
         raise ValueError(f"soft_topk needs floating-point scores, got {x.dtype}; convert them with .float().")
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"soft_topk needs at least one score in the last dimension, got shape {tuple(x.shape)}.")
-    check_storage("x", x)
+    check_storages(x=x)
     if isinstance(k, Tensor):
-        check_storage("k", k)
+        check_storages(k=k)
         if any(n != m for n, m in zip(k.shape[::-1], x.shape[-2::-1], strict=False) if 1 not in (n, m)):
             raise ValueError(f"k has shape {list(k.shape)}, which does not broadcast against {list(x.shape[:-1])}.")
     if not temperature > 0:

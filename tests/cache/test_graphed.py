@@ -30,9 +30,8 @@ def append_and_attend(
     return torch.ops.lkv.ragged_attention(*given)[0]
 
 
-def append_by_operator(*given):
-    *tensors, _, quantized, basis = given
-    return append_and_attend(*tensors, *cpp._lists(quantized), list(basis or ()))
+def append_by_operator(q, key, value, kv, scale, buffers):
+    return append_and_attend(q, key, value, *kv[:4], scale, *cpp._lists(kv))
 
 
 @pytest.fixture

@@ -92,12 +92,12 @@ def test_a_captured_step_replayed_twice_is_two_steps():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = layers[0].extend(query, key, value, 0.1, buffers=buffers)
-    before = layers[0].attention_view()[3].clone()
+    before = layers[0].attention_view().lens.clone()
     for _ in range(2):
         graph.replay()
         right = layers[1].extend(query, key, value, 0.1, buffers={})
         torch.testing.assert_close(out, right)
-    assert torch.equal(layers[0].attention_view()[3], before + 2)
+    assert torch.equal(layers[0].attention_view().lens, before + 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"bits": 3}], ids=["16 bits", "3 bits"])

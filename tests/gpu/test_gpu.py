@@ -12,7 +12,7 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.spec import inspect_model
-from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, append_and_attend, ragged_attention
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import PerHead
@@ -101,9 +101,9 @@ def test_no_launch_is_larger_than_a_grid_may_be(rows):
         q = torch.empty(1, 8, rows, 16, device="fake")
         key = torch.empty(1, 1, rows, 16, device="fake")
         pool = torch.empty(rows + 9, 16, device="fake")
-        starts, lens = (torch.zeros(1, 1, dtype=torch.int32, device="fake") for _ in range(2))
-        ragged_attention(q, pool, pool, starts, lens, 1.0)
-        append_and_attend(q, key, key, pool, pool, starts, lens, 1.0)
+        kv = RaggedKV(pool, pool, *(torch.zeros(1, 1, dtype=torch.int32, device="fake") for _ in range(2)))
+        ragged_attention(q, kv, 1.0)
+        append_and_attend(q, key, key, kv, 1.0)
     assert [launch.name for launch in launches] == ["slice_kernel", "append_kernel", "slice_kernel"]
 
 

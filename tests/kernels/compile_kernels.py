@@ -32,7 +32,7 @@ import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels.ragged_attention import Basis, QuantizedKV
+from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV
 from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
 
@@ -150,8 +150,8 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
     """One step over 8 heads in groups of 4."""
     q, new = on_gpu(1, 32, rows, dim, dtype=dtype), on_gpu(1, 8, rows, dim, dtype=dtype)
     pool = on_gpu(4096, dim, dtype=dtype)
-    starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
-    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5)
+    kv = RaggedKV(pool, pool, *(on_gpu(1, 8, dtype=torch.int32) for _ in range(2)))
+    ragged.append_and_attend(q, new, new, kv, dim**-0.5)
 
 
 def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) -> None:
@@ -168,7 +168,7 @@ def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) 
         quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
     by_head, rotation = on_gpu(1, 8, dim, dtype=torch.bfloat16), on_gpu(dim, dim)
     basis = Basis(by_head, by_head, rotation, rotation)
-    ragged.append_and_attend(q, new, new, pool, pool, starts, lens, dim**-0.5, quantized=quantized, basis=basis)
+    ragged.append_and_attend(q, new, new, RaggedKV(pool, pool, starts, lens, quantized, basis), dim**-0.5)
 
 
 def eviction_rows(dim: int, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-from lkv.kernels.ragged_attention import QuantizedKV, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import QuantizedKV, RaggedKV, append_and_attend, ragged_attention
 from tests.kernels.pools import TIERS, assert_near, coded_pools, split_randomly
 
 _MAPS = []
@@ -41,9 +41,10 @@ def check_codes_of_every_width() -> None:
         tables = torch.tensor([[[entries]], [[0]]], dtype=torch.int32)
         part = QuantizedKV(codes, norms, codes, norms, tables, bits, bits)
         pool, lens = torch.zeros(0, dim), torch.full((1, 1), entries, dtype=torch.int32)
+        kv = RaggedKV(pool, pool, lens * 0, lens, [part])
         for rows in (1, 3, 6):
             q = torch.randn(1, rows, 1, dim)
-            out = ragged_attention(q, pool, pool, lens * 0, lens, 0.1, "cpp", causal=False, quantized=[part])
+            out = ragged_attention(q, kv, 0.1, "cpp", causal=False)
             assert out.isfinite().all()
 
 
@@ -57,11 +58,11 @@ def main(backend: str) -> None:
         pools = coded_pools(split_randomly([[70, 3]], len(tiers)), tiers, 1, dim, value_dim, dtype, around=0)
         query, key, value = (torch.randn(1, heads, 1, n) for heads, n in ((4, dim), (2, dim), (2, value_dim)))
         new = [guarded(x.to(dtype), at_end) for x in (query, key, value)]
-        own = [guarded(x, at_end) for x in pools.pools]
-        quantized = [type(t)(*(guarded(x, at_end) for x in t[:5]), *t[5:]) for t in pools.quantized]
-        out = ragged_attention(new[0], *own, 0.2, backend, causal=False, quantized=quantized)
+        quantized = [type(t)(*(guarded(x, at_end) for x in t[:5]), *t[5:]) for t in pools.kv.quantized]
+        kv = RaggedKV(*(guarded(x, at_end) for x in pools.kv[:4]), quantized)
+        out = ragged_attention(new[0], kv, 0.2, backend, causal=False)
         assert_near(out, pools.reference(new[0], 0.2, causal=False), dtype)
-        out = append_and_attend(*new, *own, 0.2, backend, quantized=quantized)
+        out = append_and_attend(*new, kv, 0.2, backend)
         assert_near(out, pools.reference(new[0], 0.2, new[1:]), dtype)
     if backend == "cpp":
         check_codes_of_every_width()

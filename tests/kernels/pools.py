@@ -11,7 +11,7 @@ from lkv.cache.quantization import code_width, dequantize
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import TierSplit
-from lkv.kernels.ragged_attention import QuantizedKV, api, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import QuantizedKV, RaggedKV, api, append_and_attend, ragged_attention
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, Precision
@@ -21,7 +21,7 @@ TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),), ((3, 8), (8, 3)), ((4, 8
 
 
 def pool_of(lengths, slack, dim, value_dim, dtype):
-    """Random spans in pools whose slack is NaN."""
+    """`RaggedKV` of random spans in pools whose slack is NaN."""
     lens = torch.tensor(lengths, dtype=torch.int32)
     ends = (lens.flatten() + slack).cumsum(0)
     starts = (ends - lens.flatten() - slack).view_as(lens).int()
@@ -29,14 +29,13 @@ def pool_of(lengths, slack, dim, value_dim, dtype):
     for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
         for pool in pools:
             pool[start : start + length] = torch.randn(length, pool.shape[1]).to(dtype)
-    return *pools, starts, lens
+    return RaggedKV(*pools, starts, lens)
 
 
 class TieredPools(NamedTuple):
-    """Arguments of attention over tiers, and the entries of all spans in float64, one span after another."""
+    """Entries in tiers, and those of all spans in float64, one span after another."""
 
-    pools: tuple[Tensor, Tensor, Tensor, Tensor]
-    quantized: tuple[QuantizedKV, ...]
+    kv: RaggedKV
     key: Tensor
     value: Tensor
 
@@ -44,11 +43,11 @@ class TieredPools(NamedTuple):
     def of(cls, store):
         """The compressed entries of a ragged store."""
         key, value = store.pack()
-        return cls(store.compressed_view(), (), key.double(), value.double())
+        return cls(store.compressed_view(), key.double(), value.double())
 
     def reference(self, query, scale, new=None, **options):
         """Attention over `key` and `value`, and the `new` ones [B, H, n, .] behind those of each span."""
-        lens = self.pools[3].long()
+        lens = self.kv.lens.long()
         sides = [self.key, self.value]
         if new is not None:
             counts = lens.flatten().tolist()
@@ -57,7 +56,7 @@ class TieredPools(NamedTuple):
                 sides[index] = torch.cat([part for span in spans for part in span])
             lens = lens + new[0].shape[2]
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view_as(lens)
-        return ragged_attention(query.double(), *sides, starts, lens, scale, "reference", **options)
+        return ragged_attention(query.double(), RaggedKV(*sides, starts, lens), scale, "reference", **options)
 
 
 def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1):
@@ -67,7 +66,7 @@ def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1):
     those of every tier.
     """
     lens = torch.as_tensor(lens)
-    *pools, starts, _ = pool_of(lens[-1].tolist(), slack, dim, value_dim, dtype)
+    *pools, starts, _ = pool_of(lens[-1].tolist(), slack, dim, value_dim, dtype)[:4]
     spans, quantized = [[] for _ in range(lens[0].numel())], []
     for counts, (key_bits, value_bits) in zip(lens, bits, strict=False):
         flat, entries = counts.flatten(), int(counts.sum()) + 2 * around
@@ -90,7 +89,7 @@ def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1):
         span.append([pool[start : start + count].double() for pool in pools])
     key, value = (torch.cat([parts[side] for span in spans for parts in span]) for side in (0, 1))
     starts, total = starts - lens[:-1].sum(0).int(), lens.sum(0).int()
-    return TieredPools((*pools, starts, total), tuple(quantized), key, value)
+    return TieredPools(RaggedKV(*pools, starts, total, tuple(quantized)), key, value)
 
 
 def split_randomly(lengths, tiers):
@@ -161,16 +160,14 @@ def assert_steps(store, group, steps, backend):
 
 def assert_equals_reference(pools, group, rows, scale, backend="triton"):
     """Attention over tiers, causal and not, with its log-sum-exp, and a step that appends."""
-    k_pool, v_pool, starts, lens = pools.pools
+    k_pool, v_pool, starts, lens, *_ = pools.kv
     (batch, heads), dtype = lens.shape, k_pool.dtype
     query, key, value = (
         torch.randn(batch, rows, *shape).to(dtype).transpose(1, 2)
         for shape in ((group * heads, k_pool.shape[1]), (heads, k_pool.shape[1]), (heads, v_pool.shape[1]))
     )
     for causal in (False, True) if int(lens.min()) >= rows else (False,):
-        out, lse = ragged_attention(
-            query, *pools.pools, scale, backend, causal=causal, lse=True, quantized=pools.quantized
-        )
+        out, lse = ragged_attention(query, pools.kv, scale, backend, causal=causal, lse=True)
         exact, exact_lse = pools.reference(query, scale, causal=causal, lse=True)
         assert out.dtype == dtype
         assert_near(out, exact, dtype)
@@ -180,7 +177,7 @@ def assert_equals_reference(pools, group, rows, scale, backend="triton"):
     exact = pools.reference(query, scale, (key, value))
     longer, (first, counts) = lens + rows, ((starts.long() + lens).cpu(), torch.full_like(lens, rows).long().cpu())
     places = slot_indices(first, counts, lens.device)
-    out = append_and_attend(query, key, value, *pools.pools, scale, backend, quantized=pools.quantized)
+    out = append_and_attend(query, key, value, pools.kv, scale, backend)
     assert_near(out, exact, dtype)
     assert torch.equal(lens, longer)
     for pool, new in ((k_pool, key), (v_pool, value)):

@@ -10,6 +10,7 @@ from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.ragged_attention import (
     Basis,
     QuantizedKV,
+    RaggedKV,
     append,
     append_and_attend,
     join_sinks,
@@ -25,7 +26,7 @@ BACKENDS = ("auto", "loop", "reference")
 
 
 def good(dim=16, tokens=1, dtype=torch.float32):
-    """Arguments of `append_and_attend` that fit, by name."""
+    """Tensors for `append_and_attend` that fit, by name; see `called`."""
     starts, lens = (torch.tensor([row], dtype=torch.int32) for row in ([0, 40], [20, 30]))
     return {
         "q": torch.randn(1, 4, tokens, dim).to(dtype),
@@ -36,6 +37,12 @@ def good(dim=16, tokens=1, dtype=torch.float32):
         "starts": starts,
         "lens": lens,
     }
+
+
+def called(operator, tensors, *options, quantized=(), basis=None, **named):
+    """Call an operator with new tensors, those of a `RaggedKV`, and options."""
+    tensors = list(tensors)
+    return operator(*tensors[:-4], RaggedKV(*tensors[-4:], quantized, basis), *options, **named)
 
 
 def tiers_of(dim=16, bits=((8, 4), (4, 3))):
@@ -85,12 +92,12 @@ WRONG = [
 
 
 def test_sinks_with_a_log_sum_exp_that_would_lack_them():
-    arguments = good()
-    query, pools = arguments["q"], [arguments[name] for name in ("k_pool", "v_pool", "starts", "lens")]
+    query, _, _, *pools = good().values()
+    pools = RaggedKV(*pools)
     with pytest.raises(ValueError, match="no sinks together with lse=True"):
-        ragged_attention(query, *pools, 0.3, lse=True, sinks=torch.zeros(query.shape[1]))
+        ragged_attention(query, pools, 0.3, lse=True, sinks=torch.zeros(query.shape[1]))
     with pytest.raises(ValueError, match=r"sinks \[Hq\], but got"):
-        ragged_attention(query, *pools, 0.3, sinks=torch.zeros(query.shape[1] - 1))
+        ragged_attention(query, pools, 0.3, sinks=torch.zeros(query.shape[1] - 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -100,15 +107,15 @@ def test_tensors_that_do_not_fit(backend, name, change):
     arguments = good()
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=SENTENCE):
-        append_and_attend(*arguments.values(), 0.3, backend)
+        called(append_and_attend, arguments.values(), 0.3, backend)
     new = arguments.pop("key"), arguments.pop("value")
     query = arguments.pop("q")
     if name not in ("key", "value"):
         with pytest.raises(ValueError, match=SENTENCE):
-            ragged_attention(query, *arguments.values(), 0.3, backend)
+            called(ragged_attention, [query, *arguments.values()], 0.3, backend)
     if name != "q" and not (name == "starts" and change in ALLOWED_FOR_APPEND):
         with pytest.raises(ValueError, match=SENTENCE):
-            append(*new, *arguments.values())
+            called(append, [*new, *arguments.values()])
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -129,14 +136,14 @@ def test_tensors_that_do_not_fit(backend, name, change):
 def test_tiers_that_do_not_fit(place, change):
     arguments, tiers = good(), tiers_of()
     arguments["starts"] = torch.tensor([[-20, 10]], dtype=torch.int32)
-    append_and_attend(*(x.clone() for x in arguments.values()), 0.3, quantized=tiers)
+    called(append_and_attend, (x.clone() for x in arguments.values()), 0.3, quantized=tiers)
     ((name, wrong),) = change.items()
     tiers[place] = tiers[place]._replace(**{name: wrong(getattr(tiers[place], name))})
     with pytest.raises(ValueError, match=r"\w+ "):
-        append_and_attend(*arguments.values(), 0.3, quantized=tiers)
+        called(append_and_attend, arguments.values(), 0.3, quantized=tiers)
     query, _, _, *pools = arguments.values()
     with pytest.raises(ValueError, match=r"\w+ "):
-        ragged_attention(query, *pools, 0.3, quantized=tiers, causal=False)
+        called(ragged_attention, [query, *pools], 0.3, quantized=tiers, causal=False)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +159,15 @@ def test_tiers_that_do_not_fit(place, change):
 @torch.no_grad()
 def test_a_basis_that_cannot_be_read(dtype, name, change):
     arguments, basis = good(dtype=dtype), basis_of()
-    append_and_attend(*(x.clone() for x in arguments.values()), 0.3, basis=basis)
+    called(append_and_attend, (x.clone() for x in arguments.values()), 0.3, basis=basis)
     basis = basis._replace(**{name: change(getattr(basis, name))})
     with pytest.raises(ValueError, match=r"\w+ "):
-        append_and_attend(*arguments.values(), 0.3, basis=basis)
+        called(append_and_attend, arguments.values(), 0.3, basis=basis)
     query, key, value, *pools = arguments.values()
     with pytest.raises(ValueError, match=r"\w+ "):
-        ragged_attention(query, *pools, 0.3, basis=basis, causal=False)
+        called(ragged_attention, [query, *pools], 0.3, basis=basis, causal=False)
     with pytest.raises(ValueError, match=r"\w+ "):
-        append(key, value, *pools, basis)
+        called(append, [key, value, *pools], basis=basis)
 
 
 @pytest.mark.parametrize("name", ["q", "key", "value"])
@@ -169,42 +176,42 @@ def test_storages_are_looked_at_before_a_basis_is_entered(name):
     arguments = good(dtype=torch.float64)
     arguments[name] = shrunk(arguments[name])
     with pytest.raises(ValueError, match="freed or shrunk"):
-        append_and_attend(*arguments.values(), 0.3, basis=basis_of())
+        called(append_and_attend, arguments.values(), 0.3, basis=basis_of())
     query, key, value, *pools = arguments.values()
     if name != "q":
         with pytest.raises(ValueError, match="freed or shrunk"):
-            append(key, value, *pools, basis_of())
+            called(append, [key, value, *pools], basis=basis_of())
     else:
         with pytest.raises(ValueError, match="freed or shrunk"):
-            ragged_attention(query, *pools, 0.3, basis=basis_of())
+            called(ragged_attention, [query, *pools], 0.3, basis=basis_of())
 
 
 @torch.no_grad()
 def test_three_tiers_and_odd_head_sizes():
     arguments = good()
     with pytest.raises(ValueError, match="at most 2 sets of quantised entries, but got 3"):
-        append_and_attend(*arguments.values(), 0.3, quantized=[*tiers_of(), *tiers_of(bits=((8, 8),))])
+        called(append_and_attend, arguments.values(), 0.3, quantized=[*tiers_of(), *tiers_of(bits=((8, 8),))])
     with pytest.raises(ValueError, match="multiples of 8 channels"):
-        append_and_attend(*good(12).values(), 0.3, quantized=tiers_of(12))
+        called(append_and_attend, good(12).values(), 0.3, quantized=tiers_of(12))
 
 
 @torch.no_grad()
 def test_no_tokens_and_no_entries():
     with pytest.raises(ValueError, match="backend is 'magic'"):
-        append_and_attend(*good().values(), 0.3, "magic")
+        called(append_and_attend, good().values(), 0.3, "magic")
     arguments = {name: x[:, :, :0] if x.ndim == 4 else x for name, x in good().items()}
-    assert append_and_attend(*arguments.values(), 0.3).shape == (1, 4, 0, 16)
+    assert called(append_and_attend, arguments.values(), 0.3).shape == (1, 4, 0, 16)
     q, _, _, *spans = good().values()
     spans[3] = torch.zeros_like(spans[3])
-    out, lse = ragged_attention(q, *spans, 0.3, causal=False, lse=True)
+    out, lse = called(ragged_attention, [q, *spans], 0.3, causal=False, lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def test_spans_may_lie_in_descending_order():
     q, _, _, k, v, _, _ = good().values()
     starts, lens = (torch.tensor([row], dtype=torch.int32) for row in ([40, 0], [20, 20]))
-    expected = ragged_attention(q, k, v, starts, lens, 0.3, "reference")
-    torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.3, "loop"), expected)
+    expected = ragged_attention(q, RaggedKV(k, v, starts, lens), 0.3, "reference")
+    torch.testing.assert_close(ragged_attention(q, RaggedKV(k, v, starts, lens), 0.3, "loop"), expected)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +316,7 @@ def test_soft_topk_of_tensors_that_do_not_fit(x):
 
 HOSTILE = """
 import random, sys, torch
-from tests.kernels.test_bad_arguments import basis_of, freed, good, shrunk, tiers_of
+from tests.kernels.test_bad_arguments import basis_of, called, freed, good, shrunk, tiers_of
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.ragged_attention import (
     append, append_and_attend, join_sinks, masked_attention, merge_attention, ragged_attention
@@ -354,11 +361,12 @@ for call in range(int(sys.argv[1])):
     dim, kind = arguments[0].shape[-1], random.randrange(10)
     try:
         if kind == 0:
-            append_and_attend(*distorted(arguments), 0.3)
+            called(append_and_attend, distorted(arguments), 0.3)
         elif kind == 1:
-            ragged_attention(arguments[0], *distorted(arguments[3:]), 0.3, causal=bool(call % 2), lse=bool(call % 3))
+            tensors = [arguments[0], *distorted(arguments[3:])]
+            called(ragged_attention, tensors, 0.3, causal=bool(call % 2), lse=bool(call % 3))
         elif kind == 2:
-            append(*distorted(arguments[1:]))
+            called(append, distorted(arguments[1:]))
         elif kind == 3 and dim % 8 == 0:
             arguments[5] = torch.tensor([[-20, 10]], dtype=torch.int32)
             pairs = [(random.choice([8, 4, 3]), random.choice([8, 4, 3])) for _ in range(random.choice([1, 2]))]
@@ -371,9 +379,10 @@ for call in range(int(sys.argv[1])):
                 pairs[0] = random.choice([(8, 8), (4, 3), (5, 8), (0, -1)])
             tiers = [type(tiers[0])(*tensors[7 + 5 * at : 12 + 5 * at], *pair) for at, pair in enumerate(pairs)]
             if call % 2:
-                append_and_attend(*tensors[:7], 0.3, quantized=tiers, basis=basis)
+                called(append_and_attend, tensors[:7], 0.3, quantized=tiers, basis=basis)
             else:
-                ragged_attention(tensors[0], *tensors[3:7], 0.3, causal=bool(call % 2), quantized=tiers, basis=basis)
+                own = [tensors[0], *tensors[3:7]]
+                called(ragged_attention, own, 0.3, causal=bool(call % 2), quantized=tiers, basis=basis)
         elif kind == 4:
             q, key, value = arguments[:3]
             masked_attention(*distorted([q, key, value, torch.ones(1, 2, q.shape[2], q.shape[2]) > 0]), 0.3)

@@ -10,7 +10,7 @@ import triton.language as tl
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels.ragged_attention import append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, append_and_attend, ragged_attention
 from lkv.kernels.selection import ScoreWeights
 from tests.kernels.pools import assert_equals_reference, coded_pools, pool_of, split_randomly
 
@@ -72,19 +72,18 @@ LENGTHS = [[[90, 1], [0, 31]], [[0, 0], [0, 0]]]
 def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
     """Each span is joined once, by whoever comes last; the same launch serves the next step."""
     torch.manual_seed(0)
-    k, v, starts, lens = pool_of(lengths, 4, 16, 8, torch.float32)
+    kv = pool_of(lengths, 4, 16, 8, torch.float32)
+    k, v, starts, lens, *_ = kv
     full, buffers = [[length + 4 for length in row] for row in lengths], {}
     key, value, query = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 8), torch.randn(2, 6, 4, 16)
     for step, begin in enumerate((0, 1, 2)):
         new = slice(begin, begin + 1) if begin < 2 else slice(2, 4)
         with watched(step) as traffic:
-            out = append_and_attend(
-                query[:, :, new], key[:, :, new], value[:, :, new], k, v, starts, lens, 0.3, "triton", buffers
-            )
+            out = append_and_attend(query[:, :, new], key[:, :, new], value[:, :, new], kv, 0.3, "triton", buffers)
         assert traffic.launches == ["slice_kernel"] if begin < 2 else ["append_kernel", "slice_kernel"]
         assert not buffers["tickets", torch.device("cpu")].any()
         exact = ragged_attention(
-            query[:, :, new].double(), k.double(), v.double(), starts, lens, 0.3, backend="reference"
+            query[:, :, new].double(), RaggedKV(k.double(), v.double(), starts, lens), 0.3, backend="reference"
         )
         assert (out - exact).abs().max() < 1e-5
     assert lens.tolist() == full
@@ -112,7 +111,7 @@ def test_a_decode_step_reads_each_entry_once():
     pools = pool_of(lengths, 1, dim, dim, torch.bfloat16)
     q, new = torch.randn(1, 16, 1, dim).bfloat16(), torch.randn(1, 4, 1, dim).bfloat16()
     with watched() as traffic:
-        append_and_attend(q, new, new, *pools, 0.125, "triton")
+        append_and_attend(q, new, new, pools, 0.125, "triton")
     entries = sum(lengths[0]) * 2 * dim * 2
     assert entries < traffic.fetched < 1.05 * entries
     assert traffic.stored < 0.1 * entries

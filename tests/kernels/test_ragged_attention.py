@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from experiments.profile.memory import LiveBytes
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, loop, masked_attention, merge_attention, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, api, loop, masked_attention, merge_attention, ragged_attention
 from tests.kernels.pools import pool_of
 
 
@@ -20,12 +20,12 @@ def test_loop_equals_reference(older, groups, rows, causal, with_lse, block, dty
     """Spans without entries, and new tokens in several blocks, included."""
     torch.manual_seed(1)
     lengths = [[count + rows if causal else count for count in row] for row in older]
-    k, v, starts, lens = pool_of(lengths, 3, 16, 16, dtype)
+    kv = pool_of(lengths, 3, 16, 16, dtype)
     q = torch.randn(len(older), 2 * groups, rows, 16).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_ROWS", block)
-        found = ragged_attention(q, k, v, starts, lens, 0.25, "loop", causal=causal, lse=with_lse)
-    exact, exact_lse = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference", causal=causal, lse=True)
+        found = ragged_attention(q, kv, 0.25, "loop", causal=causal, lse=with_lse)
+    exact, exact_lse = ragged_attention(q, kv, 0.25, backend="reference", causal=causal, lse=True)
     tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
     torch.testing.assert_close(found[0] if with_lse else found, exact, atol=tolerance, rtol=tolerance)
     if with_lse:
@@ -37,10 +37,10 @@ def test_loop_equals_reference(older, groups, rows, causal, with_lse, block, dty
 @pytest.mark.parametrize("older", [[0, 40], [30, 30], [5000, 9]])
 def test_half_precision(dtype, rows, older):
     torch.manual_seed(1)
-    k, v, starts, lens = pool_of([[count + rows for count in older]], 4, 32, 32, dtype)
+    kv = pool_of([[count + rows for count in older]], 4, 32, 32, dtype)
     q = torch.randn(1, 6, rows, 32).to(dtype)
-    ours = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="loop")
-    exact = ragged_attention(q, k, v, starts, lens, 32**-0.5, backend="reference")
+    ours = ragged_attention(q, kv, 32**-0.5, backend="loop")
+    exact = ragged_attention(q, kv, 32**-0.5, backend="reference")
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
 
@@ -49,16 +49,16 @@ def test_half_precision(dtype, rows, older):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_long_heads_are_shared_out_among_threads(threads, dtype):
     torch.manual_seed(3)
-    k, v, starts, lens = pool_of([[2100, 2101, 5, 4999]], 3, 16, 16, dtype)
+    kv = pool_of([[2100, 2101, 5, 4999]], 3, 16, 16, dtype)
     q = torch.randn(1, 12, 1, 16).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = ragged_attention(q, k, v, starts, lens, 0.25, backend="loop")
+        ours = ragged_attention(q, kv, 0.25, backend="loop")
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
+    exact = ragged_attention(q, kv, 0.25, backend="reference")
     tolerance = 1e-12 if dtype == torch.float64 else 4e-3
     torch.testing.assert_close(ours, exact, atol=tolerance, rtol=2 * tolerance)
 
@@ -74,14 +74,12 @@ def test_long_heads_are_shared_out_among_threads(threads, dtype):
 )
 def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
     torch.manual_seed(2)
-    k, v, starts, lens = pool_of([[count + rows for count in row] for row in lengths], 3, 16, 16, torch.float64)
-    found = loop._runs(starts, lens)
+    kv = pool_of([[count + rows for count in row] for row in lengths], 3, 16, 16, torch.float64)
+    found = loop._runs(kv.starts, kv.lens)
     assert [run[:2] for run in found] == runs
     q = torch.randn(2, 4, rows, 16, dtype=torch.float64)
-    exact = ragged_attention(q, k, v, starts, lens, 0.25, backend="reference")
-    torch.testing.assert_close(
-        ragged_attention(q, k, v, starts, lens, 0.25, backend="loop"), exact, atol=1e-12, rtol=1e-12
-    )
+    exact = ragged_attention(q, kv, 0.25, backend="reference")
+    torch.testing.assert_close(ragged_attention(q, kv, 0.25, backend="loop"), exact, atol=1e-12, rtol=1e-12)
 
 
 class Without:
@@ -99,10 +97,10 @@ class Without:
 def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
     monkeypatch.setattr(api, "_module", Without("triton"))
     api._chosen.cache_clear()
-    k, v, starts, lens = pool_of([[4, 5]], 0, 8, 8, torch.float32)
+    kv = pool_of([[4, 5]], 0, 8, 8, torch.float32)
     q = torch.zeros(1, 2, 1, 8)
     with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
-        ragged_attention(q, k, v, starts, lens, 1.0, backend="triton")
+        ragged_attention(q, kv, 1.0, backend="triton")
     for _ in range(3):
         assert api._chosen("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
     assert [record.args[0] for record in caplog.records] == ["triton"]
@@ -113,10 +111,10 @@ def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
 
 def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
     rows, length = 1024, 4096
-    k, v, starts, lens = pool_of([[length, length]], 2, 16, 16, torch.float32)
+    kv = pool_of([[length, length]], 2, 16, 16, torch.float32)
     q = torch.randn(1, 6, rows, 16)
     with LiveBytes() as live:
-        ragged_attention(q, k, v, starts, lens, 0.3, backend="loop")
+        ragged_attention(q, kv, 0.3, backend="loop")
     assert live.peak < 2 * rows * length  # PyTorch makes 4 bytes of each that is masked
 
 
@@ -132,10 +130,10 @@ def test_joined_partial_attentions_equal_attention_over_all(first, second, rows,
     def part(begin, end):
         k, v = (x[:, begin:end].reshape(-1, 8) for x in draw)
         starts = torch.tensor([[0, end - begin]], dtype=torch.int32)
-        return k, v, starts, torch.full_like(starts, end - begin)
+        return RaggedKV(k, v, starts, torch.full_like(starts, end - begin))
 
     def attend(begin, end):
-        return ragged_attention(q, *part(begin, end), scale, backend="reference", causal=False, lse=True)
+        return ragged_attention(q, part(begin, end), scale, backend="reference", causal=False, lse=True)
 
     tail = draw[:, None, :, first:]
     late = masked_attention(q, *tail, torch.ones(1, 1, rows, second, dtype=torch.bool), scale)
@@ -168,10 +166,11 @@ def test_pools_may_be_views(rows, cut):
     parts = {"later rows": wide[:, 100:, :8], "every second row": wide[:, ::2, :8], "columns": wide[:, :, 8:16]}
     k, v = parts[cut]
     starts, lens = torch.tensor([[0, 50]], dtype=torch.int32), torch.tensor([[50, 50]], dtype=torch.int32)
-    exact, exact_lse = ragged_attention(q, k.clone(), v.clone(), starts, lens, 0.3, "reference", lse=True)
+    kv = RaggedKV(k, v, starts, lens)
+    exact, exact_lse = ragged_attention(q, RaggedKV(k.clone(), v.clone(), starts, lens), 0.3, "reference", lse=True)
     for backend in ("loop", "auto"):
-        torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.3, backend), exact)
-    out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "loop", lse=True)
+        torch.testing.assert_close(ragged_attention(q, kv, 0.3, backend), exact)
+    out, lse = ragged_attention(q, kv, 0.3, "loop", lse=True)
     torch.testing.assert_close(out, exact)
     torch.testing.assert_close(lse, exact_lse)
 
@@ -180,11 +179,11 @@ def test_pools_may_be_views(rows, cut):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_loop_gives_gradients(rows, options):
     torch.manual_seed(0)
-    k, v, starts, lens = pool_of([[7, 12]], 3, 8, 8, torch.float64)
+    kv = pool_of([[7, 12]], 3, 8, 8, torch.float64)
     found = []
     for backend in ("loop", "reference"):
         q = torch.randn(1, 4, rows, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        out = ragged_attention(q, k, v, starts, lens, 0.3, backend, **options)
+        out = ragged_attention(q, kv, 0.3, backend, **options)
         out, lse = out if "lse" in options else (out, torch.zeros(()))
         (out.square().sum() + lse.sin().sum()).backward()
         found.append(q.grad)
@@ -194,24 +193,22 @@ def test_the_loop_gives_gradients(rows, options):
 @pytest.mark.parametrize("rows", [1, 3])
 def test_spans_may_be_in_any_order(rows):
     torch.manual_seed(0)
-    k, v, _, _ = pool_of([[30, 30]], 3, 8, 8, torch.float64)
     starts, lens = (torch.tensor([numbers], dtype=torch.int32) for numbers in ([20, 10, 0], [8, 8, 8]))
+    kv = pool_of([[30, 30]], 3, 8, 8, torch.float64)._replace(starts=starts, lens=lens)
     q = torch.randn(1, 3, rows, 8, dtype=torch.float64)
     for with_lse in (False, True):
-        found, exact = (
-            ragged_attention(q, k, v, starts, lens, 0.3, name, lse=with_lse) for name in ("loop", "reference")
-        )
+        found, exact = (ragged_attention(q, kv, 0.3, name, lse=with_lse) for name in ("loop", "reference"))
         torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_compiled_backends_leave_gradients_to_the_loop(name, monkeypatch):
     monkeypatch.setattr(api, "_chosen", lambda *_: name)
-    k, v, starts, lens = pool_of([[7, 12]], 3, 8, 8, torch.float32)
+    kv = pool_of([[7, 12]], 3, 8, 8, torch.float32)
     q = torch.ones(1, 2, 1, 8, requires_grad=True)
-    assert api._choose("auto", q.detach(), k, v, starts, lens) == name
-    assert api._choose("auto", q, k, v, starts, lens) == "loop"
+    assert api._choose("auto", q.detach(), kv) == name
+    assert api._choose("auto", q, kv) == "loop"
     with pytest.raises(BackendError, match="it gives no gradients"):
-        api._choose(name, q, k, v, starts, lens)
+        api._choose(name, q, kv)
     with torch.no_grad():
-        assert api._choose("auto", q, k, v, starts, lens) == name
+        assert api._choose("auto", q, kv) == name

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import api, append_and_attend, cpp, loop, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, api, append_and_attend, cpp, loop, ragged_attention
 from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.utils import cpp_compiler as build
 from tests.conftest import tiny_llama
@@ -51,11 +51,12 @@ def test_equals_reference(older, groups, tokens, causal, dims, dtype, threads, s
     with much slack) several."""
     torch.manual_seed(1)
     lengths = [[length + tokens if causal else length for length in row] for row in older]
-    k, v, starts, lens = pool_of(lengths, slack, *dims, dtype)
+    kv = pool_of(lengths, slack, *dims, dtype)
+    lens = kv.lens
     q = torch.randn(len(older), 2 * groups, tokens, dims[0]).to(dtype)
     torch.set_num_threads(threads)
-    out, lse = ragged_attention(q, k, v, starts, lens, scale, "cpp", causal=causal, lse=True)
-    expected, expected_lse = ragged_attention(q, k, v, starts, lens, scale, "reference", causal=causal, lse=True)
+    out, lse = ragged_attention(q, kv, scale, "cpp", causal=causal, lse=True)
+    expected, expected_lse = ragged_attention(q, kv, scale, "reference", causal=causal, lse=True)
     empty = lens.repeat_interleave(groups, 1) == 0
     assert out.dtype == dtype and (out[empty] == 0).all() and (lse[empty] == -torch.inf).all()
     # What float32 leaves off a score counts in its exponential.
@@ -71,15 +72,15 @@ def test_append_and_attend_equals_the_loop(dtype, tokens, count, threads):
     threads(count)
     torch.manual_seed(2)
     pools = pool_of([[70, 0], [1, 300]], 900, 32, 16, dtype)
-    others = [x.clone() for x in pools]
+    others = RaggedKV(*(x.clone() for x in pools[:4]))
     for _ in range(4):
         # As models give them: heads behind tokens.
         q, key = (torch.randn(2, tokens, heads, 32).to(dtype).transpose(1, 2) for heads in (6, 2))
         value = torch.randn(2, tokens, 2, 16).to(dtype).transpose(1, 2)
-        ours = append_and_attend(q, key, value, *pools, 0.2, "cpp")
-        assert_close(ours, append_and_attend(q, key, value, *others, 0.2, "loop"), dtype)
-        assert_close(ours, ragged_attention(q, *pools, 0.2, "reference"), dtype)
-    for pool, other in zip(pools, others, strict=True):
+        ours = append_and_attend(q, key, value, pools, 0.2, "cpp")
+        assert_close(ours, append_and_attend(q, key, value, others, 0.2, "loop"), dtype)
+        assert_close(ours, ragged_attention(q, pools, 0.2, "reference"), dtype)
+    for pool, other in zip(pools[:4], others[:4], strict=True):
         torch.testing.assert_close(pool, other, rtol=0, atol=0, equal_nan=True)
     assert pools[3].tolist() == [[70 + 4 * tokens, 4 * tokens], [1 + 4 * tokens, 300 + 4 * tokens]]
 
@@ -130,25 +131,25 @@ def test_levels_are_those_of_the_other_backends():
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_nan_and_infinity_stay_in_their_head(bad, dtype):
     torch.manual_seed(3)
-    k, v, starts, lens = pool_of([[90, 90]], 2, 16, 16, dtype)
-    v[181] = bad
+    kv = pool_of([[90, 90]], 2, 16, 16, dtype)
+    kv.v_pool[181] = bad
     q = torch.randn(1, 2, 1, 16).to(dtype)
-    out = ragged_attention(q, k, v, starts, lens, 0.3, "cpp")
-    expected = ragged_attention(q, k, v, starts, lens, 0.3, "reference")
+    out = ragged_attention(q, kv, 0.3, "cpp")
+    expected = ragged_attention(q, kv, 0.3, "reference")
     assert out[0, 0].isfinite().all() and not out[0, 1].isfinite().any()
     torch.testing.assert_close(out[0, 1], expected[0, 1], equal_nan=True)
-    k[:] = torch.nan
-    assert ragged_attention(q, k, v, starts, lens, 0.3, "cpp").isnan().all()
+    kv.k_pool[:] = torch.nan
+    assert ragged_attention(q, kv, 0.3, "cpp").isnan().all()
 
 
 def test_scores_of_minus_infinity_have_no_weight():
     torch.manual_seed(3)
-    k, v, starts, lens = pool_of([[150]], 2, 16, 16, torch.float32)
-    k[:100, 0] = -torch.inf
+    kv = pool_of([[150]], 2, 16, 16, torch.float32)
+    kv.k_pool[:100, 0] = -torch.inf
     q = torch.randn(1, 3, 1, 16)
     q[..., 0] = 1.0
-    out, lse = ragged_attention(q, k, v, starts, lens, 0.3, "cpp", lse=True)
-    expected, expected_lse = ragged_attention(q, k, v, starts, lens, 0.3, "reference", lse=True)
+    out, lse = ragged_attention(q, kv, 0.3, "cpp", lse=True)
+    expected, expected_lse = ragged_attention(q, kv, 0.3, "reference", lse=True)
     assert_close(out, expected, torch.float32)
     torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-5)
 
@@ -161,33 +162,34 @@ def test_concurrent_calls(threads):
         k, v = (torch.randn(1900, 32, generator=generator) for _ in "kv")
         starts, lens = (torch.tensor([row], dtype=torch.int32) for row in ([0, 500], [480 - seed, 300 + seed]))
         q = torch.randn(1, 6, 1, 32, generator=generator)
-        expected = ragged_attention(q, k, v, starts, lens, 0.2, "reference")
+        kv = RaggedKV(k, v, starts, lens)
+        expected = ragged_attention(q, kv, 0.2, "reference")
         torch.set_num_threads(2)
         for _ in range(20):
-            torch.testing.assert_close(ragged_attention(q, k, v, starts, lens, 0.2, "cpp"), expected, atol=3e-6, rtol=0)
+            torch.testing.assert_close(ragged_attention(q, kv, 0.2, "cpp"), expected, atol=3e-6, rtol=0)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(8)))
 
 
 def arguments(dim=16, tokens=1, dtype=torch.float32):
-    return torch.randn(1, 4, tokens, dim).to(dtype), *pool_of([[8 + tokens, 9 + tokens]], 2, dim, dim, dtype)
+    return torch.randn(1, 4, tokens, dim).to(dtype), pool_of([[8 + tokens, 9 + tokens]], 2, dim, dim, dtype)
 
 
 def test_auto_takes_it_where_it_can_run_and_is_faster():
-    def chosen(q, *tensors, new=()):
-        return api._choose("auto", q, *tensors, *new)
+    def chosen(q, kv, new=()):
+        return api._choose("auto", q, kv, *new)
 
     for able in ((16, 1, torch.float32), (16, 4, torch.float32), (16, 1, torch.bfloat16), (7, 1, torch.float16)):
         assert chosen(*arguments(*able)) == "cpp"
     assert chosen(*arguments(dtype=torch.float64)) == chosen(*arguments(tokens=40)) == "loop"
-    q, k, v, starts, lens = arguments()
-    assert chosen(q, k, v, starts.long(), lens) == "loop"
-    assert chosen(q, k.t().contiguous().t(), v, starts, lens) == "loop"
-    assert chosen(q, k, v, starts, lens, new=[torch.ones(1, requires_grad=True)]) == "loop"
-    assert chosen(q.requires_grad_(), k, v, starts, lens) == "loop"
+    q, kv = arguments()
+    assert chosen(q, kv._replace(starts=kv.starts.long())) == "loop"
+    assert chosen(q, kv._replace(k_pool=kv.k_pool.t().contiguous().t())) == "loop"
+    assert chosen(q, kv, new=[torch.ones(1, requires_grad=True)]) == "loop"
+    assert chosen(q.requires_grad_(), kv) == "loop"
     with torch.no_grad():
-        assert chosen(q, k, v, starts, lens) == "cpp"
+        assert chosen(q, kv) == "cpp"
 
 
 def test_without_a_compiler_auto_takes_the_loop_and_warns_once(monkeypatch, caplog, tmp_path):
@@ -195,14 +197,14 @@ def test_without_a_compiler_auto_takes_the_loop_and_warns_once(monkeypatch, capl
     monkeypatch.setattr(build, "find_compiler", lambda: None)
     for cached in (api._chosen, cpp._load):
         cached.cache_clear()
-    q, *pools = arguments()
+    q, pools = arguments()
     calls, attend = [], loop.attend
     monkeypatch.setattr(loop, "attend", lambda *args: calls.append(args) or attend(*args))
     for _ in range(2):
-        ragged_attention(q, *pools, 1.0)
+        ragged_attention(q, pools, 1.0)
     assert len(calls) == 2 and [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(BackendError, match=r"'cpp' cannot run: there is no C\+\+ compiler .* install one"):
-        ragged_attention(q, *pools, 1.0, "cpp")
+        ragged_attention(q, pools, 1.0, "cpp")
     for cached in (api._chosen, cpp._load):
         cached.cache_clear()
 
@@ -245,15 +247,15 @@ def test_a_library_is_compiled_once_and_again_where_damaged(monkeypatch, tmp_pat
 
 
 def test_by_name_it_raises_with_the_reason():
-    def assert_refused(reason, q, *pools):
+    def assert_refused(reason, q, pools):
         with pytest.raises(BackendError, match=f"'cpp' cannot run: .*{reason}"):
-            ragged_attention(q, *pools, 1.0, "cpp")
+            ragged_attention(q, pools, 1.0, "cpp")
 
     assert_refused("takes float32, bfloat16 and float16", *arguments(dtype=torch.float64))
-    q, k, v, starts, lens = arguments()
-    assert_refused("contiguous", q, k.t().contiguous().t(), v, starts, lens)
-    assert_refused("int32, not torch.int64", q, k, v, starts.long(), lens)
-    assert_refused("no_grad", q.requires_grad_(), k, v, starts, lens)
+    q, kv = arguments()
+    assert_refused("contiguous", q, kv._replace(k_pool=kv.k_pool.t().contiguous().t()))
+    assert_refused("int32, not torch.int64", q, kv._replace(starts=kv.starts.long()))
+    assert_refused("no_grad", q.requires_grad_(), kv)
     assert "on 'cuda'" in cpp.refusal(torch.device("cuda"), torch.float32, 64, 64)
 
 
@@ -286,10 +288,10 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
 
 def test_codes_that_it_cannot_read_are_named():
     pools = coded_pools([[[8]], [[1]]], ((8, 8),), 1, 16, 16, torch.float32)
-    (tier,), new = pools.quantized, [torch.zeros(1, 1, 1, 16)] * 3
+    (tier,), new = pools.kv.quantized, [torch.zeros(1, 1, 1, 16)] * 3
     tier = tier._replace(key_codes=tier.key_codes.t().contiguous().t())
     with pytest.raises(BackendError, match="contiguous"):
-        append_and_attend(*new, *pools.pools, 1.0, "cpp", quantized=[tier])
+        append_and_attend(*new, pools.kv._replace(quantized=[tier]), 1.0, "cpp")
 
 
 @pytest.mark.slow

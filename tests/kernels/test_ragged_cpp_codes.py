@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lkv.cache.quantization import LEVELS, dequantize, quantize, rotation
-from lkv.kernels.ragged_attention import Basis, QuantizedKV, append_and_attend, cpp, ragged_attention
+from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV, append_and_attend, cpp, ragged_attention
 
 CPU = torch.device("cpu")
 if reason := cpp.refusal(CPU, torch.float32, 64, 64):
@@ -40,7 +40,7 @@ class Spans:
 
     @property
     def view(self):
-        return *self.pools, self.starts, self.lens
+        return RaggedKV(*self.pools, self.starts, self.lens, self.parts)
 
     def entries(self, row, head, basis=None):
         """k and v of a span in float64, as they are stored or, with a basis, as the model knows them."""
@@ -93,9 +93,8 @@ def test_outputs_and_lse_equal_float64(bits, dim):
         basis = random_basis(dim, value_dim) if case else None
         q = torch.randn(2, 2 * groups, tokens, dim).to(dtype)
         causal = case != 1
-        out, lse = ragged_attention(
-            q, *spans.view, dim**-0.5, "cpp", causal=causal, lse=True, quantized=spans.parts, basis=basis
-        )
+        kv = spans.view._replace(basis=basis)
+        out, lse = ragged_attention(q, kv, dim**-0.5, "cpp", causal=causal, lse=True)
         expected, expected_lse = spans.attend(q, dim**-0.5, causal, basis)
         empty = ~expected_lse.isfinite()
         assert out.dtype == dtype and (out[empty] == 0).all() and (lse[empty] == -torch.inf).all()
@@ -116,7 +115,7 @@ def test_a_step_appends_in_the_basis(bits, dim, dtype, count, threads):
         q, key, value = (torch.randn(2, tokens, heads, dim).to(dtype).transpose(1, 2) for heads in (6, 2, 2))
         before = spans.lens.clone()
         threads(count)
-        out = append_and_attend(q, key, value, *spans.view, 0.1, "cpp", quantized=spans.parts, basis=basis)
+        out = append_and_attend(q, key, value, spans.view._replace(basis=basis), 0.1, "cpp")
         threads(1)
         assert torch.equal(spans.lens, before + tokens) and out.dtype == dtype
         assert_close(out, spans.attend(q, 0.1, basis=basis)[0], dtype)
@@ -133,8 +132,9 @@ def test_other_backends_enter_and_leave_a_basis(dtype, tokens):
     torch.manual_seed(tokens)
     spans, basis = Spans([], 32, 16, dtype), random_basis(32, 16)
     q, key, value = (torch.randn(2, heads, tokens, n).to(dtype) for heads, n in ((4, 32), (2, 32), (2, 16)))
-    out = append_and_attend(q, key, value, *spans.view, 0.2, "loop", basis=basis)
-    again, lse = ragged_attention(q, *spans.view, 0.2, "loop", lse=True, basis=basis)
+    kv = spans.view._replace(basis=basis)
+    out = append_and_attend(q, key, value, kv, 0.2, "loop")
+    again, lse = ragged_attention(q, kv, 0.2, "loop", lse=True)
     expected, expected_lse = spans.attend(q, 0.2, basis=basis)
     for ours, right in ((out, expected), (again, expected), (lse, expected_lse)):
         assert_close(ours, right, dtype, 4)  # queries and outputs are rounded once more
@@ -145,10 +145,9 @@ def test_a_basis_that_does_not_fit_raises(name):
     spans, basis = Spans([(4, 4)], 32, 16, torch.float32), random_basis(32, 16)
     x = getattr(basis, name)
     for wrong in (x[..., :-1], x.double(), x.mT, x[0] if x.ndim == 3 else x[None]):
+        kv = spans.view._replace(basis=basis._replace(**{name: wrong}))
         with pytest.raises(ValueError, match=r"basis|dimensions|one device"):
-            ragged_attention(
-                torch.randn(2, 4, 1, 32), *spans.view, 0.2, quantized=spans.parts, basis=basis._replace(**{name: wrong})
-            )
+            ragged_attention(torch.randn(2, 4, 1, 32), kv, 0.2)
 
 
 @pytest.mark.parametrize("change", [(0, 1), (0, -200), (1, 1), (1, -1)], ids=str)
@@ -158,4 +157,4 @@ def test_tables_that_reach_beyond_the_codes_raise(change):
     spans.parts[0].tables[which, 1, 1] += difference
     spans.parts[0].tables[which, 0, 0] += difference
     with pytest.raises(ValueError, match="reaches beyond the pools or codes"):
-        ragged_attention(torch.randn(2, 4, 1, 64), *spans.view, 0.2, "cpp", quantized=spans.parts)
+        ragged_attention(torch.randn(2, 4, 1, 64), spans.view, 0.2, "cpp")

@@ -19,7 +19,7 @@ from experiments import ragged_attention as benchmark
 from lkv.cache.quantization import rotation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import Basis, api, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import Basis, RaggedKV, api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
@@ -54,10 +54,11 @@ def eager(q, k_pool, v_pool, starts, lens, scale):
     return out
 
 
-def assert_as_exact_as_eager(q, k, v, starts, lens, scale):
-    ours = ragged_attention(q, k, v, starts, lens, scale, backend="triton")
-    exact = ragged_attention(q.double(), k.double(), v.double(), starts, lens, scale, backend="reference")
-    eagers = (eager(q, k, v, starts, lens, scale) - exact).abs().max()
+def assert_as_exact_as_eager(q, kv, scale):
+    wide = kv._replace(k_pool=kv.k_pool.double(), v_pool=kv.v_pool.double())
+    ours = ragged_attention(q, kv, scale, backend="triton")
+    exact = ragged_attention(q.double(), wide, scale, backend="reference")
+    eagers = (eager(q, *kv[:4], scale) - exact).abs().max()
     # One key gives eager no error at all; and the interpreter cuts to bfloat16 where a GPU rounds.
     allowed = 3 * eagers + 4 * torch.finfo(q.dtype).eps * exact.abs().max()
     assert ours.dtype == q.dtype and ours.shape == exact.shape
@@ -89,10 +90,10 @@ def poisoned(monkeypatch):
 def test_attention_equals_the_reference(older, group, rows, slack, dim, value_dim, dtype, seed):
     torch.manual_seed(seed)
     lengths = [[count + rows for count in row] for row in older]
-    k, v, starts, lens = pool_of(lengths, slack, dim, value_dim, dtype)
+    kv = pool_of(lengths, slack, dim, value_dim, dtype)
     # Queries as models give them: a view with the heads inside the tokens.
     q = torch.randn(len(older), rows, group * len(older[0]), dim).to(dtype).transpose(1, 2)
-    assert_as_exact_as_eager(q, k, v, starts, lens, 2 * dim**-0.5)
+    assert_as_exact_as_eager(q, kv, 2 * dim**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_attention_equals_the_reference(older, group, rows, slack, dim, value_di
 def test_shapes(lengths, heads, rows, dim, dtype):
     torch.manual_seed(dim)
     pools = pool_of(lengths, 2, dim, dim, dtype)
-    assert_as_exact_as_eager(torch.randn(len(lengths), heads, rows, dim).to(dtype), *pools, dim**-0.5)
+    assert_as_exact_as_eager(torch.randn(len(lengths), heads, rows, dim).to(dtype), pools, dim**-0.5)
 
 
 @pytest.fixture
@@ -130,10 +131,10 @@ def short_slices(monkeypatch):
 def test_slices_much_shorter_than_heads_and_new_tokens(older, rows, short_slices):
     """Slices in which a row sees nothing, too."""
     torch.manual_seed(rows)
-    k, v, starts, lens = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
+    kv = pool_of([[count + rows for count in older]], 1, 8, 8, torch.float32)
     # Later entries weigh more, so that the greatest score rises from part to part.
-    k *= torch.linspace(0.1, 3, len(k))[:, None]
-    assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), k, v, starts, lens, 1.0)
+    kv.k_pool.mul_(torch.linspace(0.1, 3, len(kv.k_pool))[:, None])
+    assert_as_exact_as_eager(torch.randn(1, 4, rows, 8), kv, 1.0)
 
 
 @pytest.mark.slow
@@ -155,10 +156,11 @@ def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spa
                 pool[end : end + rows] = entries[b, h]
     longer = torch.tensor([[n + rows for n in row] for row in lengths], dtype=torch.int32)
     query = torch.randn(batch, 2 * heads, rows, dim).to(dtype)
-    exact = ragged_attention(query.double(), *(x.double() for x in expected), pools[2], longer, 0.3, "reference")
+    wide = RaggedKV(*(x.double() for x in expected), pools.starts, longer)
+    exact = ragged_attention(query.double(), wide, 0.3, "reference")
     for backend in ("triton", "loop"):
-        own, lens = [pool.clone() for pool in pools[:2]], pools[3].clone()
-        out = append_and_attend(query, *new, *own, pools[2], lens, 0.3, backend)
+        own, lens = [pool.clone() for pool in pools[:2]], pools.lens.clone()
+        out = append_and_attend(query, *new, RaggedKV(*own, pools.starts, lens), 0.3, backend)
         assert torch.equal(lens, longer)
         for pool, right in zip(own, expected, strict=True):
             torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
@@ -172,7 +174,7 @@ def test_extending_equals_index_assignment_and_attention(batch, heads, rows, spa
 def test_a_backend_by_name_never_falls_back(dim, dtype, message):
     pools = pool_of([[4, 5]], 0, dim, 8, dtype)
     with pytest.raises(BackendError, match=message):
-        ragged_attention(torch.zeros(1, 2, 1, dim, dtype=dtype), *pools, 1.0, backend="triton")
+        ragged_attention(torch.zeros(1, 2, 1, dim, dtype=dtype), pools, 1.0, backend="triton")
 
 
 def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
@@ -221,7 +223,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
         model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
         fake = SimpleNamespace(
-            append_and_attend=lambda q, key, value, k_pool, v_pool, starts, lens, scale, *_: lens.add_(1)[0, 0] * q,
+            append_and_attend=lambda q, key, value, kv, scale, buffers: kv.lens.add_(1)[0, 0] * q,
         )
 
         def step() -> None:
@@ -307,12 +309,12 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path, monkeypatch):
 def test_log_sum_exp_equals_the_reference(held, group, rows, causal, dim, dtype, seed):
     torch.manual_seed(seed)
     lengths = [[count + rows if causal else count for count in row] for row in held]
-    k, v, starts, lens = pool_of(lengths, 2, dim, 16, dtype)
+    kv = pool_of(lengths, 2, dim, 16, dtype)
     q = torch.randn(len(held), rows, 2 * group, dim).to(dtype).transpose(1, 2)
     scale = 2 * dim**-0.5
-    out, lse = ragged_attention(q, k, v, starts, lens, scale, backend="triton", causal=causal, lse=True)
-    wide = q.double(), k.double(), v.double()
-    exact, exact_lse = ragged_attention(*wide, starts, lens, scale, backend="reference", causal=causal, lse=True)
+    out, lse = ragged_attention(q, kv, scale, backend="triton", causal=causal, lse=True)
+    wide = kv._replace(k_pool=kv.k_pool.double(), v_pool=kv.v_pool.double())
+    exact, exact_lse = ragged_attention(q.double(), wide, scale, backend="reference", causal=causal, lse=True)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), exact, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), exact_lse, atol=tolerance, rtol=tolerance)
@@ -407,4 +409,4 @@ def test_a_backend_without_tiers_says_so():
     pools = coded_pools([[[5]], [[0]]], ((8, 8),), 1, 8, 8, torch.float32)
     new = [torch.zeros(1, 1, 1, 8)] * 3
     with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
-        append_and_attend(*new, *pools.pools, 1.0, "loop", quantized=pools.quantized)
+        append_and_attend(*new, pools.kv, 1.0, "loop")

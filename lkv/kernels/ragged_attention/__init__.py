@@ -15,13 +15,14 @@ from lkv.kernels.ragged_attention.api import (
     merge_attention,
     ragged_attention,
 )
-from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV, RaggedKV
 from lkv.kernels.ragged_attention.basis import Basis
 
 __all__ = [
     "MAX_QUANTIZED",
     "Basis",
     "QuantizedKV",
+    "RaggedKV",
     "append",
     "append_and_attend",
     "can_attend_quantized",

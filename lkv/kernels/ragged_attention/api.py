@@ -6,7 +6,6 @@ the pools, which hold the spans of all heads one after another.
 
 import functools
 import logging
-from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, overload
@@ -16,16 +15,15 @@ from torch import Tensor
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import merge
-from lkv.kernels.checks import check_storage, check_tensor, import_problem
+from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.ragged_attention.arguments import (
     MAX_QUANTIZED,
-    QuantizedKV,
+    RaggedKV,
     check_arguments,
     check_entering,
     check_none_quantized,
     check_spans,
 )
-from lkv.kernels.ragged_attention.basis import Basis
 from lkv.utils import devices
 
 BACKENDS = ("cpp", "loop", "reference", "triton")
@@ -37,39 +35,29 @@ _MAX_ROWS_OF_CPP = 64
 
 @overload
 def ragged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: Literal[False] = False, quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None, sinks: Tensor | None = None,
+    q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: Literal[False] = False,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ragged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: Literal[True], quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
 def ragged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, backend: str = "auto",
-    *, causal: bool = True, lse: bool = False, quantized: Sequence[QuantizedKV] = (), basis: Basis | None = None,
+    q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from new tokens to the KV entries of each head, their own k and v included.
 
     Args:
-        q: Queries [B, Hq, Tq, d], Hq a multiple of Hkv.
-        k_pool: Keys [P, d] of all spans, in the dtype of `q`.
-        v_pool: Values [P, dv] of all spans.
-        starts: int32 [B, Hkv], the first entry of each span.
-        lens: int32 [B, Hkv], the entries of each span, of which the last Tq are the new tokens: causal among
-            themselves; everything older is visible.
+        q: Queries [B, Hq, Tq, d] in the dtype of the pools, Hq a multiple of Hkv.
+        kv: The entries. The last Tq of each span are the new tokens: causal among themselves; everything older is
+            visible.
         scale: What scores are multiplied by, usually d ** -0.5.
         backend: "auto" takes "triton" on CUDA, else "loop" where it cannot run (the reason is logged once); on a CPU
             "cpp" where it can run and few rows attend, else "loop". A backend given by name, also "reference", never
             falls back. Only "loop" waits for the device; "cpp" and "triton" give no gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
-        quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the
-            second. Entry i of a span is at place starts + i of the pools only if it is none of these, so that `starts`
-            may be negative.
-        basis: The coordinates of pools and codes; queries, outputs and log-sum-exps are the model's.
         sinks: Attention sinks [Hq] that take their share, see `join_sinks`; not together with `lse`.
 
     Returns:
@@ -81,27 +69,24 @@ def ragged_attention(
             beyond the pools.
         BackendError: The backend given by name cannot run, or `can_attend_quantized` returns False.
     """
-    check_arguments(q, k_pool, v_pool, starts, lens, quantized=quantized, basis=basis)
+    check_arguments(q, kv)
     if lse and sinks is not None:
         raise ValueError("Expected no sinks together with lse=True: merge first, then call join_sinks.")
-    chosen = _choose(backend, q, k_pool, v_pool, starts, lens, quantized=quantized)
+    chosen = _choose(backend, q, kv)
     if chosen not in _FUSED:
-        check_none_quantized(chosen, quantized)
-        for name, x in (("q", q), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts), ("lens", lens)):
-            check_storage(name, x)
-        check_spans(k_pool, starts, lens)
+        check_none_quantized(chosen, kv)
+        check_storages(q=q, **kv.tensors())
+        check_spans(kv)
     if not q.numel():
-        out = q.new_zeros((*q.shape[:3], v_pool.shape[1]))
+        out = q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
         return (out, out.new_zeros(q.shape[:3])) if lse else out
-    options: dict[str, Any] = {"quantized": quantized} if quantized else {}
-    if chosen in _READ_IN_BASIS:
-        options["basis"] = basis
-    entered, has_lse = q, lse or sinks is not None
-    if basis is not None and chosen not in _READ_IN_BASIS:
+    has_lse = lse or sinks is not None
+    basis = None if chosen in _READ_IN_BASIS else kv.basis
+    if basis is None:
+        out, log_sum_exp = _module(chosen).attend(q, kv, scale, causal, has_lse)
+    else:
         check_entering(basis, q=q)
-        entered = basis.enter_queries(q)
-    out, log_sum_exp = _module(chosen).attend(entered, k_pool, v_pool, starts, lens, scale, causal, has_lse, **options)
-    if basis is not None and chosen not in _READ_IN_BASIS:
+        out, log_sum_exp = _module(chosen).attend(basis.enter_queries(q), kv, scale, causal, has_lse)
         out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if has_lse else None
     if sinks is not None:
         return join_sinks(out, log_sum_exp, sinks)
@@ -109,28 +94,22 @@ def ragged_attention(
 
 
 def append_and_attend(
-    q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    backend: str = "auto", buffers: dict[Any, Any] | None = None, quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None, sinks: Tensor | None = None,
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, backend: str = "auto",
+    buffers: dict[Any, Any] | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
-    Changes the pools, and `lens` in place: a replay of what was launched on a GPU appends once more.
+    Changes the pools, and `kv.lens` in place: a replay of what was launched on a GPU appends once more.
 
     Args:
         q: Queries [B, Hq, Tq, d].
         key: New keys [B, Hkv, Tq, d].
         value: New values [B, Hkv, Tq, dv].
-        k_pool: As in `ragged_attention`, with free slots for Tq entries after each span.
-        v_pool: As in `ragged_attention`.
-        starts: As in `ragged_attention`.
-        lens: As in `ragged_attention`, without the new tokens.
+        kv: The entries without the new tokens, with free slots for Tq after each span.
         scale: As in `ragged_attention`.
         backend: As in `ragged_attention`.
         buffers: A dictionary in which a backend keeps its work space from step to step, for the layers of one cache,
             which take turns.
-        quantized: As in `ragged_attention`.
-        basis: As in `ragged_attention`; the new k and v are the model's as well.
         sinks: As in `ragged_attention`.
 
     Returns:
@@ -140,35 +119,23 @@ def append_and_attend(
         ValueError: As `ragged_attention`, for the quantised entries too.
         BackendError: As `ragged_attention`, and where `can_attend_quantized` returns False.
     """
-    check_arguments(q, k_pool, v_pool, starts, lens, key, value, quantized, basis)
-    if sinks is not None:
-        # Their share follows from the log-sum-exp, which the backends' own steps do not return.
-        append(key, value, k_pool, v_pool, starts, lens, basis)
-        options: dict[str, Any] = {"quantized": quantized, "basis": basis, "sinks": sinks}
-        return ragged_attention(q, k_pool, v_pool, starts, lens, scale, backend, **options)
-    chosen = _choose(backend, q, k_pool, v_pool, starts, lens, key, value, quantized=quantized)
+    check_arguments(q, kv, key, value)
+    chosen = _choose(backend, q, kv, key, value)
     if not q.numel():
-        return q.new_zeros((*q.shape[:3], v_pool.shape[1]))
-    module = _module(chosen)
-    if chosen in _FUSED:
-        return module.append_and_attend(q, key, value, k_pool, v_pool, starts, lens, scale, buffers, quantized, basis)
-    check_none_quantized(chosen, quantized)
-    if basis is not None:
-        check_entering(basis, q=q, key=key, value=value)
-        q, (key, value) = basis.enter_queries(q), basis.enter_entries(key, value)
-    _append(key, value, k_pool, v_pool, starts, lens)
-    out = ragged_attention(q, k_pool, v_pool, starts, lens, scale, chosen)
-    return out if basis is None else basis.leave_outputs(out)
+        return q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
+    # The share of sinks follows from the log-sum-exp, which the backends' own steps do not return.
+    if chosen in _FUSED and sinks is None:
+        return _module(chosen).append_and_attend(q, key, value, kv, scale, buffers)
+    if chosen not in _FUSED:
+        check_none_quantized(chosen, kv)
+    _append(key, value, kv)
+    return ragged_attention(q, kv, scale, chosen, sinks=sinks)
 
 
-def can_attend_quantized(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *new: Tensor,
-    quantized: Sequence[QuantizedKV],
-) -> bool:  # fmt: skip
-    """Whether attention can read `quantized` as it is, with these tensors; `new`: k and v that are to be appended."""
-    if len(quantized) > MAX_QUANTIZED:  # rows of a batch may have tiers of their own
-        return False
-    return _choose("auto", q, k_pool, v_pool, starts, lens, *new, quantized=quantized) in _FUSED
+def can_attend_quantized(q: Tensor, kv: RaggedKV, *new: Tensor) -> bool:
+    """Whether attention can read the codes of `kv` as they are; `new`: k and v that are to be appended."""
+    # Rows of a batch may have tiers of their own.
+    return len(kv.quantized) <= MAX_QUANTIZED and _choose("auto", q, kv, *new) in _FUSED
 
 
 def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -176,24 +143,16 @@ def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     return _chosen("auto", device, dtype, dim, dim) in _FUSED
 
 
-def append(
-    key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor,
-    basis: Basis | None = None,
-) -> None:  # fmt: skip
+def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
     """Append the k and v of new tokens by plain indexing; waits for no device.
 
     Arguments and errors are those of `append_and_attend`, which also attends.
     """
-    check_arguments(None, k_pool, v_pool, starts, lens, key, value, basis=basis)
-    if basis is not None:
-        check_entering(basis, key=key, value=value)
-        key, value = basis.enter_entries(key, value)
-    _append(key, value, k_pool, v_pool, starts, lens)
+    check_arguments(None, kv, key, value)
+    _append(key, value, kv)
 
 
-def masked_attention(
-    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attend to keys of equal number a head under a mask, for `merge_attention`.
 
     Args:
@@ -212,7 +171,7 @@ def masked_attention(
     """
     for name, x in (("q", q), ("key", key), ("value", value), ("visible", visible)):
         check_tensor(name, x, 4)
-        check_storage(name, x)
+    check_storages(q=q, key=key, value=value, visible=visible)
     (batch, heads, tokens, dim), (_, kv_heads, keys, _) = q.shape, key.shape
     if key.shape != (batch, kv_heads, keys, dim) or value.shape[:3] != key.shape[:3] or heads % max(kv_heads, 1):
         raise ValueError(
@@ -228,9 +187,7 @@ def masked_attention(
     return _module("loop").attend_masked(q, key, value, visible, scale)
 
 
-def merge_attention(
-    left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def merge_attention(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention over two sets of keys into that over both.
 
     Args:
@@ -251,8 +208,7 @@ def merge_attention(
             f"Expected two outputs of one shape [..., dv] and their log-sum-exps [...], but got {list(left.shape)} "
             f"with {list(left_lse.shape)} and {list(right.shape)} with {list(right_lse.shape)}."
         )
-    for name, x in (("left", left), ("left_lse", left_lse), ("right", right), ("right_lse", right_lse)):
-        check_storage(name, x)
+    check_storages(left=left, left_lse=left_lse, right=right, right_lse=right_lse)
     return merge(left, left_lse, right, right_lse)
 
 
@@ -275,27 +231,24 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
             f"Expected outputs [B, Hq, Tq, dv], their log-sum-exps [B, Hq, Tq] and sinks [Hq], but got "
             f"{list(out.shape)}, {list(lse.shape)} and {list(sinks.shape)}."
         )
-    for name, x in (("out", out), ("lse", lse), ("sinks", sinks)):
-        check_storage(name, x)
-        if x.device != out.device:
-            raise ValueError(f"{name} is on {x.device}, but out is on {out.device}.")
+    check_storages(out=out, lse=lse, sinks=sinks)
+    check_devices(out=out, lse=lse, sinks=sinks)
     share = torch.sigmoid(lse - sinks.to(lse)[:, None])
     return (out * share[..., None]).to(out.dtype)
 
 
-def _append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
-    for name, x in (("key", key), ("value", value), ("k_pool", k_pool), ("v_pool", v_pool), ("starts", starts),
-                    ("lens", lens)):  # fmt: skip
-        check_storage(name, x)
-    check_spans(k_pool, starts, lens, key.shape[2])
-    _module("loop").append(key, value, k_pool, v_pool, starts, lens)
+def _append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
+    if kv.basis is not None:
+        check_entering(kv.basis, key=key, value=value)
+        key, value = kv.basis.enter_entries(key, value)
+    check_storages(key=key, value=value, **kv.tensors())
+    check_spans(kv, key.shape[2])
+    _module("loop").append(key, value, kv)
 
 
-def _choose(
-    backend: str, q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, *new: Tensor,
-    quantized: Sequence[QuantizedKV] = (),
-) -> str:  # fmt: skip
+def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
     """The name of the backend for these tensors."""
+    k_pool, v_pool, starts, lens, quantized, _ = kv
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
     if chosen not in _FUSED:
         return chosen

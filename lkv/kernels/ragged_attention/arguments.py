@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lkv.errors import BackendError
 from lkv.kernels import QUANTIZED_BITS
-from lkv.kernels.checks import check_storage, check_tensor
+from lkv.kernels.checks import check_storages, check_tensor
 from lkv.kernels.ragged_attention.basis import Basis
 
 MAX_QUANTIZED = 2  # sets of quantised entries a layer
@@ -45,21 +45,45 @@ class QuantizedKV(NamedTuple):
     value_bits: int
 
 
-def check_arguments(
-    q: Tensor | None,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
-) -> None:
+class RaggedKV(NamedTuple):
+    """The KV entries of a layer: P of them in two pools, one span for each batch row and KV head.
+
+    Attributes:
+        k_pool: Keys [P, d] of all spans.
+        v_pool: Values [P, dv], in the dtype of `k_pool`.
+        starts: int32 [B, Hkv], the first entry of each span.
+        lens: int32 [B, Hkv], the entries of each span.
+        quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the
+            second. Entry i of a span is at place starts + i of the pools only if it is none of these, so that `starts`
+            may be negative.
+        basis: The coordinates of pools and codes; queries, new k and v, outputs and log-sum-exps are the model's.
+    """
+
+    k_pool: Tensor
+    v_pool: Tensor
+    starts: Tensor
+    lens: Tensor
+    quantized: Sequence[QuantizedKV] = ()
+    basis: Basis | None = None
+
+    def of_row(self, row: int) -> "RaggedKV":
+        """The pools of one batch row, without its codes."""
+        rows, basis = slice(row, row + 1), self.basis
+        if basis is not None:
+            basis = basis._replace(mean=basis.mean[rows], scale=basis.scale[rows])
+        return RaggedKV(self.k_pool, self.v_pool, self.starts[rows], self.lens[rows], basis=basis)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Pools, starts and lens by name."""
+        return dict(zip(self._fields[:4], self[:4], strict=True))
+
+
+def check_arguments(q: Tensor | None, kv: RaggedKV, key: Tensor | None = None, value: Tensor | None = None) -> None:
     """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
 
     Part of every decode step of every layer, so that it makes few calls.
     """
+    k_pool, v_pool, starts, lens, quantized, basis = kv
     check_tensor("k_pool", k_pool, 2)
     check_tensor("v_pool", v_pool, 2)
     check_tensor("starts", starts, 2)
@@ -142,8 +166,7 @@ def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None
 def check_entering(basis: Basis, **tensors: Tensor) -> None:
     """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `check_spans`."""
     if basis.mean.device.type == "cpu":
-        for name, x in (*tensors.items(), *basis._asdict().items()):
-            check_storage(name, x)
+        check_storages(**tensors, **basis._asdict())
 
 
 def _check_fields(
@@ -170,22 +193,23 @@ def _check_fields(
         raise ValueError(f"The {what} do not fit starts and the pools: expected {right}, but got {wrong}.")
 
 
-def check_none_quantized(backend: str, quantized: Sequence[QuantizedKV]) -> None:
+def check_none_quantized(backend: str, kv: RaggedKV) -> None:
     """Raise BackendError where there are codes, for a backend that reads none."""
-    if quantized:
+    if kv.quantized:
         raise BackendError(backend, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
 
 
-def check_spans(k_pool: Tensor, starts: Tensor, lens: Tensor, added: int | None = None) -> None:
+def check_spans(kv: RaggedKV, added: int | None = None) -> None:
     """Raise ValueError where a span, or the slots of the `added` new entries after it, lie outside of the pools.
 
     On a CPU alone: elsewhere reading the answer would wait for the device.
     """
-    if starts.device.type != "cpu":
+    if kv.starts.device.type != "cpu":
         return
-    for start, length in zip(starts.flatten().tolist(), lens.flatten().tolist(), strict=True):
+    for start, length in zip(kv.starts.flatten().tolist(), kv.lens.flatten().tolist(), strict=True):
         first, count = (start, length) if added is None else (start + length, added)
-        if first < 0 or length < 0 or first + count > len(k_pool):
+        if first < 0 or length < 0 or first + count > len(kv.k_pool):
             raise ValueError(
-                f"The {count} entries from {first} on, of a span of {length}, reach beyond the pools of {len(k_pool)}."
+                f"The {count} entries from {first} on, of a span of {length}, reach beyond the pools of "
+                f"{len(kv.k_pool)}."
             )

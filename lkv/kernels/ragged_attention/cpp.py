@@ -8,15 +8,13 @@ import functools
 import logging
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lkv.kernels.ragged_attention.arguments import QuantizedKV
-from lkv.kernels.ragged_attention.basis import Basis
+from lkv.kernels.ragged_attention.arguments import RaggedKV
 from lkv.utils.cpp_compiler import build_library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,42 +58,20 @@ def _load() -> str | None:
 
 
 def attend(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    causal: bool = True,
-    with_lse: bool = False,
-    quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
-    return torch.ops.lkv.ragged_attention(
-        q, k_pool, v_pool, starts, lens, scale, causal, with_lse, None, None, *_lists(quantized), list(basis or ())
-    )
+    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, causal, with_lse, None, None, *_lists(kv))
 
 
 def append_and_attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    buffers: dict[Any, Any] | None = None,
-    quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None
 ) -> Tensor:
     """As `api.append_and_attend`; there are no `buffers` to keep."""
-    return torch.ops.lkv.ragged_attention(
-        q, k_pool, v_pool, starts, lens, scale, True, False, key, value, *_lists(quantized), list(basis or ())
-    )[0]
+    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, True, False, key, value, *_lists(kv))[0]
 
 
-def _lists(quantized: Sequence[QuantizedKV]) -> tuple[list[Tensor], list[int]]:
-    """Tensors and bits of all parts, as the operator takes them."""
-    return [x for part in quantized for x in part[:5]], [bits for part in quantized for bits in part[5:]]
+def _lists(kv: RaggedKV) -> tuple[list[Tensor], list[int], list[Tensor]]:
+    """Tensors and bits of all codes, and the tensors of the basis, as the operator takes them."""
+    codes = [x for part in kv.quantized for x in part[:5]]
+    return codes, [bits for part in kv.quantized for bits in part[5:]], list(kv.basis or ())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from lkv.kernels.causal_attention import causal_attention
+from lkv.kernels.ragged_attention.arguments import RaggedKV
 
 # Entries that are widened to float32 at once: what a step allocates must not grow with the context.
 _ENTRIES_IN_FLOAT32 = 4096
@@ -21,18 +22,12 @@ _MIN_SHARED = 2048
 
 
 def attend(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    causal: bool = True,
-    with_lse: bool = False,
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
     if not causal or with_lse:
-        return _attend_with_lse(q, k_pool, v_pool, starts, lens, scale, causal)
+        return _attend_with_lse(q, kv, scale, causal)
+    k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, dim = q.shape
     # The query heads of a group become rows, so that a span is read once for all of them.
     rows = q.reshape(starts.numel(), -1, dim)
@@ -60,8 +55,9 @@ def attend(
     return torch.cat(parts).to(q.dtype).view(batch, heads, tokens, -1), None
 
 
-def append(key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor) -> None:
+def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
     """As `api.append`."""
+    k_pool, v_pool, starts, lens, *_ = kv
     new = key.shape[2]
     ends = (starts + lens).long()
     places = (ends if new == 1 else ends[..., None] + torch.arange(new, device=key.device)).flatten()
@@ -81,9 +77,8 @@ def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale:
     return out.reshape(batch, heads, rows, -1).to(q.dtype), lse.reshape(batch, heads, rows)
 
 
-def _attend_with_lse(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attend_with_lse(q: Tensor, kv: RaggedKV, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, dim = q.shape
     rows = _at_least_float32(q).reshape(starts.numel(), -1, dim) * scale
     # Row m of a span is new token m % Tq.

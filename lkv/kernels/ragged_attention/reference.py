@@ -3,18 +3,12 @@
 import torch
 from torch import Tensor
 
+from lkv.kernels.ragged_attention.arguments import RaggedKV
 
-def attend(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    causal: bool = True,
-    with_lse: bool = False,
-) -> tuple[Tensor, Tensor]:
+
+def attend(q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False) -> tuple[Tensor, Tensor]:
     """Shapes as in `api.ragged_attention`; the log-sum-exp is always computed."""
+    k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, _ = q.shape
     group = heads // starts.shape[1]
     out = q.new_empty((batch, heads, tokens, v_pool.shape[-1]))

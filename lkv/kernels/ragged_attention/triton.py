@@ -8,7 +8,6 @@ step it also attends to the new token and appends it to the pools, so that a ste
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, QuantizedKV, check_entering
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, RaggedKV, check_entering
 from lkv.kernels.ragged_attention.basis import Basis
 from lkv.kernels.triton_devices import gpu_refusal, is_interpreted, shared_memory
 from lkv.utils import devices
@@ -109,39 +108,22 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def attend(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    causal: bool = True,
-    with_lse: bool = False,
-    quantized: Sequence[QuantizedKV] = (),
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
     with devices.device_guard(q.device):
-        return _attend(q, q, q, k_pool, v_pool, starts, lens, scale, _NONE, None, quantized, causal, lse), lse
+        return _attend(q, q, q, kv, scale, _NONE, None, causal, lse), lse
 
 
 def append_and_attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    buffers: dict[Any, Any] | None = None,
-    quantized: Sequence[QuantizedKV] = (),
-    basis: Basis | None = None,
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None
 ) -> Tensor:
     """As `api.append_and_attend`; nothing waits for the device.
 
     One launch for one new token, two for more. Two more enter and leave a basis.
     """
+    k_pool, v_pool, starts, lens, _, basis = kv
     with devices.device_guard(q.device):
         if basis is not None:
             q, key, value = _enter(basis, q, key, value, starts)
@@ -162,7 +144,7 @@ def append_and_attend(
                 *value.stride()[:3],
                 **_launch_for(q, starts, value.shape[-1], 1).append_options,
             )
-        out = _attend(q, key, value, k_pool, v_pool, starts, lens, scale, new, buffers, quantized)
+        out = _attend(q, key, value, kv, scale, new, buffers)
         return out if basis is None else _leave(basis, out, starts)
 
 
@@ -204,20 +186,10 @@ def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    starts: Tensor,
-    lens: Tensor,
-    scale: float,
-    new: int,
-    buffers: dict[Any, Any] | None,
-    quantized: Sequence[QuantizedKV],
-    causal: bool = True,
-    lse: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, new: int, buffers: dict[Any, Any] | None,
+    causal: bool = True, lse: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    k_pool, v_pool, starts, lens, quantized, _ = kv
     batch, heads, rows, _ = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
-from lkv.kernels.checks import check_storage, check_tensor, import_problem
+from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import cpu
 from lkv.utils import devices
 
@@ -48,9 +48,8 @@ def soft_mask_attention(
     """
     for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
         check_tensor(name, x, ndim)
-        check_storage(name, x)
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}.")
+    check_storages(q=q, k=k, v=v, log_mask=log_mask)
+    check_devices(q=q, k=k, v=v, log_mask=log_mask)
     batch, kv_heads, length, head_dim = k.shape
     if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -133,9 +132,8 @@ def _check_continuations(
     arguments = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
     for name, x in arguments.items():
         check_tensor(name, x, {"log_mask": 3, "owners": 1}.get(name, 4))
-        check_storage(name, x)
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}.")
+    check_storages(**arguments)
+    check_devices(**arguments)
     (rows, kv_heads, tokens, dim), (prompts, _, length, _) = key.shape, prompt_key.shape
     if not (
         q.shape[0] == rows
