@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from experiments import (
-    data_build,
     decode,
     fit,
     heldout,
     instructions,
-    length,
     memory,
-    overlap,
-    quantised_decode,
 )
 from experiments.common import RESULTS, per_length
 from lkv.errors import DataError, LkvError
@@ -28,14 +24,10 @@ from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.shipped import describe_overlap, shipped_policies
-from lkv.training.data.decontamination import NgramOverlap
-from lkv.training.data.documents import Passage
-from lkv.training.data.public_datasets import match_dataset
 from lkv.utils.cpp_compiler import find_compiler
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import Words
-from tests.experiments.made_sets import Tokens, prose
 
 
 def test_lengths_have_one_number_or_one_each():
@@ -56,20 +48,6 @@ class Held:
         return [rng.randint(3, 200) for _ in range(tokens)], [([rng.randint(3, 200) for _ in range(8)], 4)]
 
 
-@pytest.fixture
-def carrying():
-    """A tiny model and a policy whose scorer reads un-rotated k, as the shipped one does."""
-    model = tiny_llama(dtype=torch.float32)
-    return model, Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)).requires_grad_(
-        False
-    )
-
-
-def test_decoding_is_measured_with_a_scorer_that_reads_unrotated_k(carrying):
-    rows = [row for row in decode.rows_at(64, *carrying, 0.25, 2, {}) if row["method"] == "lkv"]
-    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 2, abs=0.02)
-
-
 @pytest.mark.skipif(find_compiler() is None, reason="without a C++ compiler there is one backend")
 def test_decoding_is_measured_by_each_backend():
     model = tiny_llama(dtype=torch.float32, head_dim=16)
@@ -84,33 +62,6 @@ def test_decoding_is_measured_by_each_backend():
     full = policy.spec.layers * policy.spec.kv_heads * 64 * 16 * 2 * 4
     assert measured[-1]["nbytes"] == pytest.approx(0.25 * full / 2, rel=0.05)
     assert {row["nbytes"] >= 0.25 * full for row in measured if row["method"] in ("lkv", "lkv, loop")} == {True}
-
-
-def test_quantised_decoding_is_measured_with_such_a_scorer(carrying):
-    rows = quantised_decode.rows_at(64, *carrying, 0.25, 2, {})
-    assert [row["realised"] for row in rows] == pytest.approx([0.25] * 4, abs=0.02)
-    assert rows[0]["nbytes"] > rows[1]["nbytes"] > rows[2]["nbytes"] > rows[3]["nbytes"]
-
-
-def test_another_model_is_measured_under_the_name_of_its_hub(tmp_path, monkeypatch, capsys):
-    saved = save_model(tmp_path / "converted-1a2b", num_hidden_layers=2)
-    spec = patch_attention(load_model(str(saved))[0]).spec
-    torch.manual_seed(0)
-    Policy(spec, {"hub": ["owner/Tiny-Model"]}).save_pretrained(tmp_path / "policy")
-    monkeypatch.setattr(length, "HeldOut", Held)
-    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
-    arguments += shlex.split("--tokens 40 60 --contexts 2 1 --methods lkv knorm --retention 0.5 0.15")
-    monkeypatch.setattr(sys, "argv", ["length", *arguments, "--out", str(tmp_path / "length-tiny-model.json")])
-    length.main()
-    document = json.loads((tmp_path / "length-tiny-model.json").read_text())
-    assert document["policy"] == Policy.from_pretrained(tmp_path / "policy").digest()
-    rows = [row for row in document["rows"] if row["task"] == "all"]
-    assert {row["model"] for row in rows} == {"owner/Tiny-Model"}
-    assert {row["method"] for row in rows} == {"full", "lkv", "knorm"}
-    assert {(row["tokens"], row["contexts"]) for row in rows} == {(40, 10), (60, 5)}
-    assert all(row["value"] > 0 for row in rows if row["method"] == "lkv")
-    assert "--model owner/Tiny-Model" in document["command"] and str(tmp_path / "conv") not in document["command"]
-    assert (tmp_path / "small" / "length-tiny-model.png").is_file()
 
 
 def test_an_instruction_is_followed_or_not():
@@ -159,18 +110,6 @@ def test_the_best_precision_is_one_that_every_method_has():
     assert memory.best_precisions([row("lkv", 1.0), row("snapkv (4 bits)", 2.0)]) == []
 
 
-def test_long_contexts_are_made_of_several_texts(monkeypatch):
-    words = lambda rng, count: " ".join(f"w{rng.randint(0, 99)}" for _ in range(count))  # noqa: E731
-    monkeypatch.setattr(heldout, "encode", lambda tokenizer, text: text.split())
-    held = heldout.HeldOut.__new__(heldout.HeldOut)
-    held._build, held._tokenizer = {"code": lambda rng, tokens: (words(rng, 700), [])}, None
-    rng = random.Random(0)
-    own = words(rng, 900)
-    long = held._prepend_other_texts(own, "code", rng, 3000)
-    assert long.endswith(own) and 2800 <= len(long.split()) <= 3000
-    assert held._prepend_other_texts(own, "code", rng, 910) == own
-
-
 def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     """Whole texts without a question, of which nothing is left to go on with, are passed over."""
     texts = [
@@ -189,39 +128,6 @@ def test_a_longbench_text_always_has_something_to_ask(monkeypatch):
     del texts[1]
     with pytest.raises(DataError, match="none has a question or is longer than 5,000 tokens"):
         heldout.builders(Path())["LongBench text"](random.Random(0), 5000)
-
-
-def test_stand_ins_are_built_of_and_measured(tmp_path, folder, monkeypatch):
-    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    places = {name: next(str(path) for path in files if match_dataset(path) == name) for name in data_build.STAND_INS}
-    monkeypatch.setattr(data_build, "load_tokenizer", lambda name: Tokens())
-    monkeypatch.setattr(data_build, "STAND_INS", places)
-    monkeypatch.setattr(data_build, "BOUNDS", (200, 900))
-    out = tmp_path / "data_build.json"
-    arguments = ["--data", str(folder), "--samples", "40", "--busy", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["data_build", *arguments])
-    data_build.main()
-    monkeypatch.setattr(sys, "argv", ["data_build", *arguments[:2], "--samples", "20", *arguments[4:]])
-    data_build.main()
-    document = json.loads(out.read_text())
-    assert [row["asked"] for row in document["rows"]] == sorted(row["asked"] for row in document["rows"])
-    found = {row["measure"]: row["value"] for row in document["rows"] if row["asked"] == 40}
-    assert (found["samples"], found["out of bounds"], found["files that differ"]) == (40, 0, 0)
-    assert found["counted otherwise"] == 0
-    assert found["largest distance from a ratio"] == 0 and found["samples of hotpotqa"] == 12
-    assert found["samples a second"] == pytest.approx(40 / found["processor seconds"], rel=1e-2)
-    assert document["command"].startswith("python -m experiments.data_build --data TRAIN_FOLDER --samples 20 40")
-    assert "busy" in next(row["unit"] for row in document["rows"] if row["measure"] == "seconds")
-
-
-def test_overlap_is_told_by_file(tmp_path):
-    texts = [prose(random.Random(number), 40) for number in range(4)]
-    for name, own in (("one.txt", texts[:1]), ("two.txt", texts[:2])):
-        (tmp_path / name).write_text("\n".join(own))
-    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    each = {path.name: NgramOverlap([path]) for path in paths}
-    row = overlap.compared("squad", [Passage("", own) for own in texts], NgramOverlap(paths), each)
-    assert (row["n"], row["shared"], row["value"]) == (4, 2, 2) and row["files"] == {"one.txt": 1, "two.txt": 2}
 
 
 def test_cards_say_what_was_measured(capsys):

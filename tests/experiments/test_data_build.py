@@ -135,27 +135,6 @@ def test_a_stopped_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
         build_counted(tmp_path / "stopped1")
 
 
-def test_what_is_missing_or_damaged_is_built_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "_SHARD_SAMPLES", 8)
-    whole = Counted()
-    build_counted(tmp_path, whole)
-    written = files(tmp_path)
-    for content in (None, b"", written["train-a-0001.jsonl"].replace(b"word", b"sword")):
-        (tmp_path / "train-a-0001.jsonl").unlink()
-        if content is not None:
-            (tmp_path / "train-a-0001.jsonl").write_bytes(content)
-        with pytest.raises(OSError, match="out of order"):
-            build_counted(tmp_path, Counted(20))
-        recipe = Counted()
-        build_counted(tmp_path, recipe)
-        assert files(tmp_path) == written and 0 < recipe.asked < whole.asked / 2  # of one source, from where it stopped
-    with pytest.raises(OSError, match="out of order"):
-        build_counted(tmp_path / "stopped", Counted(20))
-    (tmp_path / "stopped" / "train-a-0000.jsonl").unlink()
-    build_counted(tmp_path / "stopped")
-    assert files(tmp_path / "stopped") == written
-
-
 def test_built_samples_are_read_in_an_order_of_their_own(tmp_path, folder):
     build(tmp_path, folder)
     built = BuiltDataset(tmp_path, seed=3)

@@ -1,13 +1,12 @@
 """Rows of datasets on the hub: drawn, streamed, fetched after a broken line, and the same as the official files'."""
 
 import json
-from collections import Counter
 
 import pytest
 
 from experiments.data import build as building
 from experiments.data.build import build_dataset
-from experiments.data.hub import HUB_SOURCES, _draw_lines, download_rows
+from experiments.data.hub import HUB_SOURCES, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, ShortQuestion, read_dataset
@@ -30,10 +29,6 @@ def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
         assert not local[0].questions[0][1].startswith("\u2013")
     if name == "hotpotqa":
         assert isinstance(local[0], MultiHopQuestion) and local[0].needed == {1, 2}
-
-
-def _numbered(number):
-    return {"number": number}
 
 
 class Stream(list):
@@ -101,16 +96,6 @@ def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
 
 
-def test_a_smaller_draw_is_not_the_beginning_of_a_larger_one(tmp_path):
-    """So that a build does not depend on what was downloaded before it."""
-    paths = []
-    for name, draws in (("one", (20,)), ("two", (60, 20))):
-        for count in draws:
-            path, _ = download_rows("squad", tmp_path / name, count, load=lambda *a, **o: Stream(rows_of("squad", 70)))
-        paths.append(path)
-    assert paths[0].read_bytes() == paths[1].read_bytes()
-
-
 def test_datasets_streams_what_is_read(tmp_path, folder):
     """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
     import datasets
@@ -135,16 +120,6 @@ def test_datasets_streams_what_is_read(tmp_path, folder):
     texts = [row["content"] for _, row in read_records(path)]
     expected = [f"print({number * 40 // 16}, {line})" for number in range(16) for line in range(2)]
     assert texts == expected * 4
-
-
-def test_a_draw_takes_every_row_as_often_as_the_others():
-    rows = [{"number": number} for number in range(50)]
-    taken = Counter(json.loads(line)["number"] for line in _draw_lines("squad", rows, 50))
-    assert taken == Counter(range(50))
-    parts = Counter(
-        json.loads(line)["number"] // 1000 for line in _draw_lines("squad", map(_numbered, range(8000)), 800)
-    )
-    assert parts.total() == 800 and all(70 <= parts[part] <= 130 for part in range(8))  # 100 +- 3 deviations
 
 
 def test_a_build_from_the_hub_alone(tmp_path):

@@ -49,18 +49,6 @@ def test_all_is_checked_and_then_timed_within_a_quarter_of_an_hour(tmp_path, cap
     assert status == 1 and len(commands) == 1
 
 
-def test_training_attention_is_measured_into_the_file_that_is_given(tmp_path, monkeypatch):
-    """The command that `gpu_check` runs, on a CPU and a short text."""
-    (words,) = [words for words, _ in gpu_check.timings("llama-3.2-1b", tmp_path) if "soft_mask" in words[0]]
-    small = ["--device", "cpu", "--tokens", "64", "--repeats", "1"]
-    monkeypatch.chdir(gpu_check.ROOT)
-    monkeypatch.setattr(sys, "argv", [*words, *small])
-    runpy.run_module(words[0], run_name="__main__")
-    (file,) = tmp_path.iterdir()
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    assert file.name == "soft_mask_attention.json" and {row["tokens"] for row in rows} == {64}
-
-
 @pytest.mark.parametrize(("sanitizer", "statuses"), [("/cuda/compute-sanitizer", [0, 9]), (None, [1])])
 def test_what_is_wrong_is_not_timed(tmp_path, capsys, sanitizer, statuses):
     status, commands = checked(tmp_path, statuses, sanitizer)

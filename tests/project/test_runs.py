@@ -1,6 +1,5 @@
 """The scripts that make the paper's tables and figures."""
 
-import argparse
 import json
 import os
 import re
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.report.names import RULES, SELECTORS, budget_and_selector
+from experiments.report.names import RULES, SELECTORS
 from experiments.runs import budget_policies, rehearse, small
 from lkv.cli.eval import Eval
 from lkv.hf.prompt_kv import read_prompt
@@ -20,63 +19,8 @@ from lkv.methods.registry import METHODS
 from lkv.methods.selectors import SnapKV
 from tests.commands import PROGRAMS, parse_arguments
 from tests.commands import main as lkv
-from tests.results import GRID, many, write
 
 RUNS = Path(small.__file__).parent
-
-
-def options_of(tmp_path, *arguments):
-    parsed = argparse.Namespace(
-        ruler=Path("sources"), longbench=None, samples=1, swept_samples=1, longbench_samples=1, out=tmp_path,
-        methods=list(METHODS), swept=list(small.SWEPT), dtype="float32",
-    )  # fmt: skip
-    return argparse.Namespace(**(vars(parsed) | dict(arguments)))
-
-
-def given(command, name):
-    """The values of the option `name` in a command."""
-    rest = command[command.index(name) + 1 :]
-    return rest[: next((i for i, item in enumerate(rest) if item.startswith("--")), len(rest))]
-
-
-@pytest.mark.slow
-def test_small_measures_and_reports_everything(tmp_path):
-    ran = []
-
-    def command(arguments):
-        ran.append(arguments)
-        if arguments[0] == "report":
-            return lkv(arguments)
-        suite = arguments[1]
-        lengths = [int(length) for length in given(arguments, "--lengths")] if suite == "ruler" else [None]
-        retentions = [float(r) for r in given(arguments, "--retention")]
-        methods = [
-            name for name in given(arguments, "--methods") if name in (*GRID, "kvzip", *small.ON_LONGBENCH)
-        ]  # some
-        lines = many(suite=suite, lengths=lengths, retentions=retentions, methods=methods, count=1)
-        write(Path(given(arguments, "--out")[0]), lines, suite=suite)
-        return 0
-
-    assert small.run(small.steps(options_of(tmp_path, ("longbench", Path("here"))), tmp_path / "text"), command) == 0
-    measured = [item for item in ran if item[0] == "eval"]
-    assert set(given(measured[0], "--methods")) == set(METHODS)  # every method of the registry, and so the whole grid
-    assert {budget_and_selector(name) for name in METHODS} >= {
-        (rule, selector) for rule in RULES for selector in SELECTORS
-    }
-    assert given(measured[0], "--lengths") == ["2048", "4096"]
-    assert {"0.5", "0.3", "0.2", "0.1", "0.05"} <= set(given(measured[1], "--retention"))
-    names = {path.name for path in tmp_path.iterdir()}
-    for name in ("ruler_ruler", "ruler_main", "ruler_tasks", "ruler_ablation", "ruler_fidelity", "swept_sweep",
-                 "longbench_main", "longbench_tasks", "longbench_fidelity"):  # fmt: skip
-        assert {f"{name}.{ending}" for ending in ("md", "csv", "tex", "png")} <= names
-    assert "KVzip (two passes)" in (tmp_path / "ruler_ruler.md").read_text()
-    assert "(published, Llama-3.1-8B-Instruct)" in (tmp_path / "longbench_main.md").read_text()
-
-
-def test_small_stops_at_the_first_failure(tmp_path):
-    ran = []
-    assert small.run(iter([["a"], ["b"], ["c"]]), lambda item: ran.append(item) or int(item == ["b"])) == 1
-    assert ran == [["a"], ["b"]]
 
 
 def test_shares_are_what_each_head_keeps(model, policy):
@@ -150,17 +94,6 @@ def test_a_table_that_fails_keeps_no_other_from_being_made(tmp_path, failing, st
     assert ran.returncode == status and names[:2] == ["preflight", "data"]
     assert sum(name.startswith(("table", "figure")) for name in names) == made
     assert ("failed: table2_ablation;" in ran.stderr) == (failing == "table2")
-
-
-def test_a_half_of_figure_4_that_fails_leaves_the_other(tmp_path):
-    """A stand-in for python that cannot measure the long prompts."""
-    log, stand_in = tmp_path / "log", tmp_path / "python"
-    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\ncase "$*" in *" eval "*32768*) exit 3;; esac\n')
-    stand_in.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
-    assert subprocess.run([RUNS / "figure4_ruler.sh", "llama"], env=environment).returncode == 1
-    said = log.read_text()
-    assert "figure4b.csv" in said and "figure4a" not in said
 
 
 @pytest.mark.parametrize("name", rehearse.ARCHITECTURES)

@@ -141,33 +141,6 @@ def command(tmp_path, *more):
     return [*start, "--repeats", "1", "--new-tokens", "2", *more]
 
 
-def test_an_interrupted_run_goes_on_from_the_rows_it_has(tmp_path, monkeypatch, capsys):
-    arguments = command(tmp_path, "--tokens", "128", "192", "256")
-    taken, measure = [], Profiler.measure
-
-    def counted(self, tokens, methods):
-        if tokens == 192 and not stopped:
-            stopped.append(tokens)
-            raise KeyboardInterrupt
-        taken.append(tokens)
-        return measure(self, tokens, methods)
-
-    stopped: list[int] = []
-    monkeypatch.setattr(Profiler, "measure", counted)
-    assert main(arguments) == 130
-    assert taken == [128] and not (tmp_path / "p.json").exists()
-    assert main([*arguments, "--batch", "2"]) == 2
-    assert "other settings" in capsys.readouterr().err
-    assert main(arguments) == 0
-    assert taken == [128, 192, 256] and not (tmp_path / "p.jsonl").exists()
-    document = json.loads((tmp_path / "p.json").read_text())
-    assert document["name"] == "profile" and document["command"].startswith("python -m experiments.profile ")
-    assert [(row["tokens"], row["method"]) for row in document["rows"]] == [
-        (tokens, method) for tokens in (128, 192, 256) for method in ("full", "lkv", "snapkv")
-    ]
-    assert {row["model"] for row in document["rows"]} == {"tiny"} and all(row["kv_bytes"] for row in document["rows"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -206,22 +179,6 @@ def test_shapes_have_the_parameters_that_their_models_have(name, published):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(weight.numel() for weight in model.parameters()) == Shape.of(config).parameters == published
     assert len(CONFIGS) == 6
-
-
-def test_random_models_and_policies_follow_their_seed_and_leave_others_alone(tmp_path):
-    config = read_config(str(config_file(tmp_path)))
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    models = [random_model(config, torch.bfloat16, CPU, seed) for seed in (0, 0, 1)]
-    policies = [random_policy(patch_attention(models[0]).spec, seed) for seed in (0, 0, 1)]
-    assert torch.equal(torch.rand(1), expected)
-    weights = [model.lm_head.weight for model in models]
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-    assert weights[0].dtype == torch.bfloat16 and not models[0].training
-    assert policies[0].digest() == policies[1].digest() != policies[2].digest()
-    ratios = policies[0].inference_ratios(0.15)
-    assert float(ratios.mean()) == pytest.approx(0.15, abs=1e-5) and float(ratios.max() / ratios.min()) > 2
 
 
 # Predictions from the shape
