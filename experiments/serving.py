@@ -25,7 +25,8 @@ from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
 from lkv.serving.answer import Answer
 from lkv.serving.batcher import AnswerWorker
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
+from lkv.serving.inputs import CompressionSettings, context_id
+from lkv.serving.store import ContextStore, StoredContext
 from lkv.utils.prompts import encode_context, encode_question
 
 _BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()

@@ -115,7 +115,8 @@ STORED = [" ".join(f"{letter}{number}" for number in range(60)) for letter in "a
 
 def put_context(store: Any, model: Any, text: str) -> str:
     """Compress a text into a store; its id."""
-    from lkv.serving.store import CompressionSettings, StoredContext, context_id
+    from lkv.serving.inputs import CompressionSettings, context_id
+    from lkv.serving.store import StoredContext
 
     settings = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
     context = compress(model, Words(), text, method="knorm", retention=0.4)
@@ -139,7 +140,7 @@ def store_contexts(folder: Path) -> None:
 
 def stored_answers() -> dict[str, str]:
     """What `store_contexts` stores, by id, with the answer to a question."""
-    from lkv.serving.store import CompressionSettings, context_id
+    from lkv.serving.inputs import CompressionSettings, context_id
 
     model, settings = tiny_llama(), CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
     answers = (compress(model, Words(), text, method="knorm", retention=0.4).ask("what ?", 3) for text in STORED)

@@ -11,21 +11,19 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving.answer import Answer
 from lkv.serving.middleware import RequestGuard
-from lkv.serving.page import page_response
-from lkv.serving.schemas import ChatRequest, error_object, error_response, parse_chat, parse_context
+from lkv.serving.routes import add_context_routes, add_error_handlers, read_body
+from lkv.serving.schemas import ChatRequest, error_object, parse_chat
 from lkv.serving.service import Service
-from lkv.serving.store import StoredContext, unknown_context
 
+_ROUTES = "the server has /v1/chat/completions, /v1/models, /v1/contexts, /metrics, /healthz and a page at /"
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
 _THREADS = 32
 
@@ -45,31 +43,8 @@ def make_app(service: Service, key: str | None = None, local: bool = True, grace
         await asyncio.to_thread(service.stop, grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, key=key, local=local, limit=service.body_limit)
-    _add_errors(app)
-    _add_contexts(app, service)
-    _add_chat(app, service)
-    _add_others(app, service)
-    return app
-
-
-def _add_errors(app: FastAPI) -> None:
-    """All errors in the form that OpenAI's clients read, one sentence each."""
-
-    @app.exception_handler(LkvError)
-    async def lkv_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, LkvError)
-        return error_response(error)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail}; the API is described at /."
-        return JSONResponse(error_object(message, "invalid_request_error"), error.status_code)
-
-    @app.exception_handler(ClientDisconnect)
-    async def client_gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # which nobody reads
+    app.add_middleware(RequestGuard, key=key, is_local=local)
+    add_error_handlers(app, _ROUTES)
 
     @app.exception_handler(Exception)
     async def failure(_: Request, error: Exception) -> JSONResponse:
@@ -77,44 +52,17 @@ def _add_errors(app: FastAPI) -> None:
             error_object("the server failed to answer this request; send it again.", "server_error"), 500
         )
 
-
-def _add_contexts(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/contexts", status_code=202)
-    async def create(request: Request, response: Response) -> dict[str, Any]:
-        kind = request.headers.get("content-type", "")
-        body = await asyncio.to_thread(parse_context, await _read_body(request), kind, request.url.query)
-        context = await asyncio.to_thread(
-            service.add, body.text, body.name, body.system, body.retention, body.memory, body.protect
-        )
-        response.status_code = 200 if isinstance(context, StoredContext) else 202
-        return context.as_object()
-
-    @app.get("/v1/contexts")
-    async def list_contexts() -> dict[str, Any]:
-        contexts = await asyncio.to_thread(service.queue.list_contexts, service.store)
-        return {"object": "list", "data": [context.as_object() for context in contexts]}
-
-    @app.get("/v1/contexts/{name}")
-    async def describe(name: str) -> dict[str, Any]:
-        context = await asyncio.to_thread(service.queue.find, name, service.store)
-        return context.as_object()
-
-    @app.delete("/v1/contexts/{name}")
-    async def delete(name: str) -> dict[str, Any]:
-        if not await asyncio.to_thread(service.delete, name):
-            raise unknown_context(name)
-        return {"object": "context", "id": name, "deleted": True}
-
-
-async def _read_body(request: Request) -> bytes:
-    """The body, which is not kept with the request."""
-    return b"".join([part async for part in request.stream()])
+    add_context_routes(app, service)
+    _add_chat(app, service)
+    _add_models(app, service)
+    _add_state(app, service)
+    return app
 
 
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        body = await asyncio.to_thread(parse_chat, await _read_body(request))
+        body = await asyncio.to_thread(parse_chat, await read_body(request.receive, service.body_limit))
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
@@ -157,26 +105,23 @@ class _Stream(StreamingResponse):
 
 
 def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> Answer:
-    name = _context_name(service, body)
-    messages = [message.plain() for message in body.messages]
-    return service.ask(messages, name, body.length(), body.sampling(), body.stops(), notify)
-
-
-def _context_name(service: Service, body: ChatRequest) -> str:
-    """The context that a chat names, by its field or in the model's name; "" for none. Raises UnknownContextError."""
-    # The model's own name may contain colons.
-    model, colon, name = (body.model, "", "") if body.model == service.name else body.model.rpartition(":")
-    if not colon:
-        model, name = body.model, ""
-    elif not name:
-        raise PromptError(f"the model {body.model!r} names no context after the colon; give an id, or no colon.")
-    if model not in ("", service.name):
-        raise UnknownContextError(
-            f"there is no model {body.model!r} here, only {service.name!r}; GET /v1/models lists all."
-        )
+    name = _context_name(service, body.model)
     if body.context and name and body.context != name:
         raise PromptError("the fields model and context name different contexts; name one context.")
-    return body.context or name
+    messages = [message.plain() for message in body.messages]
+    return service.ask(messages, body.context or name, body.length(), body.sampling(), body.stops(), notify)
+
+
+def _context_name(service: Service, model: str) -> str:
+    """Return the context in a model's name, "" for none. Raises UnknownContextError for another model."""
+    if model in ("", service.name):  # which may contain colons
+        return ""
+    before, _, name = model.rpartition(":")
+    if before != service.name:
+        raise UnknownContextError(f"there is no model {model!r} here, only {service.name!r}; GET /v1/models lists all.")
+    if not name:
+        raise PromptError(f"the model {model!r} names no context after the colon; give an id, or no colon.")
+    return name
 
 
 class _AnswerResponse:
@@ -262,16 +207,28 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _add_others(app: FastAPI, service: Service) -> None:
-    registry = CollectorRegistry()  # of this service alone: several may run in one process
-    registry.register(service)
+def _add_models(app: FastAPI, service: Service) -> None:
+    def describe(name: str, created: float = 0) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": int(created), "owned_by": "lkv"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         stored = await asyncio.to_thread(service.store.list_contexts)
-        names = [service.name, *(f"{service.name}:{context.id}" for context in stored)]
-        about = {"object": "model", "created": 0, "owned_by": "lkv"}
-        return {"object": "list", "data": [{"id": name, **about} for name in names]}
+        named = [describe(f"{service.name}:{context.id}", context.created) for context in stored]
+        return {"object": "list", "data": [describe(service.name), *named]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        context = _context_name(service, name)
+        if not context:
+            return describe(service.name)
+        found = await asyncio.to_thread(service.queue.find, context, service.store)
+        return describe(name, found.created)
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    registry = CollectorRegistry()  # of this service alone: several may run in one process
+    registry.register(service)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -282,7 +239,3 @@ def _add_others(app: FastAPI, service: Service) -> None:
         if not service.is_healthy:
             return PlainTextResponse("the server's threads have ended; restart it\n", 503)
         return PlainTextResponse("ok\n")
-
-    @app.get("/")
-    async def root() -> HTMLResponse:
-        return page_response()

@@ -1,15 +1,89 @@
-"""Checks of the texts and conversations that clients send, before and while they are tokenised."""
+"""The texts and conversations that clients send: checks, tokens, and the settings that decide on a context's id."""
 
-from typing import Any, NamedTuple
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 from lkv.context.input_checks import check_characters, check_text
-from lkv.context.protection import protected_tokens
-from lkv.errors import PromptError
-from lkv.serving.store import CompressionSettings, context_id
-from lkv.utils.prompts import encode, encode_context, render_messages
+from lkv.context.protection import Span, protected_tokens
+from lkv.errors import PromptError, check_retention
+from lkv.hf.model_spec import ModelSpec
+from lkv.methods.request import CompressionRequest
+from lkv.methods.targets import MemoryTarget
+from lkv.policy.policy import Policy
+from lkv.serving.settings import ContextSettings
+from lkv.utils.prompts import encode, encode_context, render_messages, tokenizer_digest
 
 # Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
 CHARACTERS_PER_TOKEN = 16
+
+
+class CompressionSettings(NamedTuple):
+    """All that decides what a text is compressed to: equal texts with equal settings share one stored context."""
+
+    method: str
+    retention: float
+    policy: str | None  # digest
+    model: str  # digest of its fingerprint
+    tokenizer: str  # digest of its template and its behaviour
+    system: str | None = None
+    memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
+    protect: tuple[Span, ...] | None = None  # what every head keeps
+
+    @classmethod
+    def of_server(cls, settings: ContextSettings, spec: ModelSpec, tokenizer: Any, policy: Policy | None) -> Self:
+        """Return the settings of texts whose request says nothing about them.
+
+        Args:
+            settings: The server's settings.
+            spec: Its model.
+            tokenizer: The model's tokenizer.
+            policy: The policy, for methods that need one.
+        """
+        digest = None if policy is None else policy.digest()
+        retention = check_retention(settings.retention)
+        return cls(settings.method, retention, digest, spec.digest(), tokenizer_digest(tokenizer))
+
+    def for_text(
+        self, retention: float | None, memory: str | float | None, system: str | None, protect: Sequence[Span] = ()
+    ) -> Self:
+        """Return the settings of one text.
+
+        Args:
+            retention: The share of its KV entries to keep; by default as these settings.
+            memory: Instead of `retention`, a share of the full cache's bytes, or bytes, as in `lkv.compress`.
+            system: A system prompt before the text.
+            protect: What every head keeps.
+
+        Raises:
+            PromptError: If both a memory and a retention are given.
+            RetentionError: For one that cannot be.
+        """
+        if memory is not None and retention is not None:
+            raise PromptError("memory and retention both say how much to keep; give one of them.")
+        share = self.retention if retention is None else check_retention(retention)
+        budget = None
+        if memory is not None:  # one text for equal budgets, however they are written
+            target = MemoryTarget.parse(memory)
+            budget = f"{target.nbytes}B" if target.share is None else str(target.share)
+        return self._replace(retention=share, system=system, memory=budget, protect=tuple(protect) or None)
+
+    def request(self, policy: Policy | None, protected: Sequence[int] = ()) -> CompressionRequest:
+        """Return the request that compresses a text with these settings; `protected` are positions of its tokens."""
+        return CompressionRequest(
+            method=self.method,
+            retention=self.retention if self.memory is None else None,
+            memory=self.memory,
+            policy=policy,
+            protected=tuple(protected),
+        )
+
+
+def context_id(text: str, settings: CompressionSettings) -> str:
+    """Return the id of a context: half of the text's SHA-256, a quarter of the settings'."""
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 
 
 class EncodedText(NamedTuple):
@@ -17,13 +91,13 @@ class EncodedText(NamedTuple):
 
     Attributes:
         id: The id of its context.
-        settings: What it is compressed with.
+        text: The text.
         ids: Its tokens, those of its system prompt first.
         protected: Positions of tokens that every head keeps.
     """
 
     id: str
-    settings: CompressionSettings
+    text: str
     ids: list[int]
     protected: list[int]
 
@@ -51,27 +125,31 @@ def encode_text(tokenizer: Any, max_positions: int, text: str, settings: Compres
             "included; shorten it."
         )
     protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system)
-    return EncodedText(context_id(text, settings), settings, ids, protected)
+    return EncodedText(context_id(text, settings), text, ids, protected)
 
 
 def encode_conversation(
-    tokenizer: Any, max_positions: int, messages: list[dict[str, str]], after_context: bool
+    tokenizer: Any, max_positions: int, messages: list[dict[str, Any]], after_context: bool
 ) -> list[int]:
     """Check and tokenise a conversation whose last message is answered.
 
     Args:
         tokenizer: The model's tokenizer.
         max_positions: The longest text of the model, in tokens.
-        messages: The turns, with `role` and `content`.
+        messages: The turns, with `role`, `content` and, of assistants, `tool_calls`.
         after_context: Whether they follow a context.
 
     Raises:
         PromptError: For a conversation that cannot be answered.
     """
-    characters = sum(len(message["content"]) for message in messages)
+    characters = sum(len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in messages)
     check_characters(characters, "the conversation", max_positions, CHARACTERS_PER_TOKEN)
     check_text(messages[-1]["content"], "the question", "ask something")
     for message in messages[:-1]:
         # Empty messages are harmless, but not what no tokenizer can read.
         check_text(message["content"] + ".", "a message", "give text")
-    return encode(tokenizer, render_messages(tokenizer, messages, after_context=after_context))
+    text = render_messages(tokenizer, messages, after_context=after_context)
+    for message in messages:
+        if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
+            raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
+    return encode(tokenizer, text)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lkv.errors import BusyError, ContextFileError, ContextPendingError, LkvError, UnknownContextError
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, unknown_context
+from lkv.serving.inputs import CompressionSettings, EncodedText
+from lkv.serving.store import ContextStore, StoredContext, unknown_context
 
 _FAILED_JOBS = 256  # failed jobs that are still reported
 _LOG = logging.getLogger(__name__)
@@ -19,9 +20,9 @@ class Job:
 
     id: str
     title: str
-    text: str
     settings: CompressionSettings
     created: float
+    text: EncodedText | None = None  # where this process compresses it, until it has
     progress: float = 0.0
     error: str | None = None
     is_started: bool = False
@@ -86,8 +87,8 @@ class JobQueue:
             job.title = title or job.title
             return job
 
-    def find_stored(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> StoredContext | None:
-        """Return the stored context of the text of a new `job`, under the job's title.
+    def find_made(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> "StoredContext | Job | None":
+        """Return the running job or the stored context of the text of a new `job`, under the new job's title.
 
         Args:
             job: The new job. It takes the title of a damaged context.
@@ -95,15 +96,22 @@ class JobQueue:
             check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
 
         Returns:
-            None where there is no context, or a damaged one.
+            None where there is no context, or a damaged one, and the store has space for one.
+
+        Raises:
+            StoreError: If the store is full, or fails.
         """
-        stored = self.describe_stored(job.id, store)
+        if (running := self.find_running(job.id, job.title)) is not None:
+            return running
+        stored = self._describe(job.id, store)
+        if stored is not None:
+            try:
+                check(job.id)
+            except (ContextFileError, UnknownContextError):
+                job.title = job.title or stored.name
+                stored = None
         if stored is None:
-            return None
-        try:
-            check(job.id)
-        except (ContextFileError, UnknownContextError):
-            job.title = job.title or stored.name
+            store.check_quota()
             return None
         with self._changed:
             failed = self._jobs.get(job.id)
@@ -198,7 +206,7 @@ class JobQueue:
                 job.is_cancelled = True
             self._changed.notify_all()
 
-    def describe_stored(self, name: str, store: ContextStore) -> StoredContext | None:
+    def _describe(self, name: str, store: ContextStore) -> StoredContext | None:
         """Return the description of a stored context; None for one that is deleted, missing or damaged."""
         return None if name in self.hidden else store.describe(name)
 
@@ -208,7 +216,7 @@ class JobQueue:
             job = self._jobs.get(name)
         if job is not None and job.error is None:
             return job
-        stored = self.describe_stored(name, store)
+        stored = self._describe(name, store)
         if job is None:
             if stored is None:
                 raise unknown_context(name)

@@ -1,12 +1,13 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
 import re
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    Json,
     PlainValidator,
     StrictBool,
     StrictInt,
@@ -30,19 +31,12 @@ from lkv.errors import (
     UnknownContextError,
 )
 from lkv.serving.answer import SamplingParams
+from lkv.serving.inputs import CompressionSettings
 
 # Fields of OpenAI's API that change no answer here.
 _WITHOUT_EFFECT = frozenset(
-    {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "parallel_tool_calls",
-    }
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "parallel_tool_calls".split()
 )
 # Others that would change an answer in ways not offered here, with the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -59,6 +53,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+
+
+class TooLargeError(PromptError):
+    """The request has more bytes than the server takes."""
+
+
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
     UnknownContextError: (404, "not_found_error"),
     BusyError: (429, "rate_limit_error"),
@@ -67,6 +67,7 @@ _STATUS: dict[type[LkvError], tuple[int, str]] = {
     PolicyFileError: (409, "conflict_error"),
     PolicyMismatchError: (409, "conflict_error"),
     StoreError: (507, "server_error"),
+    TooLargeError: (413, "invalid_request_error"),
     PromptError: (400, "invalid_request_error"),
     RetentionError: (400, "invalid_request_error"),
     IntegrationError: (400, "invalid_request_error"),
@@ -97,25 +98,44 @@ _Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest")
 _SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
 
 
+class ToolFunction(BaseModel):
+    """The function of a tool call, and its arguments."""
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=300)]
+    arguments: Json[dict[str, Any]]
+
+
+class ToolCall(BaseModel):
+    """A call of an earlier turn, as chat templates read it."""
+
+    type: Literal["function"] = "function"
+    function: ToolFunction
+
+
 class Message(BaseModel):
-    """One turn of a chat; its content is a text or a list of texts."""
+    """One turn of a chat; its content is a text or a list of texts, or null beside tool calls."""
 
     role: Role
-    content: StrictStr | Parts
-    tool_calls: Any = None
+    content: StrictStr | Parts | None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     function_call: Any = None
 
-    def plain(self) -> dict[str, str]:
-        """Role and text alone. Raises PromptError for content other than text."""
-        if self.tool_calls or self.function_call:
-            raise PromptError("a message holds tool calls, which this server does not offer; leave them out.")
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        texts = [part.get("text") for part in self.content if part.get("type") == "text"]
-        if len(texts) < len(self.content) or not all(isinstance(text, str) for text in texts):
-            raise PromptError("a message holds something other than text, which this model cannot read; send text.")
-        return {"role": role, "content": "".join(map(str, texts))}
+    def plain(self) -> dict[str, Any]:
+        """Return role, text and tool calls, as chat templates read them. Raises PromptError for other content."""
+        if self.function_call:
+            raise PromptError("a message holds function_call, which this server does not offer; leave it out.")
+        if self.content is None and not self.tool_calls:
+            raise PromptError("a message holds no content, which only one with tool_calls may; send text.")
+        parts = self.content or ""
+        if not isinstance(parts, str):
+            texts = [part.get("text") for part in parts if part.get("type") == "text"]
+            if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+                raise PromptError("a message holds something other than text, which this model cannot read; send text.")
+            parts = "".join(map(str, texts))
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        return plain
 
 
 class StreamOptions(BaseModel):
@@ -174,6 +194,10 @@ class ContextRequest(BaseModel):
     retention: Number | None = None
     memory: Memory | None = None
     protect: Annotated[list[Words], Field(max_length=64, fail_fast=True)] = []
+
+    def settings(self, defaults: CompressionSettings) -> CompressionSettings:
+        """Return the settings of this text. Raises PromptError or RetentionError for a budget that cannot be."""
+        return defaults.for_text(self.retention, self.memory, self.system, self.protect)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -245,21 +269,27 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, str]]
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:
-    """The body of a request, JSON or the fields of a form. Raises PromptError with one problem."""
+    """Parse the body of a request, JSON or the fields of a form. Raises PromptError with one problem."""
     try:
         return schema.model_validate_json(data) if isinstance(data, bytes) else schema.model_validate(data)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        # A misspelt field is why another one is missing.
-        problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
-        field = ".".join(map(str, problem["loc"]))[:100] or "the body"
-        if problem["type"] == "extra_forbidden":
+        kinds = [problem["type"] for problem in error.errors(include_url=False, include_input=False)]
+        place, problem = first_problem(error)
+        field = place[:100] or "the body"
+        if "extra_forbidden" in kinds:
             names = ", ".join(schema.model_fields)
             raise PromptError(f"{field}: there is no such field; the fields are {names}, and in a form file.") from None
-        if problem["type"] in _SHAPE_ERRORS:
-            says = "this field is missing" if problem["type"] == "missing" else problem["msg"]
+        if kinds[0] in _SHAPE_ERRORS:
+            says = "this field is missing" if kinds[0] == "missing" else problem
             raise PromptError(f"{field}: {says}; {schema.example}.") from None
-        raise PromptError(f"{field}: {problem['msg']}; check the request.") from None
+        raise PromptError(f"{field}: {problem}; check the request.") from None
+
+
+def first_problem(error: ValidationError) -> tuple[str, str]:
+    """Return the field that pydantic refused, and why; a misspelt one first, which may be why another is missing."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    problem = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
+    return ".".join(map(str, problem["loc"])), problem["msg"]
 
 
 def error_response(error: LkvError) -> JSONResponse:

@@ -1,10 +1,11 @@
 """Serving logic, independent of HTTP: texts are compressed in the background, questions answered side by side."""
 
+import asyncio
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -13,19 +14,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.context.generation import longest_answer
-from lkv.context.protection import protected_tokens
-from lkv.errors import LkvError, StoreError, check_retention
+from lkv.errors import LkvError, StoreError
 from lkv.hf.attention import patch_attention
 from lkv.hf.spec import max_positions
-from lkv.methods.request import CompressionRequest
 from lkv.policy.policy import Policy
 from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
-from lkv.serving.inputs import CHARACTERS_PER_TOKEN, encode_conversation, encode_text
+from lkv.serving.inputs import CHARACTERS_PER_TOKEN, CompressionSettings, encode_conversation, encode_text
 from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ServiceSettings
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
-from lkv.utils.prompts import bos_ids, encode_context, tokenizer_digest
+from lkv.serving.store import ContextStore, StoredContext, unknown_context
+from lkv.utils.prompts import bos_ids
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
@@ -55,12 +55,11 @@ class Service:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self._policy = policy
         spec = patch_attention(model).spec
-        digest = None if policy is None else policy.digest()
-        self._compression = CompressionSettings(
-            settings.method, check_retention(settings.retention), digest, spec.digest(), tokenizer_digest(tokenizer)
-        )
+        self.compression = CompressionSettings.of_server(settings, spec, tokenizer, policy)
         memory_bytes = settings.memory_bytes
-        self.store = ContextStore(settings.store_url, model, tokenizer, digest, memory_bytes)
+        self.store = ContextStore(
+            settings.store_url, model, tokenizer, self.compression.policy, memory_bytes, settings.store_bytes
+        )
         self.answers = AnswerWorker(model, tokenizer, settings.max_requests, settings.max_batch, memory_bytes)
         self.queue = JobQueue(settings.max_texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
@@ -81,19 +80,16 @@ class Service:
         """Whether questions are answered and texts compressed."""
         return self.answers.is_alive and self._worker.is_alive()
 
-    def add(
-        self, text: str, title: str = "", system: str | None = None, retention: float | None = None,
-        memory: str | float | None = None, protect: Sequence[str] = (),
-    ) -> StoredContext | Job:  # fmt: skip
-        """Compress a text in the background, unless it is stored already.
+    async def open_store(self) -> ContextStore:
+        """Return the store."""
+        return self.store
 
-        Args:
-            text: The text.
-            title: A title for lists; a stored text takes it too.
-            system: A system prompt before the text.
-            retention: The share of the KV entries to keep; by default that of the server.
-            memory: Instead of `retention`, a share of the full cache's bytes, or bytes, as in `lkv.compress`.
-            protect: Words that every head keeps.
+    async def create(self, body: ContextRequest) -> StoredContext | Job:
+        """Run `add` in a thread."""
+        return await asyncio.to_thread(self.add, body)
+
+    def add(self, body: ContextRequest) -> StoredContext | Job:
+        """Compress a text in the background, unless it is stored already.
 
         Returns:
             The stored context, or the job that makes it.
@@ -103,21 +99,17 @@ class Service:
             BusyError: If too many texts wait.
             StoreError: If the store is full, or fails.
         """
-        settings = self._compression.for_text(retention, memory, system, protect)
+        settings = body.settings(self.compression)
         with self._tokenizing:
-            encoded = encode_text(self.tokenizer, max_positions(self.model), text, settings)
-        if (running := self.queue.find_running(encoded.id, title)) is not None:
-            return running
-        job = Job(encoded.id, title, text, settings, time.time())
-        if (stored := self.queue.find_stored(job, self.store, self.store.get)) is not None:
-            return stored
-        self.store.check_quota(self.settings.store_bytes)
-        return self.queue.add(job)
+            text = encode_text(self.tokenizer, max_positions(self.model), body.text, settings)
+        job = Job(text.id, body.name, settings, time.time(), text)
+        return self.queue.find_made(job, self.store, self.store.get) or self.queue.add(job)
 
-    def delete(self, name: str) -> bool:
-        """Delete a context, or the job that makes it; running answers continue. False if there is none."""
+    async def delete(self, name: str) -> None:
+        """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
         job = self.queue.delete(name)
-        return self.store.delete(name) or job is not None
+        if not await asyncio.to_thread(self.store.delete, name) and job is None:
+            raise unknown_context(name)
 
     def context(self, name: str) -> Context:
         """Return a stored context.
@@ -154,7 +146,7 @@ class Service:
             job.error = str(error)
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        job.text = ""
+        job.text = None
         if self.queue.finish(job, self.store, stored) and stored is not None:
             self.store.delete(job.id)  # the deletion came too early for it
 
@@ -166,24 +158,15 @@ class Service:
             if job.is_cancelled:
                 raise _CancelledError
 
-        settings = job.settings
-        with self._tokenizing:
-            ids = encode_context(self.tokenizer, job.text, settings.system)
-            protected = protected_tokens(self.tokenizer, job.text, settings.protect or (), settings.system)
+        assert job.text is not None
+        request = job.settings.request(self._policy, job.text.protected)
         # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
         with self.answers.passes:
-            request = CompressionRequest(
-                method=settings.method,
-                retention=settings.retention if settings.memory is None else None,
-                memory=settings.memory,
-                policy=self._policy,
-                protected=tuple(protected),
-            )
-            context = compress_ids(self.model, self.tokenizer, ids, request, job.text, progress)
-        self.store.check_quota(self.settings.store_bytes)  # again: other texts were stored since the request
+            context = compress_ids(self.model, self.tokenizer, job.text.ids, request, job.text.text, progress)
+        self.store.check_quota()  # again: other texts were stored since the request
         if job.is_cancelled:
             raise _CancelledError
-        stored = StoredContext.describe(job.id, job.title, context, settings)
+        stored = StoredContext.describe(job.id, job.title, context, job.settings)
         self.store.put(stored, context)
         return stored
 

@@ -1,18 +1,17 @@
 """The context store: files in a folder or at an fsspec URL, the most recently used contexts in memory."""
 
-import hashlib
-import json
+import math
 import os
 import re
 import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import fsspec
@@ -20,10 +19,9 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ConfigDict
 
 from lkv.context.context import Context
-from lkv.context.protection import Span
-from lkv.errors import ContextFileError, PromptError, StoreError, UnknownContextError, check_retention
+from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.hf.attention import patch_attention
-from lkv.methods.targets import MemoryTarget
+from lkv.serving.inputs import CompressionSettings
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
 
@@ -31,42 +29,8 @@ _CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
 _MAX_DESCRIPTION = 2**16  # bytes
 _HOUR = 3600.0  # seconds in which the use of a context is recorded once
 _DAY = 86400.0  # seconds after which files of a write that never ended are deleted
+_SPACE = "free some space, or give another place for contexts"
 _ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
-
-
-class CompressionSettings(NamedTuple):
-    """All that decides what a text is compressed to: equal texts with equal settings share one stored context."""
-
-    method: str
-    retention: float
-    policy: str | None  # digest
-    model: str  # digest of its fingerprint
-    tokenizer: str  # digest of its template and its behaviour
-    system: str | None = None
-    memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
-    protect: tuple[Span, ...] | None = None  # what every head keeps
-
-    def for_text(
-        self, retention: float | None, memory: str | float | None, system: str | None, protect: Sequence[Span] = ()
-    ) -> "CompressionSettings":
-        """Those of one text, which keeps as much as one of `retention` and `memory` says, by default as much as these.
-
-        Raises PromptError for both of them, and RetentionError for one that cannot be.
-        """
-        if memory is not None and retention is not None:
-            raise PromptError("memory and retention both say how much to keep; give one of them.")
-        share = self.retention if retention is None else check_retention(retention)
-        budget = None
-        if memory is not None:  # one text for equal budgets, however they are written
-            target = MemoryTarget.parse(memory)
-            budget = f"{target.nbytes}B" if target.share is None else str(target.share)
-        return self._replace(retention=share, system=system, memory=budget, protect=tuple(protect) or None)
-
-
-def context_id(text: str, settings: CompressionSettings) -> str:
-    """The id of a context: half of the text's SHA-256, a quarter of the settings'."""
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}-{digest[:16]}"
 
 
 def unknown_context(name: str) -> UnknownContextError:
@@ -137,13 +101,30 @@ class ContextStore:
     what is listed is complete. The time of the description is that of the context's last use, to the hour.
     """
 
-    def __init__(self, url: str, model: Any, tokenizer: Any, policy: str | None, memory_bytes: int):
-        """Open or create a store in a folder, or at a URL of fsspec (s3://..., memory://...).
+    def __init__(
+        self,
+        url: str,
+        model: Any,
+        tokenizer: Any,
+        policy: str | None,
+        memory_bytes: int,
+        max_bytes: float = math.inf,
+    ):
+        """Open or create a store.
 
-        `policy` is the digest of the one in use. Contexts beyond `memory_bytes` leave memory, except the last used one.
-        Raises StoreError for a place that cannot be used.
+        Args:
+            url: A folder, or a URL of fsspec (s3://..., memory://...).
+            model: The model of its contexts.
+            tokenizer: The model's tokenizer.
+            policy: The digest of the policy in use.
+            memory_bytes: Contexts beyond it leave memory, except the last used one.
+            max_bytes: Bytes of files from which on `check_quota` refuses further contexts.
+
+        Raises:
+            StoreError: For a place that cannot be used.
         """
         self._model, self._tokenizer, self._policy, self._limit = model, tokenizer, policy, memory_bytes
+        self.max_bytes = max_bytes
         self._fingerprint = patch_attention(model).spec.digest()
         try:
             # Other servers of the same store add and delete files.
@@ -164,12 +145,15 @@ class ContextStore:
     def put(self, stored: StoredContext, context: Context) -> None:
         """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
         stored = stored.model_copy(update={"model": self._fingerprint})
-        with self._store_errors("written", "free some space, or give another place for contexts"):
+        with self._store_errors("written", _SPACE):
             with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
                 context.save(path)
-            with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
-                write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
+            self._write_description(stored)
         self._keep(stored.id, context)
+
+    def _write_description(self, stored: StoredContext) -> None:
+        with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
+            write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
 
     def get(self, name: str) -> Context:
         """A context, from memory or its file.
@@ -183,7 +167,7 @@ class ContextStore:
             self._record_use(name)
         with self._lock:
             if not is_stored:  # perhaps deleted by another process
-                self._forget(name)
+                self.release(name)
                 self._last_asked.pop(name, None)
                 raise unknown_context(name)
             self.queries += 1
@@ -227,9 +211,8 @@ class ContextStore:
 
     def _rewrite(self, stored: StoredContext) -> None:
         """Replace the description of a stored context. Raises StoreError, or UnknownContextError for a deleted one."""
-        with self._store_errors("written", "free some space, or give another place for contexts"):
-            with self._local_path(stored.id + _DESCRIPTION, is_written=True) as path:
-                write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
+        with self._store_errors("written", _SPACE):
+            self._write_description(stored)
             is_deleted = not self._files.exists(self._path(stored.id + _CONTEXT))
         if is_deleted:  # meanwhile, by another request or process
             self.delete(stored.id)
@@ -258,14 +241,10 @@ class ContextStore:
         names = [name for name, file in self._listing().items() if name.endswith(_DESCRIPTION) and _is_file(file)]
         return [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
 
-    def nbytes(self) -> int:
-        """Bytes of all files of the store."""
-        return self.usage()[1]
-
-    def check_quota(self, max_bytes: int) -> None:
-        """Raise StoreError if the files of the store take `max_bytes` or more."""
-        if self.nbytes() >= max_bytes:
-            raise StoreError(f"the store is full ({max_bytes:,} bytes); delete contexts first.")
+    def check_quota(self) -> None:
+        """Raise StoreError if the store is full."""
+        if self.usage()[1] >= self.max_bytes:
+            raise StoreError(f"the store is full ({self.max_bytes:,} bytes); delete contexts first.")
 
     def usage(self) -> tuple[int, int]:
         """How many contexts are stored, and the bytes of all files of the store."""
@@ -285,7 +264,7 @@ class ContextStore:
     def delete(self, name: str) -> bool:
         """Delete a context; running answers continue. False if there is none."""
         with self._lock:
-            is_stored = self._forget(name)
+            is_stored = self.release(name)
             self._last_asked.pop(name, None)
         if not _ID.fullmatch(name):
             return False
@@ -302,16 +281,11 @@ class ContextStore:
                 return False
         return True
 
-    def release(self, name: str) -> None:
-        """Drop a context from memory; running answers keep it until they end."""
+    def release(self, name: str) -> bool:
+        """Drop a context from memory; running answers alone keep theirs. False if it is not in memory."""
         with self._lock:
-            self._forget(name)
-
-    def _forget(self, name: str) -> bool:
-        """Drop a context from memory, with the lock; later requests do not share that of running answers."""
-        is_loaded = self._loaded.pop(name, None) is not None
-        self._contexts.pop(name, None)
-        return is_loaded
+            self._contexts.pop(name, None)
+            return self._loaded.pop(name, None) is not None
 
     def expire(self, seconds: float | None) -> None:
         """Delete contexts that nobody has asked for `seconds`, and files of writes that were cut off a day ago.

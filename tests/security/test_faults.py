@@ -17,6 +17,7 @@ from lkv.errors import StoreError, UnknownContextError
 from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
 from lkv.serving.app import make_app
+from lkv.serving.schemas import ContextRequest
 from lkv.serving.service import Service
 from lkv.serving.settings import ServiceSettings
 from lkv.serving.store import ContextStore
@@ -268,7 +269,7 @@ def refuse(*_):
 
 def test_one_description_that_cannot_be_read_breaks_no_listing(parts, tmp_path, monkeypatch):
     service = Service(*parts, "tiny", ServiceSettings(store=str(tmp_path), **KNORM))
-    name = service.add(TEXT).id
+    name = service.add(ContextRequest(text=TEXT)).id
     until(lambda: not service.queue.jobs())
     folder, link, pipe, foreign = (f"{letter * 32}-{'0' * 16}.json" for letter in "abcd")
     (tmp_path / folder).mkdir()

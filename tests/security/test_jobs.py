@@ -1,5 +1,6 @@
 """Contexts being made, stored and deleted while names come late, jobs fail and other servers write."""
 
+import asyncio
 import threading
 
 import pytest
@@ -9,7 +10,9 @@ from lkv.hf.spec import inspect_model
 from lkv.serving import answer_queue
 from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
+from lkv.serving.inputs import encode_text
 from lkv.serving.jobs import Job
+from lkv.serving.schemas import ContextRequest
 from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, until
 
@@ -17,7 +20,7 @@ from tests.serving.server import OTHER, TEXT, until
 def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
     service, plain = server.service, server.service.store.list_contexts
     name = server.compressed(TEXT)
-    job = Job(name, "", TEXT, service._compression, 0.0)
+    job = Job(name, "", service.compression, 0.0)
 
     def listed():
         return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
@@ -35,7 +38,8 @@ def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, mon
 
 def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service = make()
-    first, second = (Job("a", "", TEXT, service._compression, 0.0) for _ in range(2))
+    text = encode_text(service.tokenizer, 2048, TEXT, service.compression)
+    first, second = (Job("a", "", service.compression, 0.0, text) for _ in range(2))
     service.queue._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
@@ -50,14 +54,14 @@ def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypat
     def then_add(plain, title):
         def call(*args):
             result = plain(*args)
-            assert isinstance(service.add(TEXT, title), Job)
+            assert isinstance(service.add(ContextRequest(text=TEXT, name=title)), Job)
             return result
 
         return call
 
     monkeypatch.setattr(service.store, "put", then_add(service.store.put, "second"))
     monkeypatch.setattr(service.store, "rename", then_add(service.store.rename, "third"))
-    name = service.add(TEXT, "first").id
+    name = service.add(ContextRequest(text=TEXT, name="first")).id
     until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "third"
     assert [stored.id for stored in service.store.list_contexts()] == [name]
@@ -70,30 +74,30 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatc
 
     def put(*args):
         plain(*args)
-        service.add(TEXT, "second")
+        service.add(ContextRequest(text=TEXT, name="second"))
 
     def fail(stored):
         raise StoreError("no")
 
     monkeypatch.setattr(service.store, "put", put)
     monkeypatch.setattr(service.store, "_rewrite", fail)
-    name = service.add(TEXT, "first").id
+    name = service.add(ContextRequest(text=TEXT, name="first")).id
     until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "first" and service.context(name).tokens
 
 
 def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     service = make()
-    name = service.add(TEXT, "old").id
+    name = service.add(ContextRequest(text=TEXT, name="old")).id
     until(lambda: not service.queue.jobs())
-    service.queue._jobs[name] = Job(name, "", "", service._compression, 0.0, error="no")  # before it was stored
+    service.queue._jobs[name] = Job(name, "", service.compression, 0.0, error="no")  # before it was stored
 
     def fail(stored):
         raise StoreError("no space")
 
     monkeypatch.setattr(service.store, "_rewrite", fail)
     with pytest.raises(StoreError, match="no space"):
-        service.add(TEXT, "new")
+        service.add(ContextRequest(text=TEXT, name="new"))
     assert service.queue.jobs() == [] and service.context(name).tokens
 
 
@@ -105,20 +109,20 @@ def failed_job(service, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(service_module, "compress_ids", fail)
-        job = service.add(TEXT)
+        job = service.add(ContextRequest(text=TEXT))
         until(lambda: job.error)
     return job
 
 
 def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
     service = make()
-    name = service.add(TEXT, "a name").id
+    name = service.add(ContextRequest(text=TEXT, name="a name")).id
     until(lambda: not service.queue.jobs())
     (tmp_path / f"{name}.kv").write_bytes(b"damaged")
     service.store.release(name)
     failed_job(service, monkeypatch)
     (tmp_path / f"{name}.json").unlink()
-    assert service.add(TEXT).title == "a name"
+    assert service.add(ContextRequest(text=TEXT)).title == "a name"
     until(lambda: not service.queue.jobs())
     assert service.store.describe(name).name == "a name"
 
@@ -135,9 +139,9 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(service_module, "compress_ids", held)
-        job = first.add(TEXT)
+        job = first.add(ContextRequest(text=TEXT))
         assert begun.wait(20)
-    assert second.add(TEXT).id == job.id
+    assert second.add(ContextRequest(text=TEXT)).id == job.id
     until(lambda: second.store.describe(job.id))
     stopping = threading.Thread(target=first.stop, args=(20,))
     stopping.start()
@@ -153,14 +157,14 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypa
     assert first.queue.find(job.id, first.store) is job and first.queue.list_contexts(first.store) == [job]
     with pytest.raises(ContextPendingError, match="could not be made"):
         first.context(job.id)
-    second.add(TEXT)
+    second.add(ContextRequest(text=TEXT))
     until(lambda: second.store.describe(job.id))
     assert [stored.as_object()["status"] for stored in first.queue.list_contexts(first.store)] == ["ready"]
     assert first.context(job.id).tokens and first.queue.jobs() == []
     first.queue._jobs[job.id] = job
     assert isinstance(first.queue.find(job.id, first.store), StoredContext) and first.queue.jobs() == []
     first.queue._jobs[job.id] = job
-    assert isinstance(first.add(TEXT), StoredContext) and first.queue.jobs() == []
+    assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.queue.jobs() == []
 
 
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
@@ -169,17 +173,17 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
     def put(stored, context):
         plain(stored, context)
-        assert service.delete(stored.id)
+        asyncio.run(service.delete(stored.id))
         monkeypatch.setattr(service.store, "delete", fail)
 
     def fail(name):
         raise StoreError("no")
 
     monkeypatch.setattr(service.store, "put", put)
-    service.add(TEXT)
+    service.add(ContextRequest(text=TEXT))
     until(lambda: not service.queue.jobs())
     monkeypatch.undo()
-    job = service.add(OTHER)
+    job = service.add(ContextRequest(text=OTHER))
     until(lambda: service.store.describe(job.id))
     assert service.is_healthy
     service.stop(0)
@@ -190,7 +194,7 @@ def test_passes_that_change_rotations_take_turns(make, monkeypatch):
     monkeypatch.setattr(answer_queue, "is_rope_by_length", lambda model: True)
     service = make()
     with service.answers.passes:
-        job = service.add(TEXT)
+        job = service.add(ContextRequest(text=TEXT))
         answer = service.ask([{"role": "user", "content": "Who?"}], "", 3, SamplingParams())
         assert not answer.done.wait(0.3) and service.queue.find(job.id, service.store) is job and job.progress == 0
     assert answer.done.wait(20) and answer.error is None

@@ -11,7 +11,9 @@ from lkv.cache.layer import RaggedLayer
 from lkv.errors import BusyError, PromptError, StoreError, UnknownContextError
 from lkv.serving import inputs
 from lkv.serving.answer import SamplingParams
-from lkv.serving.store import StoredContext, context_id
+from lkv.serving.inputs import context_id
+from lkv.serving.schemas import ContextRequest
+from lkv.serving.store import StoredContext
 from tests.serving.server import OTHER, TEXT, serving, until
 
 TURN = [{"role": "user", "content": "Who?"}]
@@ -95,7 +97,7 @@ def test_unknown_ids_keep_no_memory(make):
 def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatch):
     monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
     service = make(max_requests=1)
-    name = service.add(TEXT).id
+    name = service.add(ContextRequest(text=TEXT)).id
     until(lambda: not service.queue.jobs())
     service.store.release(name)
     answer = service.ask(TURN, "", 1000, SamplingParams())
@@ -109,7 +111,7 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
 
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
-    job = service.add(TEXT)
+    job = service.add(ContextRequest(text=TEXT))
     until(lambda: not service.queue.jobs())
     good = json.loads((tmp_path / f"{job.id}.json").read_text()) | {"id": bad}
     texts = ['{"id": 1}', "null", "[" * 100_000, '"\\ud800"', "{", '{"created": NaN}', '{"created": 1e999}']
@@ -127,12 +129,12 @@ def test_one_bad_description_breaks_no_listing(make, tmp_path):
 def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path):
     service = make("store", max_store=100 / 2**20)
     (tmp_path / "store").rmdir()
-    assert service.store.list_contexts() == [] and service.store.nbytes() == 0
-    service.add(TEXT)
+    assert service.store.list_contexts() == [] and service.store.usage() == (0, 0)
+    service.add(ContextRequest(text=TEXT))
     until(lambda: not service.queue.jobs())
     with pytest.raises(StoreError, match=r"the store is full .100 bytes.; delete contexts first"):
-        service.add(OTHER)
-    assert isinstance(service.add(TEXT), StoredContext)
+        service.add(ContextRequest(text=OTHER))
+    assert isinstance(service.add(ContextRequest(text=TEXT)), StoredContext)
 
 
 def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
@@ -169,7 +171,7 @@ def test_a_context_that_does_not_fit_into_memory_is_no_damaged_one(parts, tmp_pa
 
 def test_metrics_read_no_descriptions(make, monkeypatch):
     service = make()
-    service.add(TEXT)
+    service.add(ContextRequest(text=TEXT))
     until(lambda: not service.queue.jobs())
     monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
     stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
@@ -191,7 +193,7 @@ def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
         release.wait(20)
 
     monkeypatch.setattr(service.store, "describe", describe)
-    adding = threading.Thread(target=service.add, args=(TEXT,))
+    adding = threading.Thread(target=service.add, args=(ContextRequest(text=TEXT),))
     adding.start()
     assert reading.wait(20)
     asking = threading.Thread(target=service.queue.jobs, daemon=True)
@@ -204,9 +206,9 @@ def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
 
 def test_ids_do_not_depend_on_the_server(make):
     service = make()
-    assert context_id(TEXT, service._compression) == make().add(TEXT).id
+    assert context_id(TEXT, service.compression) == make().add(ContextRequest(text=TEXT)).id
     with pytest.raises(PromptError, match="the text is empty"):
-        service.add(" ")
+        service.add(ContextRequest(text=" "))
 
 
 def connect(server, path, headers, body=b""):

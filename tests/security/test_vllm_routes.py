@@ -6,22 +6,24 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry
 
 from lkv.cli.serve import Serve
 from lkv.context.compression import compress
 from lkv.errors import BusyError, LkvError, PolicyFileError, PolicyMismatchError, StoreError
 from lkv.integrations.vllm import command, context_middleware, http
-from lkv.integrations.vllm.contexts import Compression, PluginSettings, VllmContexts
+from lkv.integrations.vllm.contexts import Compression, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.inputs import CompressionSettings
 from lkv.serving.jobs import Job
 from lkv.serving.schemas import ContextRequest
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
+from lkv.serving.settings import ContextSettings
+from lkv.serving.store import StoredContext
 from tests.serving.server import TEXT, until
 
 NAME = f"{'a' * 32}-{'b' * 16}"
@@ -78,10 +80,10 @@ def contexts(parts, tmp_path):
     """The contexts of a front end, in an empty store."""
     contexts = VllmContexts.__new__(VllmContexts)
     contexts.model, contexts.tokenizer = parts
-    contexts.settings, contexts.policy, contexts.max_positions = PluginSettings(method="knorm"), None, 2048
+    contexts.settings = ContextSettings(method="knorm", store=str(tmp_path))
+    contexts.policy, contexts.max_positions = None, 2048
     contexts.compression = CompressionSettings("knorm", 0.15, None, "", "")
-    contexts._folder, contexts._open_store = str(tmp_path), partial(ContextStore, str(tmp_path), *parts, None)
-    contexts.store, contexts._announced_texts, contexts._checked_files = contexts._open_store(0), {}, {}
+    contexts.store, contexts._announced_texts, contexts._checked_files = contexts.open_store(0), {}, {}
     contexts._checking, contexts._remembered_tokens = threading.Lock(), {}
     return contexts
 
@@ -96,42 +98,45 @@ def routes(contexts, monkeypatch):
 
 
 def test_texts_that_are_not_compressed_are_not_kept(contexts, routes):
-    routes._queue._unfinished = {Job(str(number), "", "", None, 0.0) for number in range(http._MAX_TEXTS)}
+    routes.queue._unfinished = {Job(str(number), "", None, 0.0) for number in range(http._MAX_TEXTS)}
     for number in range(3):
         with pytest.raises(BusyError):
-            asyncio.run(routes._create(ContextRequest(text=f"{TEXT} {number}")))
+            asyncio.run(routes.create(ContextRequest(text=f"{TEXT} {number}")))
     assert contexts._announced_texts == {}
 
 
 def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, routes, parts):
-    name = contexts.encode(TEXT).id
+    name = contexts.encode(TEXT, contexts.compression).id
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
     contexts.store.put(StoredContext.describe(name, "", context, contexts.compression), context)
-    routes._queue._jobs[name] = Job(name, "", "", None, 0.0, error="no")
-    assert isinstance(asyncio.run(routes._create(ContextRequest(text=TEXT))), StoredContext)
-    assert routes._queue._jobs == {}
+    routes.queue._jobs[name] = Job(name, "", None, 0.0, error="no")
+    assert isinstance(asyncio.run(routes.create(ContextRequest(text=TEXT))), StoredContext)
+    assert routes.queue._jobs == {}
 
 
 def test_a_full_store_gives_what_it_has(contexts, routes, client, parts):
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(StoredContext.describe(contexts.encode(TEXT).id, "", context, contexts.compression), context)
-    contexts.settings = PluginSettings(method="knorm", max_store=1e-5)
+    contexts.store.put(
+        StoredContext.describe(contexts.encode(TEXT, contexts.compression).id, "", context, contexts.compression),
+        context,
+    )
+    contexts.store.max_bytes = 10
     assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 200
     full = client.post("/v1/contexts", json={"text": f"{TEXT} again"})
     assert full.status_code == 507 and "the store is full" in full.json()["error"]["message"]
-    assert routes._queue._jobs == {} and contexts._announced_texts == {}
+    assert routes.queue._jobs == {} and contexts._announced_texts == {}
 
 
 def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, parts):
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
     contexts.store.put(StoredContext.describe(NAME, "", context, contexts.compression), context)
-    opened, open_store = [], contexts._open_store
+    opened, open_store = [], contexts.open_store
 
     def count(memory):
         opened.append(memory)
         return open_store(memory)
 
-    contexts._open_store = count
+    contexts.open_store = count
     with ThreadPoolExecutor(8) as pool:
         assert {*pool.map(contexts.tokens, [NAME] * 8)} == {context.tokens} and len(opened) == 1
 
@@ -149,7 +154,7 @@ def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkey
 
 
 def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, parts, monkeypatch):
-    new_context = contexts.encode(TEXT)
+    new_context = contexts.encode(TEXT, contexts.compression)
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
     contexts.store.put(StoredContext.describe(new_context.id, "first", context, contexts.compression), context)
 
@@ -158,10 +163,10 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes
 
     monkeypatch.setattr(contexts.store, "_rewrite", fail)
     monkeypatch.setattr(routes, "_read", lambda _: asyncio.sleep(0))
-    routes._engine, job = SlowEngine(), Job(new_context.id, "second", "", None, 0.0)
-    routes._queue._jobs[job.id] = job
+    routes._engine, job = SlowEngine(), Job(new_context.id, "second", None, 0.0)
+    routes.queue._jobs[job.id] = job
     asyncio.run(routes._compress(contexts, new_context, job))
-    assert job.error is None and routes._queue._jobs == {} and contexts.store.describe(job.id).name == "first"
+    assert job.error is None and routes.queue._jobs == {} and contexts.store.describe(job.id).name == "first"
 
 
 def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, monkeypatch):
@@ -170,8 +175,8 @@ def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, mon
 
     monkeypatch.setattr(contexts.store, "describe", fail)
     with pytest.raises(StoreError):
-        asyncio.run(routes._create(ContextRequest(text=TEXT)))
-    assert routes._queue._jobs == {}
+        asyncio.run(routes.create(ContextRequest(text=TEXT)))
+    assert routes.queue._jobs == {}
 
 
 class SlowEngine:
@@ -206,22 +211,22 @@ def client(routes, monkeypatch):
 
 
 def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp_path):
-    name = contexts.encode(TEXT).id
+    name = contexts.encode(TEXT, contexts.compression).id
     context = compress(*parts, TEXT, method="knorm", retention=0.15)
     contexts.store.put(StoredContext.describe(name, "a name", context, contexts.compression), context)
     (tmp_path / f"{name}.kv").write_bytes(b"damaged")
     assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
-    routes._queue._jobs[name].error = "no"
+    routes.queue._jobs[name].error = "no"
     (tmp_path / f"{name}.json").unlink()
     assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
     assert contexts._announced_texts[name].name == "a name"
 
 
 def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkeypatch):
-    routes._queue._jobs[NAME] = Job(NAME, "", "", contexts.compression, 0.0)
+    routes.queue._jobs[NAME] = Job(NAME, "", contexts.compression, 0.0)
 
     def list_before_the_end():
-        routes._queue._jobs.pop(NAME)
+        routes.queue._jobs.pop(NAME)
         return []
 
     monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
@@ -230,7 +235,7 @@ def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkey
 
 def start(routes, monkeypatch, engines=1, **options):
     """Have the routes take an engine and the options of vLLM's server, as vLLM does."""
-    monkeypatch.setattr(http, "_Metrics", lambda: None)
+    monkeypatch.setattr(http, "REGISTRY", CollectorRegistry())
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
     model, parallel = SimpleNamespace(max_model_len=2048), SimpleNamespace(data_parallel_size=engines)
     engine = SlowEngine()
@@ -252,7 +257,7 @@ def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch,
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     start(routes, monkeypatch, engines)
     routes._engine.generate = generate
-    asyncio.run(routes._read(contexts.encode(TEXT)))
+    asyncio.run(routes._read(contexts.encode(TEXT, contexts.compression)))
     assert found == [expected]
 
 
@@ -287,11 +292,11 @@ def test_a_deleted_text_is_not_read_on(routes, client):
     until(lambda: routes._engine.started)
     assert client.delete(f"/v1/contexts/{name}").status_code == 200
     until(lambda: not routes._tasks)
-    assert routes._engine.cancelled == 1 and routes._readings == {} and routes._queue._jobs == {}
+    assert routes._engine.cancelled == 1 and routes._readings == {} and routes.queue._jobs == {}
 
 
 def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
-    monkeypatch.setattr(routes._queue, "_max_unfinished", 2)
+    monkeypatch.setattr(routes.queue, "_max_unfinished", 2)
     routes._engine.is_done = False
     for number in range(2):
         made = client.post("/v1/contexts", json={"text": f"{TEXT} {number}"})
@@ -304,9 +309,9 @@ def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, 
 
 
 def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, tmp_path):
-    new_context = contexts.encode(TEXT)
+    new_context = contexts.encode(TEXT, contexts.compression)
     compression = Compression(contexts, new_context)
-    contexts.settings = PluginSettings(method="knorm", max_store=1e-5)
+    contexts.store.max_bytes = 10
     (tmp_path / "other.kv").write_bytes(b"x" * 100)
     with pytest.raises(StoreError, match="the store is full"):
         compression._store(new_context.ids)

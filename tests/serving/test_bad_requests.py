@@ -14,7 +14,8 @@ from tests.serving.server import TEXT, field, form
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "other than text"),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "the question is empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the body: Invalid JSON"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "holds tool calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages.0.tool_calls.0.function"),
+        ({"messages": [{"role": "user", "content": None}]}, 400, "a message holds no content"),
         ({"stop": ["end", ""]}, 400, "stop"), ({"stop": ["a"] * 5}, 400, "stop"),
         ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
         ({"context": "../../etc/passwd"}, 404, "there is no context"),
@@ -93,7 +94,7 @@ def test_a_query_is_refused(server):
 
 
 def test_unknown_paths_and_methods(server):
-    assert server.problem("/v2") == (404, "GET /v2: Not Found; the API is described at /.")
+    assert server.problem("/v2")[1].startswith("GET /v2: Not Found; the server has /v1/chat/completions, ")
     assert server.problem("/v1/contexts", b"", "PUT")[0] == 405
     for method in ("GET", "DELETE"):
         assert server.problem("/v1/contexts/nothing", method=method)[0] == 404

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from lkv.serving.page import page_response
+from lkv.serving.routes import page_response
 
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="there is no Node.js")

@@ -15,7 +15,8 @@ from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, context_id
+from lkv.serving.inputs import CompressionSettings, context_id
+from lkv.serving.store import ContextStore, StoredContext
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words

@@ -20,7 +20,8 @@ from lkv.integrations.vllm import worker as worker_hooks
 from lkv.integrations.vllm.contexts import VllmContexts, unsupported_reason
 from lkv.integrations.vllm.requests import compress
 from lkv.policy.policy import Policy
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext
+from lkv.serving.inputs import CompressionSettings
+from lkv.serving.store import ContextStore, StoredContext
 from tests.vllm.lab import RETENTION, Lab, ask, asked, forget
 
 

@@ -11,9 +11,10 @@ from fastapi import FastAPI
 from lkv.errors import ContextPendingError, PromptError, StoreError
 from lkv.integrations.vllm.contexts import NewContext
 from lkv.integrations.vllm.http import ContextRoutes
+from lkv.serving.inputs import CompressionSettings
 from lkv.serving.jobs import Job
 from lkv.serving.schemas import error_response
-from lkv.serving.store import CompressionSettings, unknown_context
+from lkv.serving.store import unknown_context
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,9 @@ class Store:
 
     def rename(self, stored, title):
         return stored
+
+    def check_quota(self):
+        """There is space."""
 
     def delete(self, name):
         if self.problem is not None:
@@ -85,7 +89,7 @@ def routes():
 
     contexts = SimpleNamespace(
         store=store, max_positions=100, compression=CompressionSettings("lkv", 0.5, None, "", ""),
-        check_quota=lambda: None, announce=lambda _: None, tokens=tokens,
+        announce=lambda _: None, tokens=tokens,
         encode=lambda *_: NewContext(id="a", retention=0.5, sha256="", ids=[1, 2]),
     )  # fmt: skip
 
@@ -155,15 +159,15 @@ def test_a_deletion_that_fails_can_be_repeated(routes):
 
 
 def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(routes):
-    routes._queue._jobs["a"] = Job("a", "", "", CompressionSettings("lkv", 0.5, None, "", ""), 0.0, error="failed.")
+    routes.queue._jobs["a"] = Job("a", "", CompressionSettings("lkv", 0.5, None, "", ""), 0.0, error="failed.")
     routes.store.names.add("a")
     assert asyncio.run(routes.client.delete("/v1/contexts/a")).json()["deleted"]
     assert not routes.store.names
 
 
 def test_a_context_that_is_being_compressed_cannot_be_asked_yet():
-    job, routes = Job("a", "", "", None, 0.0), ContextRoutes()
-    routes._queue._jobs["a"] = job
+    job, routes = Job("a", "", None, 0.0), ContextRoutes()
+    routes.queue._jobs["a"] = job
     routes.contexts = lambda: asyncio.sleep(0, SimpleNamespace(store=Store()))
     for error, says in (
         (None, "is still being compressed; ask again"),

@@ -30,34 +30,16 @@ def layer_index(name: str) -> int:
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
-def serve_batch(
-    impl: Any,
-    layer: Any,
-    query: Tensor,
-    output: Tensor,
-    kv_cache: Tensor,
-    attn_metadata: Any,
-    pages_type: Any,
-    *options: Any,
-) -> None:
-    """After vLLM's attention over the pages: add that over contexts to `output`, and evict from texts that end here.
+class ContextAttention:
+    """Adds attention over contexts to that of vLLM, and evicts from texts that end in the pass."""
 
-    `pages_type`: CPUPages or FlashPages; `options` are those of its `log_sum_exp`.
-    """
-    batch = current_batch() if attn_metadata is not None else None
-    if batch is None:
-        return
-    index, block_table = layer_index(layer.layer_name), attn_metadata.block_table
-    pages = pages_type(kv_cache, impl.head_size)
-    if batch.rows:
-        query, rows = (x.view(len(x), impl.num_heads, impl.head_size) for x in (query, output))
-        lse = pages.log_sum_exp(batch, query, block_table, impl.scale, *options)
-        batch.add_contexts(index, query, rows, lse, impl.scale)
-    compress_texts(batch, index, pages, block_table, impl.scale)
+    num_heads: int
+    head_size: int
+    scale: float
 
-
-class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's attention on a CPU, and over contexts."""
+    def open_pages(self, kv_cache: Tensor) -> CPUPages | FlashPages:
+        """Return vLLM's KV cache of one layer."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -71,10 +53,27 @@ class LkvCPUAttentionImpl(CPUAttentionBackendImpl):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """As vLLM's."""
-        out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        serve_batch(self, layer, query, output, kv_cache, attn_metadata, CPUPages)
+        """Compute attention as vLLM's own implementation does, with its arguments; `output` [N, Hq, d] is completed."""
+        attend: Any = super()
+        out = attend.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        batch = current_batch() if attn_metadata is not None else None
+        if batch is not None:
+            index, block_table = layer_index(layer.layer_name), attn_metadata.block_table
+            pages = self.open_pages(kv_cache)
+            if batch.rows:
+                query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
+                lse = pages.log_sum_exp(batch, query, block_table, self.scale)
+                batch.add_contexts(index, query, rows, lse, self.scale)
+            compress_texts(batch, index, pages, block_table, self.scale)
         return out
+
+
+class LkvCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):
+    """vLLM's attention on a CPU, and over contexts."""
+
+    def open_pages(self, kv_cache: Tensor) -> CPUPages:
+        """As `ContextAttention.open_pages`."""
+        return CPUPages(kv_cache, self.head_size)
 
 
 class LkvCPUAttentionBackend(CPUAttentionBackend):
@@ -82,13 +81,21 @@ class LkvCPUAttentionBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type:
-        """The implementation; it is asked for in workers alone, where the rest of the plugin is then installed."""
+        """Return the implementation; only workers ask for it, where the rest of the plugin is then installed."""
         install_in_worker()
         return LkvCPUAttentionImpl
 
 
-def compress_texts(batch: Batch, layer: int, pages: Any, block_table: Tensor, scale: float) -> None:
-    """Evict from the texts that end in this pass: their k and v of one layer are all in the pages."""
+def compress_texts(batch: Batch, layer: int, pages: CPUPages | FlashPages, block_table: Tensor, scale: float) -> None:
+    """Evict from the texts that end in this pass: their k and v of one layer are all in the pages.
+
+    Args:
+        batch: The part of LKV in the pass.
+        layer: The layer's number.
+        pages: Its KV cache.
+        block_table: The blocks [R, n] of each request of the pass.
+        scale: The scale of attention scores.
+    """
     for row, work, _ in batch.compressions:
         key, value = pages.read(block_table[row.index], row.length)
         key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
@@ -96,25 +103,14 @@ def compress_texts(batch: Batch, layer: int, pages: Any, block_table: Tensor, sc
             work.compression.add_layer(layer, key[None], value[None], scale)
 
 
-class LkvFlashAttentionImpl(FlashAttentionImpl):
+class LkvFlashAttentionImpl(ContextAttention, FlashAttentionImpl):
     """FlashAttention, and attention over contexts; not run on CUDA yet."""
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """As vLLM's."""
-        out = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        serve_batch(self, layer, query, output, kv_cache, attn_metadata, FlashPages, self.vllm_flash_attn_version)
-        return out
+    vllm_flash_attn_version: int
+
+    def open_pages(self, kv_cache: Tensor) -> FlashPages:
+        """As `ContextAttention.open_pages`."""
+        return FlashPages(kv_cache, self.head_size, self.vllm_flash_attn_version)
 
 
 class LkvFlashAttentionBackend(FlashAttentionBackend):

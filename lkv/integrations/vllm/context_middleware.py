@@ -1,17 +1,16 @@
 """The middleware that rewrites requests about contexts before vLLM parses them, and says when the server ends."""
 
 import json
-import sys
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lkv.errors import LkvError, PromptError
-from lkv.serving.middleware import refuse
+from lkv.serving.middleware import refusal, refuse_foreign
+from lkv.serving.routes import read_body
 from lkv.serving.schemas import error_object, error_response
 
 PREFIX = "lkv_"  # of all that names contexts
@@ -44,9 +43,9 @@ class Contexts(Protocol):
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them."""
 
-    def __init__(self, app: ASGIApp, routes: Contexts, local: bool, has_key: bool):
-        """`local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
-        self._app, self._routes, self._local, self._has_key = app, routes, local, has_key
+    def __init__(self, app: ASGIApp, routes: Contexts, is_local: bool, has_key: bool):
+        """`is_local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
+        self._app, self._routes, self._is_local, self._has_key = app, routes, is_local, has_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
@@ -66,50 +65,49 @@ class ContextMiddleware:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _route_path(scope)
-        refusal = self._refusal(scope, path)
+        foreign = self._refuse(scope, path)
         if path == "/metrics":
             await self._routes.refresh_metrics()
         if self._routes.is_stopping and (scope["method"] == "POST" or path == "/health"):
             await _stopping_response()(scope, receive, send)
-        elif refusal is not None and path.startswith("/v1/contexts"):
-            await refusal(scope, receive, send)
+        elif foreign is not None and path.startswith("/v1/contexts"):
+            await foreign(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
-            await self._ask(path, scope, receive, send, refusal)
+            await self._ask(path, scope, receive, send, foreign)
         else:
             await self._app(scope, receive, send)
 
-    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, refusal: JSONResponse | None) -> None:
-        """Pass a question on, rewritten where it names a context; `refusal` is the answer to such ones."""
+    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, foreign: JSONResponse | None) -> None:
+        """Pass a question on, rewritten where it names a context; `foreign` is the response to those, if any."""
         try:
             data = await read_body(receive, _MAX_BODY)
             body = _parse(data)
             name = None if body is None else self._routes.split_name(body)
-            if refusal is not None and (name is not None or PREFIX in json.dumps(body)):
-                await refusal(scope, receive, send)
+            if foreign is not None and (name is not None or PREFIX in json.dumps(body)):
+                await foreign(scope, receive, send)
             elif body is None or name is None:
                 await self._pass_on(data, scope, receive, send)
             elif path not in (CHAT, COMPLETIONS):
                 raise PromptError(f"{path} cannot use contexts; use {CHAT} or {COMPLETIONS}.")
             else:
-                send = self._counting(send)
+                send = self._about(name, send)
                 async with self._routes.using(name):
                     await self._routes.rewrite(path, body, name)
-                    await self._pass_on(json.dumps(body).encode(), scope, receive, _naming(name, send))
+                    await self._pass_on(json.dumps(body).encode(), scope, receive, send)
         except LkvError as error:
             await error_response(error)(scope, receive, send)
-        except HTTPException as error:
-            answer = JSONResponse(error_object(error.detail, "invalid_request_error"), error.status_code)
-            await answer(scope, receive, send)
 
-    def _counting(self, send: Send) -> Send:
-        """`send`, which counts the answer by its status."""
+    def _about(self, name: str, send: Send) -> Send:
+        """`send`, which counts the answer, and names its context in a header: vLLM ignores a misspelt field."""
 
-        async def send_counted(message: Message) -> None:
+        async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._routes.count_request(message["status"])
+                if message["status"] < 400:
+                    message = {**message, "headers": [*message["headers"], (b"lkv-context", name.encode())]}
             await send(message)
 
-        return send_counted
+        return send_named
 
     async def _pass_on(self, data: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on with the body `data`."""
@@ -126,13 +124,13 @@ class ContextMiddleware:
 
         await self._app(scope, replay, send)
 
-    def _refusal(self, scope: Scope, path: str) -> JSONResponse | None:
-        """The answer to clients and pages from elsewhere, and to those without the key; None for others."""
+    def _refuse(self, scope: Scope, path: str) -> JSONResponse | None:
+        """Return the response to clients and pages from elsewhere, and to those without the key; None for others."""
         # vLLM asks for the key below /v1 and on few other paths, but answers chats on /invocations as well.
         if self._has_key and not path.startswith("/v1/"):
             message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
-            return JSONResponse(error_object(message, "invalid_request_error", "invalid_api_key"), 401)
-        return refuse(path, Headers(scope=scope), None, True, sys.maxsize) if self._local else None
+            return refusal(401, message, "invalid_api_key")
+        return refuse_foreign(Headers(scope=scope), True) if self._is_local else None
 
 
 _STOPPING = error_object(
@@ -179,31 +177,6 @@ class _Answer:
         answer = _stopping_response()
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await self._send({"type": "http.response.body", "body": answer.body})
-
-
-def _naming(name: str, send: Send) -> Send:
-    """`send`, with a header that names the context of the answer: vLLM ignores a misspelt field."""
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"lkv-context", name.encode())]}
-        await send(message)
-
-    return send_named
-
-
-async def read_body(receive: Receive, limit: int) -> bytes:
-    """A request's body. Raises HTTPException beyond `limit` bytes."""
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise PromptError("the client has gone.")
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > limit:
-            raise HTTPException(413, f"the request is larger than {limit:,} bytes; send less.")
-    return b"".join(parts)
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import describe_compression
 from lkv.context.context import Context
-from lkv.context.protection import Span
 from lkv.errors import ContextFileError, IntegrationError, LkvError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.positions import frequency_change
@@ -27,14 +26,13 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL, parse_method
-from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
-from lkv.serving.inputs import encode_text
+from lkv.serving.inputs import CompressionSettings, encode_text
+from lkv.serving.schemas import first_problem
 from lkv.serving.settings import ContextSettings
-from lkv.serving.store import CompressionSettings, ContextStore, StoredContext, unknown_context
-from lkv.utils.prompts import tokenizer_digest
+from lkv.serving.store import ContextStore, StoredContext, unknown_context
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
 _MAX_WRITES = 256  # contexts of which is known how their writing ended
@@ -44,26 +42,18 @@ _ATTRIBUTE = "_lkv_contexts"
 _open_lock = threading.Lock()
 
 
-class PluginSettings(ContextSettings):
-    """The key `lkv` of vLLM's `--additional-config`; all fields are optional.
+def plugin_settings(vllm_config: Any) -> ContextSettings:
+    """Return the settings in `--additional-config`, key `lkv`. Raises IntegrationError for unknown or wrong ones.
 
     `memory` is that of each worker, and is taken from vLLM's KV cache.
     """
-
-    model_config = ConfigDict(strict=True)
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> "PluginSettings":
-        """The settings in `--additional-config`. Raises IntegrationError for unknown or wrong ones."""
-        extra = vllm_config.additional_config
-        try:
-            return cls.model_validate(extra.get("lkv", {}) if isinstance(extra, dict) else {})
-        except ValidationError as error:
-            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            raise IntegrationError(
-                f"--additional-config: lkv.{'.'.join(map(str, problem['loc']))}: {problem['msg']}; the settings are "
-                f"{', '.join(cls.model_fields)}."
-            ) from None
+    extra = vllm_config.additional_config
+    try:
+        return ContextSettings.model_validate(extra.get("lkv", {}) if isinstance(extra, dict) else {}, strict=True)
+    except ValidationError as error:
+        place, problem = first_problem(error)
+        names = ", ".join(ContextSettings.model_fields)
+        raise IntegrationError(f"--additional-config: lkv.{place}: {problem}; the settings are {names}.") from None
 
 
 class VllmContexts:
@@ -80,7 +70,7 @@ class VllmContexts:
         """
         if problem := unsupported_reason(vllm_config):
             raise IntegrationError(f"contexts cannot be used here: {problem}")
-        self.settings = settings = PluginSettings.of(vllm_config)
+        self.settings = settings = plugin_settings(vllm_config)
         if settings.method == FULL:
             raise IntegrationError("lkv.method is 'full', but only compressed contexts can be stored; give 'lkv'.")
         config = vllm_config.model_config
@@ -104,31 +94,26 @@ class VllmContexts:
             self.policy = resolve_policy(patched.spec, settings.policy)
         elif settings.policy:
             raise IntegrationError(f"lkv.method is {settings.method!r}, which takes no lkv.policy; leave it out.")
-        digest = None if self.policy is None else self.policy.digest()
-        self.compression = CompressionSettings(
-            settings.method, settings.retention, digest, patched.spec.digest(), tokenizer_digest(self.tokenizer)
-        )
+        self.compression = CompressionSettings.of_server(settings, patched.spec, self.tokenizer, self.policy)
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
         memory = settings.memory_bytes if memory_bytes is None else memory_bytes
-        self._folder = settings.store_url
-        self._open_store = partial(ContextStore, self._folder, self.model, self.tokenizer, digest)
-        self.store = self._open_store(memory)
+        self.store = self.open_store(memory)
         self._announced_texts: dict[str, NewContext] = {}
         self._checked_files: dict[str, tuple[float, ...]] = {}
         self._checking = threading.Lock()
         self._remembered_tokens: dict[str, tuple[float, int]] = {}  # of requests on their way, with the time
         self._writes: dict[str, Future[None]] = {}
 
-    def method(self, settings: "CompressionSettings | NewContext") -> Method:
-        """The method that keeps as much as `settings` say. Raises LkvError for one that cannot work inside vLLM."""
-        request = CompressionRequest(
-            method=self.settings.method,
-            retention=None if settings.memory else settings.retention,
-            memory=settings.memory,
-            policy=self.policy,
-            protected=tuple(settings.protected) if isinstance(settings, NewContext) else (),
+    def open_store(self, memory_bytes: int) -> ContextStore:
+        """Open the store once more, with memory of its own."""
+        settings = self.settings
+        return ContextStore(
+            settings.store_url, self.model, self.tokenizer, self.compression.policy, memory_bytes, settings.store_bytes
         )
-        method = resolve_method(request, self.model, self.tokenizer)
+
+    def method(self, settings: CompressionSettings, protected: Sequence[int] = ()) -> Method:
+        """Return the method that keeps as much as `settings` say. Raises LkvError for one that cannot work in vLLM."""
+        method = resolve_method(settings.request(self.policy, protected), self.model, self.tokenizer)
         if method.reads_queries or method.needs_whole_prompt:
             raise IntegrationError(
                 f"lkv.method is {method.name!r}, which reads queries or the whole text, but vLLM's pages hold keys and "
@@ -136,19 +121,27 @@ class VllmContexts:
             )
         return method
 
-    def encode(
-        self, text: str, retention: float | None = None, system: str | None = None, memory: str | float | None = None,
-        protect: Sequence[Span] = (),
-    ) -> "NewContext":  # fmt: skip
+    def encode(self, text: str, settings: CompressionSettings) -> "NewContext":
         """Return what the engine needs to compress `text`. Raises LkvError for a text that cannot be compressed."""
-        settings = self.compression.for_text(retention, memory, system, protect)
         encoded = encode_text(self.tokenizer, self.max_positions, text, settings)
         new_context = NewContext(
-            id=encoded.id, retention=settings.retention, memory=settings.memory,
-            sha256=hashlib.sha256(text.encode()).hexdigest(), ids=encoded.ids, protected=encoded.protected,
-        )  # fmt: skip
-        self._check_length(new_context)
+            id=encoded.id,
+            retention=settings.retention,
+            memory=settings.memory,
+            sha256=hashlib.sha256(text.encode()).hexdigest(),
+            ids=encoded.ids,
+            protected=encoded.protected,
+        )
+        self.method_of(new_context).check_length(len(encoded.ids))
         return new_context
+
+    def settings_of(self, new_context: "NewContext") -> CompressionSettings:
+        """Return the settings of a text."""
+        return self.compression._replace(retention=new_context.retention, memory=new_context.memory)
+
+    def method_of(self, new_context: "NewContext") -> Method:
+        """Return the method that compresses a text."""
+        return self.method(self.settings_of(new_context), new_context.protected)
 
     def announce(self, new_context: "NewContext") -> None:
         """Expect a request that compresses `new_context`."""
@@ -167,16 +160,8 @@ class VllmContexts:
         if announced is None or announced.ids != ids or same != new_context.model_dump():
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced_texts[new_context.id]
-        self._check_length(announced)
-        self.check_quota()
-
-    def _check_length(self, new_context: "NewContext") -> None:
-        """Raise PromptError for a text of which nothing would be kept."""
-        self.method(new_context).check_length(len(new_context.ids))
-
-    def check_quota(self) -> None:
-        """Raise StoreError where the store is full."""
-        self.store.check_quota(self.settings.store_bytes)
+        self.method_of(announced).check_length(len(announced.ids))
+        self.store.check_quota()
 
     def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
@@ -212,7 +197,7 @@ class VllmContexts:
             return stored.tokens
         with self._checking:  # one file at a time is read whole, and kept in the memory of workers alone
             if self._checked_files.get(name) != state:
-                if self._open_store(0).get(name).tokens != stored.tokens:
+                if self.open_store(0).get(name).tokens != stored.tokens:
                     raise ContextFileError(f"the context {name!r} is not the one described; compress its text again.")
                 self._checked_files[name] = state
         return stored.tokens
@@ -231,7 +216,7 @@ class VllmContexts:
     def _file_state(self, name: str) -> tuple[float, ...]:
         """What changes with a context's file in a local folder; nothing is known of those elsewhere."""
         with suppress(OSError, ValueError):
-            status = os.stat(f"{self._folder}/{name}.kv")
+            status = os.stat(f"{self.settings.store_url}/{name}.kv")
             return status.st_mtime_ns, status.st_size
         return ()
 
@@ -258,10 +243,9 @@ class NewContext(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
             raise PromptError(
-                f"lkv_compress: {'.'.join(map(str, problem['loc']))} {problem['msg']}; create a context by POST "
-                "/v1/contexts, or with lkv.integrations.vllm.requests.compress."
+                f"lkv_compress: {' '.join(first_problem(error))}; create a context by POST /v1/contexts, or with "
+                "lkv.integrations.vllm.requests.compress."
             ) from None
 
 
@@ -270,7 +254,7 @@ class Compression:
 
     def __init__(self, contexts: VllmContexts, new_context: NewContext):
         self._contexts, self._new_context = contexts, new_context
-        self._cache = RaggedCache(contexts.model, method=contexts.method(new_context), slack=0)
+        self._cache = RaggedCache(contexts.model, method=contexts.method_of(new_context), slack=0)
         self._error: Exception | None = None
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
@@ -291,11 +275,11 @@ class Compression:
         if self._error is not None:
             raise self._error
         contexts, new_context, cache = self._contexts, self._new_context, self._cache
-        contexts.check_quota()  # again: other texts were stored since the request
+        contexts.store.check_quota()  # again: other texts were stored since the request
         cache.ids = torch.tensor([ids], device=contexts.model.device)
         metadata = describe_compression(cache, new_context.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
-        settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
+        settings = contexts.settings_of(new_context)
         contexts.store.put(StoredContext.describe(new_context.id, new_context.name, context, settings), context)
 
 

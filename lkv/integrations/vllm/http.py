@@ -16,25 +16,23 @@ from contextlib import asynccontextmanager, suppress
 from difflib import get_close_matches
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi import FastAPI
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Histogram
 from prometheus_client import Counter as CounterMetric
-from prometheus_client import Gauge, Histogram
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from lkv.errors import IntegrationError, LkvError, PromptError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
-from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware, read_body
-from lkv.integrations.vllm.contexts import NewContext, PluginSettings, VllmContexts, loaded_contexts
+from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware
+from lkv.integrations.vllm.contexts import NewContext, VllmContexts, loaded_contexts, plugin_settings
 from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving import LOOPBACK
 from lkv.serving.inputs import encode_conversation
 from lkv.serving.jobs import Job, JobQueue
-from lkv.serving.page import page_response
-from lkv.serving.schemas import ContextRequest, error_object, error_response, parse_context
-from lkv.serving.schemas import Message as ChatMessage
-from lkv.serving.store import StoredContext
+from lkv.serving.routes import add_context_routes, add_error_handlers
+from lkv.serving.schemas import ContextRequest, Message, first_problem
+from lkv.serving.settings import ContextSettings
+from lkv.serving.store import ContextStore, StoredContext
 
 # vLLM ignores these fields for context chats.
 _UNUSED_FIELDS = (
@@ -42,7 +40,6 @@ _UNUSED_FIELDS = (
     "continue_final_message", "reasoning_effort", "truncate_prompt_tokens", "kv_transfer_params",
 )  # fmt: skip
 _CONTEXT_FIELDS = ("context", CONTEXT)
-_CONTEXT_METHODS = "GET and POST at /v1/contexts, GET and DELETE at /v1/contexts/ID"
 _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
 _MAX_FIELDS = 256  # of a request; each is compared with those that name a context
 _LONGEST_FIELD = 32  # characters; longer ones resemble none
@@ -59,14 +56,14 @@ class ContextRoutes:
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._settings = PluginSettings.model_validate({})
+        self._settings = ContextSettings.model_validate({})
         self._models: list[str] = []
-        self._queue = JobQueue(_MAX_TEXTS)
+        self.queue = JobQueue(_MAX_TEXTS)
         self._tasks: set[asyncio.Task[None]] = set()  # of all jobs, the deleted ones too
         self._readings: dict[Job, asyncio.Task[None]] = {}  # the engine's work for a job
         self._users: Counter[str] = Counter()  # open requests by context
         self.is_stopping = False
-        self._metrics: _Metrics | None = None
+        self._metrics = _Metrics()
         self._has_template = False  # one of vLLM's own options
         self._has_replicas = False  # engines of data parallelism
 
@@ -74,74 +71,28 @@ class ContextRoutes:
         """Add the routes, and the middleware that rewrites requests about contexts."""
         arguments: Any = getattr(app.state, "args", None)
         # Else pages in a browser on this machine could reach contexts, by a name of their own for its address.
-        local = getattr(arguments, "host", None) in LOOPBACK and arguments.allowed_origins in ([], ["*"])
+        is_local = getattr(arguments, "host", None) in LOOPBACK and arguments.allowed_origins in ([], ["*"])
         has_key = bool(getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"))
-        app.add_middleware(ContextMiddleware, routes=self, local=local, has_key=has_key)
+        app.add_middleware(ContextMiddleware, routes=self, is_local=is_local, has_key=has_key)
+        add_error_handlers(app)
+        add_context_routes(app, self)
 
-        @app.exception_handler(LkvError)
-        async def lkv_error(_: Request, error: Exception) -> JSONResponse:
-            assert isinstance(error, LkvError)
-            return error_response(error)
-
-        @app.exception_handler(StarletteHTTPException)
-        async def no_route(request: Request, error: Exception) -> JSONResponse:
-            # vLLM's own handler is for FastAPI's HTTPException, which routes raise, and not for unknown routes.
-            assert isinstance(error, StarletteHTTPException)
-            path = request.url.path
-            message = f"{request.method} {path}: {error.detail}."
-            if path.startswith("/v1/contexts"):
-                message = f"{message[:-1]}; contexts take {_CONTEXT_METHODS}."
-            return JSONResponse(error_object(message, "invalid_request_error"), error.status_code, error.headers)
-
-        @app.post("/v1/contexts", status_code=202)
-        async def create(request: Request) -> JSONResponse:
-            limit = self._settings.upload_bytes
-            data = await read_body(request.receive, limit)
-            kind = request.headers.get("content-type", "")
-            body = await asyncio.to_thread(parse_context, data, kind, request.url.query)
-            context = await self._create(body)
-            return JSONResponse(context.as_object(), 200 if isinstance(context, StoredContext) else 202)
-
-        @app.get("/v1/contexts")
-        async def list_contexts() -> dict[str, Any]:
-            store = (await self.contexts()).store
-            contexts = await asyncio.to_thread(self._queue.list_contexts, store)
-            return {"object": "list", "data": [context.as_object() for context in contexts]}
-
-        @app.get("/v1/contexts/{name}")
-        async def describe(name: str) -> dict[str, Any]:
-            store = (await self.contexts()).store
-            return (await asyncio.to_thread(self._queue.find, name, store)).as_object()
-
-        @app.delete("/v1/contexts/{name}")
-        async def delete(name: str) -> dict[str, Any]:
-            store = (await self.contexts()).store
-            job = self._queue.delete(name)
-            if job is not None and job.error is None:  # its context goes where it is complete already
-                if (reading := self._readings.get(job)) is not None:
-                    reading.cancel()
-            else:
-                if job is None:  # else one that failed, where another server may have stored the context
-                    await asyncio.to_thread(self._queue.find, name, store)
-                self._queue.hidden.add(name)
-                await self._delete_unused(name)
-            return {"object": "context", "id": name, "deleted": True}
-
-        @app.get("/")
-        async def root() -> HTMLResponse:
-            return page_response()
+    @property
+    def body_limit(self) -> int:
+        """The largest text that is sent, in bytes."""
+        return self._settings.upload_bytes
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Take the engine, and the settings."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         self._engine = engine_client
-        self._settings = PluginSettings.of(engine_client.vllm_config)
+        self._settings = plugin_settings(engine_client.vllm_config)
         self._models = list(args.served_model_name or [args.model])
         self._length = engine_client.vllm_config.model_config.max_model_len
         self._has_template = bool(args.chat_template or args.default_chat_template_kwargs)
         self._has_replicas = engine_client.vllm_config.parallel_config.data_parallel_size > 1
-        self._metrics = _Metrics()
+        REGISTRY.register(self._metrics.registry)
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
         def stop(*arguments: Any, **options: Any) -> None:
@@ -163,32 +114,42 @@ class ContextRoutes:
             )
         return await asyncio.to_thread(front_contexts, self._engine.input_processor)
 
-    async def _create(self, body: ContextRequest) -> StoredContext | Job:
+    async def open_store(self) -> ContextStore:
+        """Return the store."""
+        return (await self.contexts()).store
+
+    async def create(self, body: ContextRequest) -> StoredContext | Job:
         """Return the stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
-        new_context = await asyncio.to_thread(
-            contexts.encode, body.text, body.retention, body.system, body.memory, body.protect
-        )
+        settings = body.settings(contexts.compression)
+        new_context = await asyncio.to_thread(contexts.encode, body.text, settings)
         if len(new_context.ids) >= self._length:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        if (running := self._queue.find_running(new_context.id, body.name)) is not None:
-            return running
-        settings = contexts.compression._replace(retention=new_context.retention, memory=new_context.memory)
-        job = Job(new_context.id, body.name, "", settings, time.time(), is_started=True)
-        stored = await asyncio.to_thread(self._queue.find_stored, job, contexts.store, contexts.tokens)
-        if stored is not None:
-            return stored
-        await asyncio.to_thread(contexts.check_quota)
-        if (running := self._queue.add(job)) is not job:
-            return running
-        new_context.name = job.title
-        contexts.announce(new_context)
-        task = asyncio.create_task(self._compress(contexts, new_context, job))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return job
+        job = Job(new_context.id, body.name, settings, time.time(), is_started=True)
+        made = await asyncio.to_thread(self.queue.find_made, job, contexts.store, contexts.tokens)
+        made = made or self.queue.add(job)
+        if made is job:
+            new_context.name = job.title
+            contexts.announce(new_context)
+            task = asyncio.create_task(self._compress(contexts, new_context, job))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return made
+
+    async def delete(self, name: str) -> None:
+        """Delete a context, or the job that makes it; its files go when no request uses it any more."""
+        store = await self.open_store()
+        job = self.queue.delete(name)
+        if job is not None and job.error is None:  # its context goes where it is complete already
+            if (reading := self._readings.get(job)) is not None:
+                reading.cancel()
+            return
+        if job is None:  # else one that failed, where another server may have stored the context
+            await asyncio.to_thread(self.queue.find, name, store)
+        self.queue.hidden.add(name)
+        await self._delete_unused(name)
 
     async def _compress(self, contexts: VllmContexts, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
@@ -208,8 +169,8 @@ class ContextRoutes:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        is_deleted = await asyncio.to_thread(self._queue.finish, job, contexts.store, stored)
-        if self._metrics is not None and not job.is_deleted:
+        is_deleted = await asyncio.to_thread(self.queue.finish, job, contexts.store, stored)
+        if not job.is_deleted:
             self._metrics.count_compression(time.time() - job.created, job.error is None)
         if is_deleted:
             await self._delete(contexts, job.id)
@@ -232,8 +193,8 @@ class ContextRoutes:
 
         Raises StoreError where the store fails; the context is not deleted then.
         """
-        hidden = self._queue.hidden
-        if name in hidden and not self._users[name] and self._queue.find_running(name) is None:
+        hidden = self.queue.hidden
+        if name in hidden and not self._users[name] and self.queue.find_running(name) is None:
             try:
                 await self._delete(await self.contexts(), name)
             finally:
@@ -262,8 +223,7 @@ class ContextRoutes:
 
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory, and the store what is in it."""
-        assert self._metrics is not None
-        self._metrics.texts_waiting.set(sum(job.error is None for job in self._queue.jobs()))
+        self._metrics.texts_waiting.set(sum(job.error is None for job in self.queue.jobs()))
         with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
             self._metrics.set_workers(await self._engine.collective_rpc("lkv_statistics"))
             contexts = loaded_contexts(self._engine.input_processor)
@@ -272,8 +232,7 @@ class ContextRoutes:
 
     def count_request(self, status: int) -> None:
         """Count a request about a context by the HTTP status of its answer."""
-        if self._metrics is not None:
-            self._metrics.requests.labels(code=str(status)).inc()
+        self._metrics.requests.labels(code=str(status)).inc()
 
     def split_name(self, body: dict[str, Any]) -> str | None:
         """The context that a request names, and its model's own name put into `body`; None for no context.
@@ -309,7 +268,7 @@ class ContextRoutes:
     async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
         """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""
         contexts = await self.contexts()
-        await asyncio.to_thread(self._queue.check_ready, name, contexts.store)
+        await asyncio.to_thread(self.queue.check_ready, name, contexts.store)
         tokens = await asyncio.to_thread(contexts.tokens, name)
         contexts.remember_tokens(name, tokens)
         unused = [field for field in _UNUSED_FIELDS if body.get(field)]
@@ -335,17 +294,22 @@ class _Metrics:
     """What /metrics shows beside vLLM's own."""
 
     def __init__(self) -> None:
-        self._resident = Gauge("lkv_contexts_resident", "Contexts in the workers' memory")
-        self._bytes = Gauge("lkv_context_bytes", "Bytes of k and v of contexts in the workers' memory")
-        self._queries = CounterMetric("lkv_context_queries", "How often a worker needed a context")
-        self._hits = CounterMetric("lkv_context_hits", "How often that context was in the worker's memory")
-        self._stored = Gauge("lkv_contexts_stored", "Contexts in the store")
-        self._store_bytes = Gauge("lkv_store_bytes", "Bytes of all files in the store")
-        self.texts_waiting = Gauge("lkv_texts_waiting", "Texts that wait or are being compressed")
-        self._compressions = CounterMetric("lkv_compressions", "Texts compressed, or not", ["outcome"])
-        self._seconds = Histogram("lkv_compression_seconds", "From request to stored context", buckets=_BUCKETS)
+        self.registry = registry = CollectorRegistry(auto_describe=True)
+        self._resident = Gauge("lkv_contexts_resident", "Contexts in the workers' memory", registry=registry)
+        self._bytes = Gauge("lkv_context_bytes", "Bytes of contexts in the workers' memory", registry=registry)
+        self._queries = CounterMetric("lkv_context_queries", "How often a worker needed a context", registry=registry)
+        self._hits = CounterMetric("lkv_context_hits", "How often it was in the worker's memory", registry=registry)
+        self._stored = Gauge("lkv_contexts_stored", "Contexts in the store", registry=registry)
+        self._store_bytes = Gauge("lkv_store_bytes", "Bytes of all files in the store", registry=registry)
+        self.texts_waiting = Gauge("lkv_texts_waiting", "Texts that wait or are being compressed", registry=registry)
+        self._compressions = CounterMetric(
+            "lkv_compressions", "Texts compressed, or not", ["outcome"], registry=registry
+        )
+        self._seconds = Histogram(
+            "lkv_compression_seconds", "From request to stored context", buckets=_BUCKETS, registry=registry
+        )
         self.requests = CounterMetric(
-            "lkv_context_requests", "Requests about contexts, by the HTTP status of their answers", ["code"]
+            "lkv_context_requests", "Requests about contexts, by their answers' status", ["code"], registry=registry
         )
         self._counts = Counter[str]()  # of the workers at the last call
         for outcome in ("succeeded", "failed"):  # a series from the start, as rates need
@@ -393,10 +357,12 @@ def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str
     plain = []
     for number, message in enumerate(messages):
         try:
-            plain.append(ChatMessage.model_validate(message).plain())
+            plain.append(Message.model_validate(message).plain())
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(map(str, ("messages", number, *problem["loc"])))
+            place, problem = first_problem(error)
             example = 'such as {"role": "user", "content": "..."}'
-            raise PromptError(f"{place}: {problem['msg']}; a message has a role and a text, {example}.") from None
-    return plain, encode_conversation(contexts.tokenizer, contexts.max_positions, plain, after_context=True)
+            raise PromptError(
+                f"messages.{number}.{place}: {problem}; a message has a role and a text, {example}."
+            ) from None
+    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, after_context=True)
+    return [{"role": message["role"], "content": message["content"]} for message in plain], ids

@@ -104,8 +104,9 @@ def _group_by_tokens(rows: list[Row]) -> list[list[Row]]:
 class FlashPages:
     """vLLM's KV cache of one layer for FlashAttention, [blocks, H, block size, 2 d]: each token's k, then its v."""
 
-    def __init__(self, kv_cache: Tensor, dim: int):
-        self.size = kv_cache.shape[2]
+    def __init__(self, kv_cache: Tensor, dim: int, version: int):
+        """`version`: of FlashAttention."""
+        self.size, self._version = kv_cache.shape[2], version
         self._keys, self._values = kv_cache.split(dim, -1)
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -114,7 +115,7 @@ class FlashPages:
         key, value = (x[blocks].transpose(0, 1).flatten(1, 2)[:, :length] for x in (self._keys, self._values))
         return key, value
 
-    def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float, version: int) -> Tensor:
+    def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
         """As `CPUPages.log_sum_exp`, from FlashAttention over the tokens of `batch` alone."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
@@ -137,7 +138,7 @@ class FlashPages:
             causal=True,
             block_table=tables,
             return_softmax_lse=True,
-            fa_version=version,
+            fa_version=self._version,
         )
         return lse
 

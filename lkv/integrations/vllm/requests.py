@@ -142,7 +142,7 @@ def compress(
     from vllm import SamplingParams
 
     contexts = front_contexts(llm.llm_engine.input_processor)
-    new_context = contexts.encode(text, retention, system, memory, protect)
+    new_context = contexts.encode(text, contexts.compression.for_text(retention, memory, system, protect))
     new_context.name = name
     stored = None
     with suppress(LkvError):  # none yet, or a damaged one, which is made anew
@@ -151,7 +151,7 @@ def compress(
     if stored is not None:
         return contexts.store.rename(stored, name).id
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
-    contexts.check_quota()
+    contexts.store.check_quota()
     contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
     while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from lkv.integrations.vllm.batch import BATCH_KEY, Batch
-from lkv.integrations.vllm.contexts import PluginSettings, VllmContexts, loaded_contexts
+from lkv.integrations.vllm.contexts import VllmContexts, loaded_contexts, plugin_settings
 from lkv.integrations.vllm.hooks import check_parameters, wrap_method
 
 _LOG = logging.getLogger("vllm.lkv")
@@ -62,7 +62,7 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     extra = config.additional_config
     if config.cache_config.kv_cache_memory_bytes is not None or not isinstance(extra, dict) or "lkv" not in extra:
         return available
-    reserved = PluginSettings.of(config).memory_bytes
+    reserved = plugin_settings(config).memory_bytes
     _LOG.info("%.2f GiB of the KV cache's memory are reserved for contexts", reserved / 2**30)
     return available - reserved
 

@@ -1,0 +1,110 @@
+"""What both servers have: the routes of contexts, the page, and one form for errors."""
+
+import asyncio
+import functools
+from importlib.resources import files
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive
+
+from lkv.errors import LkvError, PromptError
+from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
+from lkv.serving.store import ContextStore, StoredContext
+
+# Content Security Policy: same origin only, no framing.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; frame-ancestors 'none'"
+)
+_CONTEXT_METHODS = "contexts take GET and POST at /v1/contexts, GET and DELETE at /v1/contexts/ID"
+
+
+class ContextServer(Protocol):
+    """A server of contexts, as the routes use it."""
+
+    queue: JobQueue
+
+    @property
+    def body_limit(self) -> int:
+        """The largest request in bytes."""
+
+    async def open_store(self) -> ContextStore:
+        """Return the store. Raises LkvError where there can be none."""
+
+    async def create(self, body: ContextRequest) -> StoredContext | Job:
+        """Return the stored context of a text, or the job that makes it. Raises LkvError where there can be none."""
+
+    async def delete(self, name: str) -> None:
+        """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
+
+
+def add_context_routes(app: FastAPI, server: ContextServer) -> None:
+    """Add /v1/contexts, and the page on which contexts are made and asked."""
+
+    @app.post("/v1/contexts", status_code=202)
+    async def create(request: Request) -> JSONResponse:
+        data = await read_body(request.receive, server.body_limit)
+        kind = request.headers.get("content-type", "")
+        context = await server.create(await asyncio.to_thread(parse_context, data, kind, request.url.query))
+        return JSONResponse(context.as_object(), 200 if isinstance(context, StoredContext) else 202)
+
+    @app.get("/v1/contexts")
+    async def list_contexts() -> dict[str, Any]:
+        contexts = await asyncio.to_thread(server.queue.list_contexts, await server.open_store())
+        return {"object": "list", "data": [context.as_object() for context in contexts]}
+
+    @app.get("/v1/contexts/{name}")
+    async def describe(name: str) -> dict[str, Any]:
+        return (await asyncio.to_thread(server.queue.find, name, await server.open_store())).as_object()
+
+    @app.delete("/v1/contexts/{name}")
+    async def delete(name: str) -> dict[str, Any]:
+        await server.delete(name)
+        return {"object": "context", "id": name, "deleted": True}
+
+    @app.get("/")
+    async def root() -> HTMLResponse:
+        return page_response()
+
+
+def add_error_handlers(app: FastAPI, other_routes: str = "") -> None:
+    """Give all errors the form that OpenAI's clients read, one sentence each; unknown paths name `other_routes`."""
+
+    @app.exception_handler(LkvError)
+    async def lkv_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, LkvError)
+        return error_response(error)
+
+    # Not FastAPI's HTTPException, which vLLM's own routes raise and vLLM answers.
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        advice = _CONTEXT_METHODS if path.startswith("/v1/contexts") else other_routes
+        message = f"{request.method} {path}: {error.detail}{advice and '; '}{advice}."
+        return JSONResponse(error_object(message, "invalid_request_error"), error.status_code, error.headers)
+
+
+@functools.cache
+def page_response() -> HTMLResponse:
+    """Return the page, with what browsers may do on it."""
+    text = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+
+
+async def read_body(receive: Receive, limit: int) -> bytes:
+    """Return a request's body. Raises TooLargeError beyond `limit` bytes, PromptError where the client has gone."""
+    parts, size, has_more = [], 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise PromptError("the client has gone.")
+        parts.append(message.get("body", b""))
+        size, has_more = size + len(parts[-1]), message.get("more_body", False)
+        if size > limit:
+            raise TooLargeError(f"the request is larger than {limit:,} bytes; send a shorter text.")
+    return b"".join(parts)
