@@ -1,7 +1,7 @@
 """What clients send, checked once, and what they get, in the forms of OpenAI's API."""
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
@@ -113,19 +114,23 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One turn of a chat; its content is a text or a list of texts, or null beside tool calls."""
+    """One turn of a chat; its content is a text or a list of texts, or missing beside tool calls."""
 
     role: Role
-    content: StrictStr | Parts | None
+    content: StrictStr | Parts | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     function_call: Any = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "content is missing, which only a message with tool_calls may lack")
+        return self
 
     def plain(self) -> dict[str, Any]:
         """Return role, text and tool calls, as chat templates read them. Raises PromptError for other content."""
         if self.function_call:
             raise PromptError("a message holds function_call, which this server does not offer; leave it out.")
-        if self.content is None and not self.tool_calls:
-            raise PromptError("a message holds no content, which only one with tool_calls may; send text.")
         parts = self.content or ""
         if not isinstance(parts, str):
             texts = [part.get("text") for part in parts if part.get("type") == "text"]

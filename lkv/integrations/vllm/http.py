@@ -361,8 +361,7 @@ def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str
         except ValidationError as error:
             place, problem = first_problem(error)
             example = 'such as {"role": "user", "content": "..."}'
-            raise PromptError(
-                f"messages.{number}.{place}: {problem}; a message has a role and a text, {example}."
-            ) from None
+            where = f"messages.{number}.{place}".rstrip(".")
+            raise PromptError(f"{where}: {problem}; a message has a role and a text, {example}.") from None
     ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, after_context=True)
     return [{"role": message["role"], "content": message["content"]} for message in plain], ids
