@@ -15,7 +15,7 @@ from experiments.report.profile_table import ProfileResults
 from experiments.report.results_frame import DEFAULT_RETENTION, MEMORY
 from experiments.report.tables import MEASURED, PUBLISHED, Table
 from lkv.errors import ReportError
-from lkv.methods.registry import METHODS, find_method
+from lkv.methods.registry import COMPENSATION, find_method
 from lkv.utils import files
 from lkv.utils.extras import optional_import
 
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LKV_COLOUR = METHODS["lkv"].colour
+LKV_COLOUR = "#D55E00"
+# Markers and colours of methods; without a colour they are grey. The palette is Okabe and Ito's, which the colour-blind
+# can tell apart.
+_LOOKS = {
+    "lkv": ("o", LKV_COLOUR), "lkv-t": ("p",), "snapkv": ("s", "#0072B2"), "pyramidkv": ("^",),
+    "adakv-snapkv": ("v", "#56B4E9"), "adakv-expected": ("d",), "expected": ("X",), "duo": ("P",),
+    "pyramidkv-kvpress": ("^",), "duo-kvpress": ("P",), "expected-e2": ("X",), "adakv-expected-e2": ("d",),
+    "kvzip": ("D", "#009E73"), "criticalkv": (">",), "h2o": ("<",), "observed-attention": ("h",), "tova": ("H",),
+    "streaming-llm": ("8",), "knorm": ("*",), "keydiff": ("X", "#CC79A7"), "random": ("x",), "lkv-h+snapkv": ("1",),
+    "lkv-h+expected": ("^", "#E69F00"), "ada+lkv-t": ("2",), "lkv-h+kvzip": ("p", "#7A3E9D"),
+}  # fmt: skip
 _POLICIES = ((LKV_COLOUR, "o"), ("#8C3D00", "s"), ("#F0A06A", "D"), ("#5E2A00", "^"))  # LKV under several policies
 _COMPENSATED = "-."
 _MAX_COLOURS = 6  # curves that can be told apart by colour
@@ -46,7 +56,7 @@ class Style(NamedTuple):
 def method_styles(methods: Sequence[str]) -> dict[str, Style]:
     """A style for each method, no two alike, and the same in every figure where the methods are.
 
-    The full cache is black and LKV thick; the others look as the registry has them, dash-dotted with compensation.
+    The full cache is black and LKV thick; the others as `_LOOKS` has them, dash-dotted with compensation.
     Beyond six colours the later ones are grey. Methods of one look, or of none, differ by grey and marker.
     """
     styles: dict[str, Style] = {}
@@ -62,10 +72,11 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
             continue
         style, entry = free[0], find_method(method)
         if entry:
-            coloured += entry.colour not in _GREYS
-            colour = entry.colour if coloured <= _MAX_COLOURS else _GREYS[0]
+            marker, colour = (*_LOOKS.get(entry.canonical.removesuffix(COMPENSATION), (".",)), _GREYS[0])[:2]
+            coloured += colour not in _GREYS
+            colour = colour if coloured <= _MAX_COLOURS else _GREYS[0]
             line = _COMPENSATED if entry.compensation else "-"
-            style = Style(colour, entry.marker, 1.4, 2 if colour in _GREYS else 3, line)
+            style = Style(colour, marker, 1.4, 2 if colour in _GREYS else 3, line)
         looks = (style if entry else free[0], *(look._replace(line=style.line) for look in free))
         styles[method] = next((look for look in looks if look not in styles.values()), style)
     return styles

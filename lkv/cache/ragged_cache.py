@@ -16,7 +16,7 @@ from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import check_attended, check_pass
 from lkv.cache.quantization import check_width
-from lkv.errors import CacheError, RetentionError
+from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_layers import OtherLayer, SlidingWindowLayer
@@ -110,15 +110,10 @@ class RaggedCache(BaseCache):
         pattern: list[list[float]] | None = None,
         compression_ratio: None = None,
     ):
-        if compression_ratio is not None:
-            raise RetentionError(
-                "RaggedCache has no option compression_ratio: it takes the share to keep; instead of "
-                "compression_ratio=0.85 give retention=0.15."
-            )
         request = CompressionRequest(
             retention=retention, method=method, policy=policy, budget_tokens=budget_tokens, memory=memory, slack=slack,
             prompt_tokens=prompt_tokens, streaming=streaming, decode_eviction=decode_eviction, bits=bits,
-            pattern=pattern,
+            pattern=pattern, compression_ratio=compression_ratio,
         )  # fmt: skip
         self._build(model, CacheConfig.resolve(request, model))
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lkv.cache.cache_config import CacheConfig
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
+from lkv.methods.request import CompressionRequest
 from lkv.utils.overrides import override_method
 
 
@@ -49,12 +51,12 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         CacheError: For `prompt_tokens`, and in the block for `use_cache=False`.
         LkvError: As RaggedCache raises for its arguments.
     """
-    if "prompt_tokens" in options:
+    if unfit := sorted(options.keys() & {"prompt_tokens", "chunk", "protected"}):
         raise CacheError(
-            "prompt_tokens follows from each prompt here; leave it out, or pass a RaggedCache to generate."
+            f"{', '.join(unfit)} follows from each prompt here; leave it out, or pass a RaggedCache to generate."
         )
     # A policy is read once, and wrong options are refused before a prompt is. Streaming requires a length, here any.
-    config = RaggedCache(model, prompt_tokens=1, **options).config
+    config = CacheConfig.resolve(CompressionRequest(prompt_tokens=1, **options), model)
     compression, generate = PrefillCompression(), model.generate
 
     @wraps(generate)  # whose signature says which options there are

@@ -20,7 +20,7 @@ from lkv.methods.base import tier_counts
 from lkv.methods.budgets import Budget
 from lkv.methods.registry import method_label, parse_method
 from lkv.methods.request import CompressionRequest
-from lkv.methods.targets import BASIS_BITS, NORM_BITS, UNQUANTIZED, Precision
+from lkv.methods.targets import UNQUANTIZED, KVShape, Precision
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_context
 
@@ -40,15 +40,11 @@ class InspectionResult:
     precisions: tuple[Precision, ...]  # [P], best first
     layers: int  # L
     heads: int  # H
-    channels: tuple[int, int]  # of k and of v of one token in one head
-    itemsize: int  # bytes of a value in the model's dtype
+    shape: KVShape
 
     def entry_bytes(self, precision: Precision = UNQUANTIZED) -> float:
         """Bytes of one token in one head."""
-        if not precision.is_quantized:
-            return sum(self.channels) * self.itemsize
-        bits = precision.key_bits * self.channels[0] + precision.value_bits * self.channels[1] + 2 * NORM_BITS
-        return bits / 8
+        return self.shape.entry_bits(precision) / 8
 
 
 @torch.no_grad()
@@ -103,8 +99,7 @@ def inspect_text(
         precisions=precisions,
         layers=len(prompt),
         heads=first.key.shape[1],
-        channels=(first.key.shape[-1], first.value.shape[-1]),
-        itemsize=first.key.element_size(),
+        shape=KVShape(len(prompt) * first.key.shape[1], first.key.shape[-1], first.key.element_size()),
     )
 
 
@@ -179,7 +174,7 @@ def render_page(
         "budget": "memory" if result.by_memory else "retention",
         "shares": result.shares,
         "entryBytes": result.entry_bytes(),
-        "basisBytes": result.layers * result.heads * result.channels[0] * BASIS_BITS / 8,
+        "basisBytes": result.shape.heads * result.shape.basis_bits / 8,
         "tiers": [
             {"name": _precision_name(each), "bytes": result.entry_bytes(each), "coded": each.is_quantized}
             for each in result.precisions

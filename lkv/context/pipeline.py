@@ -16,12 +16,8 @@ from lkv.methods.request import CompressionRequest
 
 TASK = "lkv-text-generation"
 # What `compress` takes; of options that it refuses it says why.
-_COMPRESSION = {field.name for field in fields(CompressionRequest)} | {
-    "system",
-    "protect",
-    "progress",
-    "compression_ratio",
-}
+_COMPRESSION = {*(field.name for field in fields(CompressionRequest)), "compression_ratio"}
+_COMPRESSION |= {"system", "protect", "progress"}
 
 
 class ContextQuestionPipeline(Pipeline):

@@ -1,4 +1,4 @@
-"""Methods by name: which budget, which selector, whose paper, and how tables and figures show them.
+"""Methods by name: which budget, which selector, whose paper.
 
 A method is a *budget* (how many tokens a KV head keeps) with a *selector* (which tokens). `METHODS` lists the named
 ones; any other combination is written "BUDGET+SELECTOR". "METHOD+compensation" adds least-squares compensation
@@ -24,7 +24,6 @@ from lkv.errors import LkvError
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
 COMPENSATION = "+compensation"
-_GREY = "#7F7F7F"
 _KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name or title of ours is the same
     "adakv": "adakv-snapkv",
     "adakvexpectedattention": "adakv-expected",
@@ -72,11 +71,9 @@ class MethodSpec:
     paper: str = ""
     link: str = ""
     title: str = ""  # in tables and figures, where it is not made up of the components' labels
-    colour: str = _GREY
-    marker: str = "."
     compensation: bool = False
     policy_name: str = ""  # NAME of "METHOD@NAME"
-    canonical: str = ""  # the shortest name of the same method, without "@NAME"
+    canonical: str = ""  # the shortest name of the same method, without "@NAME", where `parse_method` made it
 
     @property
     def components(self) -> tuple[Component, Component]:
@@ -134,54 +131,42 @@ class MethodSpec:
         return self.components[1].build(inputs)
 
 
-# Colours are Okabe and Ito's palette, which the colour-blind can tell apart; methods without a colour are grey.
-# Name, budget, selector, paper, its arXiv number, title, marker, colour.
-_NAMED: tuple[tuple[str, ...], ...] = (
-    ("lkv", "lkv-h", "lkv-t", "LKV", "", "LKV", "o", "#D55E00"),
-    ("lkv-t", "uniform", "lkv-t", "LKV, ablation", "", "LKV-T, uniform budgets", "p"),
-    ("snapkv", "uniform", "snapkv", "Li et al. 2024", "2404.14469", "SnapKV", "s", "#0072B2"),
-    ("pyramidkv", "pyramid", "snapkv", "Cai et al. 2024", "2406.02069", "PyramidKV", "^"),
-    ("adakv-snapkv", "ada", "snapkv", "Feng et al. 2024", "2407.11550", "Ada-SnapKV", "v", "#56B4E9"),
+# Name, budget, selector, paper, its arXiv number, title.
+_NAMED = (
+    ("lkv", "lkv-h", "lkv-t", "LKV", "", "LKV"),
+    ("lkv-t", "uniform", "lkv-t", "LKV, ablation", "", "LKV-T, uniform budgets"),
+    ("snapkv", "uniform", "snapkv", "Li et al. 2024", "2404.14469", "SnapKV"),
+    ("pyramidkv", "pyramid", "snapkv", "Cai et al. 2024", "2406.02069", "PyramidKV"),
+    ("adakv-snapkv", "ada", "snapkv", "Feng et al. 2024", "2407.11550", "Ada-SnapKV"),
     ("adakv-expected", "ada", "expected", "Feng et al. 2024, Devoto et al. 2025", "2407.11550",
-     "Ada-Expected Attention", "d"),
-    ("expected", "uniform", "expected", "Devoto et al. 2025", "2510.00636", "Expected Attention", "X"),
-    ("duo", "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", "2410.10819", "DuoAttention", "P"),
+     "Ada-Expected Attention"),
+    ("expected", "uniform", "expected", "Devoto et al. 2025", "2510.00636", "Expected Attention"),
+    ("duo", "duo", "duo-window", "Xiao et al. 2024 (DuoAttention)", "2410.10819", "DuoAttention"),
     ("pyramidkv-kvpress", "pyramid-kvpress", "snapkv", "Cai et al. 2024, as kvpress has it", "2406.02069",
-     "PyramidKV (kvpress)", "^"),
+     "PyramidKV (kvpress)"),
     ("duo-kvpress", "duo-heads", "duo-window", "Xiao et al. 2024, as kvpress has it", "2410.10819",
-     "DuoAttention (kvpress)", "P"),
+     "DuoAttention (kvpress)"),
     ("expected-e2", "uniform", "expected-e2", "Devoto et al. 2025, epsilon of their evaluations", "2510.00636",
-     "Expected Attention, epsilon 0.01", "X"),
+     "Expected Attention, epsilon 0.01"),
     ("adakv-expected-e2", "ada", "expected-e2", "Devoto et al. 2025, as they evaluate it", "2510.00636",
-     "Ada-Expected Attention, epsilon 0.01", "d"),
-    ("kvzip", "global", "kvzip", "Kim et al. 2025", "2505.23416", "KVzip (two passes)", "D", "#009E73"),
-    ("criticalkv", "uniform", "critical-snapkv", "Feng et al. 2025", "2502.03805", "CriticalKV", ">"),
-    ("h2o", "uniform", "h2o", "Zhang et al. 2023", "2306.14048", "H2O", "<"),
-    ("observed-attention", "uniform", "observed", "H2O as kvpress has it", "2306.14048", "Observed Attention", "h"),
-    ("tova", "uniform", "tova", "Oren et al. 2024", "2401.06104", "TOVA", "H"),
-    ("streaming-llm", "uniform", "streaming-llm", "Xiao et al. 2023", "2309.17453", "StreamingLLM", "8"),
-    ("knorm", "uniform", "knorm", "Devoto et al. 2024", "2406.11430", "Knorm", "*"),
-    ("keydiff", "uniform", "keydiff", "Park et al. 2025", "2504.15364", "KeyDiff", "X", "#CC79A7"),
-    ("random", "uniform", "random", "", "", "Random", "x"),
-    ("lkv-h+snapkv", "lkv-h", "snapkv", "LKV, ablation", "", "SnapKV, LKV-H budgets", "1"),
-    ("lkv-h+expected", "lkv-h", "expected", "LKV, ablation", "", "Expected Attention, LKV-H budgets", "^", "#E69F00"),
-    ("ada+lkv-t", "ada", "lkv-t", "LKV, ablation", "", "LKV-T, AdaKV budgets", "2"),
-    ("lkv-h+kvzip", "lkv-h", "kvzip", "KVzip's scores under learned budgets", "", "KVzip, LKV-H budgets", "p",
-     "#7A3E9D"),
+     "Ada-Expected Attention, epsilon 0.01"),
+    ("kvzip", "global", "kvzip", "Kim et al. 2025", "2505.23416", "KVzip (two passes)"),
+    ("criticalkv", "uniform", "critical-snapkv", "Feng et al. 2025", "2502.03805", "CriticalKV"),
+    ("h2o", "uniform", "h2o", "Zhang et al. 2023", "2306.14048", "H2O"),
+    ("observed-attention", "uniform", "observed", "H2O as kvpress has it", "2306.14048", "Observed Attention"),
+    ("tova", "uniform", "tova", "Oren et al. 2024", "2401.06104", "TOVA"),
+    ("streaming-llm", "uniform", "streaming-llm", "Xiao et al. 2023", "2309.17453", "StreamingLLM"),
+    ("knorm", "uniform", "knorm", "Devoto et al. 2024", "2406.11430", "Knorm"),
+    ("keydiff", "uniform", "keydiff", "Park et al. 2025", "2504.15364", "KeyDiff"),
+    ("random", "uniform", "random", "", "", "Random"),
+    ("lkv-h+snapkv", "lkv-h", "snapkv", "LKV, ablation", "", "SnapKV, LKV-H budgets"),
+    ("lkv-h+expected", "lkv-h", "expected", "LKV, ablation", "", "Expected Attention, LKV-H budgets"),
+    ("ada+lkv-t", "ada", "lkv-t", "LKV, ablation", "", "LKV-T, AdaKV budgets"),
+    ("lkv-h+kvzip", "lkv-h", "kvzip", "KVzip's scores under learned budgets", "", "KVzip, LKV-H budgets"),
 )  # fmt: skip
 METHODS = {
-    name: MethodSpec(
-        name,
-        budget,
-        selector,
-        paper,
-        arxiv and f"https://arxiv.org/abs/{arxiv}",
-        title,
-        colour[0] if colour else _GREY,
-        marker,
-        canonical=name,
-    )
-    for name, budget, selector, paper, arxiv, title, marker, *colour in _NAMED
+    name: MethodSpec(name, budget, selector, paper, arxiv and f"https://arxiv.org/abs/{arxiv}", title)
+    for name, budget, selector, paper, arxiv, title in _NAMED
 }
 _BUDGETS: dict[str, Component] = {}
 _SELECTORS: dict[str, Component] = {}
@@ -216,11 +201,11 @@ def _register(
             name,
             description,
             label,
-            partial(cls.from_inputs, **options),
-            tuple(need for need in needs if needs[need]),
-            variant,
-            getattr(cls, "compares_heads", False),
-            getattr(cls, "refines", False),
+            build=partial(cls.from_inputs, **options),
+            needs=tuple(need for need, is_needed in needs.items() if is_needed),
+            variant=variant,
+            compares_heads=getattr(cls, "compares_heads", False),
+            refines=getattr(cls, "refines", False),
         )
         return cls
 
@@ -241,8 +226,6 @@ def register_method(
     label: str = "",
     paper: str = "",
     link: str = "",
-    colour: str = _GREY,
-    marker: str = ".",
 ) -> None:
     """Register a method by name: for `lkv methods`, `lkv eval`, `RaggedCache`, `compress` and tables.
 
@@ -256,8 +239,6 @@ def register_method(
         label: the name in tables and figures.
         paper: authors and year.
         link: the paper's address.
-        colour: of its curve in figures.
-        marker: of its curve in figures, as matplotlib names it.
 
     Raises:
         LkvError: If the name is taken, or a component does not exist.
@@ -272,18 +253,18 @@ def register_method(
             "or register it only once."
         )
     _import_components()
-    for kind, component, registry in (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS)):
-        if callable(component) and name in registry:
+    parts = (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS))
+    for kind, part, registry in parts:
+        if callable(part) and name in registry:
             raise LkvError(f"there is a {kind} {name!r} already; give the method another name.")
-        if not callable(component) and component not in registry:
-            raise LkvError(f"there is no {kind} {component!r}; give one of {_listed(registry)}, or a callable.")
-    names: list[str] = []
-    for component, registry in ((budget, _BUDGETS), (selector, _SELECTORS)):
-        if callable(component):
-            line = description or (component.__doc__ or name).strip().splitlines()[0]
-            registry[name] = Component(name, line, label or name, component, needs)
-        names.append(name if callable(component) else component)
-    METHODS[name] = MethodSpec(name, names[0], names[1], paper, link, label or name, colour, marker, canonical=name)
+        if not callable(part) and part not in registry:
+            raise LkvError(f"there is no {kind} {part!r}; give one of {_listed(registry)}, or a callable.")
+    for _, part, registry in parts:
+        if callable(part):
+            line = description or (part.__doc__ or name).strip().splitlines()[0]
+            registry[name] = Component(name, line, label or name, part, needs)
+    budget_name, selector_name = (name if callable(part) else part for _, part, _ in parts)
+    METHODS[name] = MethodSpec(name, budget_name, selector_name, paper, link, label or name)
 
 
 def load_plugins() -> None:
@@ -353,7 +334,7 @@ def parse_method(name: str) -> MethodSpec:
     pair = plain.removesuffix(COMPENSATION)
     compensation = pair != plain
     spec = METHODS.get(pair) or _combination(pair)
-    canonical = spec.canonical + COMPENSATION * compensation
+    canonical = spec.name + COMPENSATION * compensation
     return replace(spec, name=name, compensation=compensation, policy_name=policy_name, canonical=canonical)
 
 
@@ -392,7 +373,7 @@ def _combination(name: str) -> MethodSpec:
             f"the selector {selector!r} ranks the tokens of each head separately, but under the budget {budget!r} "
             f"heads compete by their scores; use it with one of {fitting}."
         )
-    return MethodSpec(name, budget, selector, canonical=f"{budget}+{selector}")
+    return MethodSpec(name, budget, selector)
 
 
 def _unknown(name: str) -> str:

@@ -1,7 +1,7 @@
 """`CompressionRequest`: what to keep of a prompt, how and where, checked once and passed on from every entry point."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any, Self
 
 from lkv.errors import BudgetError, CacheError, PolicyFileError, PromptError, RetentionError
@@ -12,7 +12,6 @@ from lkv.policy.policy import Policy
 
 MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
 _NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out, or use 'duo'."
-_RATIO = "the share to remove; give the share to keep: instead of compression_ratio=0.85 give retention=0.15."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,8 @@ class CompressionRequest:
         protected: Positions of tokens that every head keeps, within the budget.
 
     Raises:
-        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given, or `memory` and `bits`.
+        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given, `memory` and `bits`, or kvpress's
+            `compression_ratio`.
         BudgetError: For a pattern that the method does not read.
         PolicyFileError: For a policy of another type.
         PromptError: For a `chunk` that is no number of tokens, or `streaming` without one.
@@ -56,16 +56,15 @@ class CompressionRequest:
     streaming: bool = False
     decode_eviction: bool = False
     protected: tuple[int, ...] = ()
+    compression_ratio: InitVar[None] = None
 
     @classmethod
     def of_text(cls, options: dict[str, Any]) -> Self:
         """Make the request of `lkv.compress` from its options. Raises CacheError and PromptError for unknown ones."""
         if "prompt_tokens" in options:
             raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
-        if "compression_ratio" in options:
-            raise CacheError(f"compress has no option compression_ratio, {_RATIO}")
         names = [field.name for field in fields(cls) if field.name not in ("prompt_tokens", "protected")]
-        if unknown := sorted(options.keys() - {*names, "protected"}):
+        if unknown := sorted(options.keys() - {*names, "protected", "compression_ratio"}):
             raise CacheError(f"compress has no option {', '.join(unknown)}; it takes {', '.join(names)}, protect.")
         request = cls(**options)
         if request.streaming and request.chunk is None:
@@ -74,7 +73,12 @@ class CompressionRequest:
             )
         return request
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, compression_ratio: float | None) -> None:
+        if compression_ratio is not None:
+            raise RetentionError(
+                "compression_ratio is the share to remove; give the share to keep: instead of compression_ratio=0.85 "
+                "give retention=0.15."
+            )
         if not isinstance(self.method, str | Method):
             raise CacheError(
                 f"method is {self.method!r}; give a name that `lkv methods` lists or a Method of your own, and the "
@@ -95,6 +99,11 @@ class CompressionRequest:
             raise RetentionError(
                 "memory says how much to keep and in which precision: give it without retention, budget_tokens and "
                 "bits."
+            )
+        if self.retention is not None and self.budget_tokens is not None:
+            raise RetentionError(
+                f"retention {self.retention!r} and budget_tokens {self.budget_tokens!r} both say how much to keep; "
+                "give one of them."
             )
         for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
             if not isinstance(flag, bool):

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lkv.errors import BudgetError, CacheError, LkvError
+from lkv.errors import DEFAULT_RETENTION, BudgetError, CacheError
 from lkv.hf.attention import patch_attention
-from lkv.methods.base import INPUT_SOURCES, MethodInputs, TierBudget
+from lkv.methods.base import MethodInputs, TierBudget
 from lkv.methods.budgets import check_table
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION, MethodSpec, parse_method
@@ -48,39 +48,29 @@ def resolve_method(
         raise CacheError(
             f"{request.method!r} reads the text a second time: use lkv.compress(..., method={request.method!r})."
         )
-    if request.memory is not None and model is None:
-        raise LkvError(f"memory needs a model; give {INPUT_SOURCES['model']}.")
     protected = tuple(sorted(set(request.protected)))
-    target = RetentionTarget.from_arguments(request.retention, request.budget_tokens, len(protected))
-    inputs = _method_inputs(spec, request, target, model, tokenizer)
+    retention = DEFAULT_RETENTION if request.retention is None else request.retention
+    target = RetentionTarget(retention, request.budget_tokens, len(protected))
+    inputs = MethodInputs(target, pattern=request.pattern, model=model, tokenizer=tokenizer)
+    if model is None:
+        learned = request.policy if isinstance(request.policy, Policy) and spec.needs_policy else None
+        inputs = replace(inputs, policy=learned)
+    else:
+        patched = patch_attention(model)
+        layers, heads = patched.spec.layers, patched.spec.kv_heads
+        learned = resolve_policy(model, request.policy).on(model.device) if spec.needs_policy else None
+        if request.pattern is not None:
+            check_table(request.pattern, layers, heads, "the pattern of retrieval heads")
+        inputs = replace(inputs, policy=learned, heads=patched.heads, layers=layers)
     tiers: tuple[TierBudget, ...] = ()
     if request.memory is None:
         budget = spec.build_budget(inputs)
     else:
-        table = tier_table or tier_table_of(inputs.policy)
+        table = tier_table or tier_table_of(learned)
         tiers = build_tiers(spec, inputs, MemoryTarget.parse(request.memory), table, request.decode_eviction)
         budget, target = tiers[-1].budget, tiers[-1].target or target
     selector = spec.build_selector(inputs)
-    return Method(spec.name, budget, selector, target, inputs.policy, spec.compensation, tiers, protected)
-
-
-def _method_inputs(
-    spec: MethodSpec,
-    request: CompressionRequest,
-    target: RetentionTarget,
-    model: "PreTrainedModel | None",
-    tokenizer: "PreTrainedTokenizerBase | None",
-) -> MethodInputs:
-    """Return what the budget and the selector of `spec` are built from; arguments as in `resolve_method`."""
-    policy, pattern = request.policy, request.pattern
-    if model is None:
-        learned = policy if isinstance(policy, Policy) and spec.needs_policy else None
-        return MethodInputs(target, learned, pattern=pattern, tokenizer=tokenizer)
-    patched = patch_attention(model)
-    learned = resolve_policy(model, policy).on(model.device) if spec.needs_policy else None
-    if pattern is not None:
-        check_table(pattern, patched.spec.layers, patched.spec.kv_heads, "the pattern of retrieval heads")
-    return MethodInputs(target, learned, patched.heads, model, patched.spec.layers, pattern, tokenizer)
+    return Method(spec.name, budget, selector, target, learned, spec.compensation, tiers, protected)
 
 
 def tier_table_of(policy: Policy | None) -> TierTable:
@@ -92,21 +82,30 @@ def tier_table_of(policy: Policy | None) -> TierTable:
 def build_tiers(
     spec: MethodSpec, inputs: MethodInputs, memory: MemoryTarget, table: TierTable, stores_scores: bool = False
 ) -> tuple[TierBudget, ...]:
-    """The tiers of a method within a memory budget, best first, for the model of `inputs`.
+    """Build the tiers of a method within a memory budget, best first.
 
-    `stores_scores`: whether scores are stored with the
-    entries, which takes memory, too. Raises BudgetError for a budget that may keep more than its target.
+    Args:
+        spec: The method.
+        inputs: What its budget is built from; the model must be among them.
+        memory: The memory budget.
+        table: How it is spent on precisions.
+        stores_scores: Whether scores are stored with the entries, which takes memory, too.
+
+    Raises:
+        BudgetError: For a budget that may keep more than its target.
+        LkvError: If something is missing that the budget needs.
     """
-    patched, model = patch_attention(inputs.require("model")), inputs.model
-    heads, width = len(range(patched.spec.kv_heads)[inputs.heads]), patched.spec.head_dim
-    shape = KVShape(patched.spec.layers * heads, width, width, model.dtype.itemsize, SCORE_BITS * stores_scores)
+    model = inputs.require("model")
+    patched = patch_attention(model)
+    heads = patched.spec.layers * len(range(patched.spec.kv_heads)[inputs.heads])
+    shape = KVShape(heads, patched.spec.head_dim, model.dtype.itemsize, SCORE_BITS * stores_scores)
     targets = [
         TierTarget(memory=memory, shape=shape, table=table, precision=each, protected=inputs.target.protected)
         for each in table.precisions
     ]
     budgets = [spec.build_budget(replace(inputs, target=target)) for target in targets]
     if exact_name := budgets[0].exact_name:
-        exact = parse_method(f"{exact_name}+{spec.selector}{COMPENSATION if spec.compensation else ''}").canonical
+        exact = parse_method(f"{exact_name}+{spec.selector}{COMPENSATION * spec.compensation}").canonical
         raise BudgetError(f"{spec.name!r} may keep more than memory allows; use {exact!r}, or give a retention.")
     pairs = zip(targets, budgets, strict=True)
     return tuple(TierBudget(target.precision, budget, target) for target, budget in pairs)

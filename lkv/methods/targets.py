@@ -7,7 +7,7 @@ one, too.
 
 import itertools
 import re
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ NORM_BITS = 16  # of an entry's k, and of its v
 BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
 SCORE_BITS = 64  # of an entry's score and position, where entries are evicted later
 _BYTE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MEMORY_TEXT = re.compile(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*")
 _MEMORY_HELP = "give a share of the full cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
 
 
@@ -40,15 +41,6 @@ class RetentionTarget:
         object.__setattr__(self, "retention", check_retention(self.retention))
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
-
-    @classmethod
-    def from_arguments(cls, retention: float | None, tokens: int | None, protected: int = 0) -> "RetentionTarget":
-        """The target of a caller who may give one of the two. Raises RetentionError for both, or for bad numbers."""
-        if retention is not None and tokens is not None:
-            raise RetentionError(
-                f"retention {retention!r} and budget_tokens {tokens!r} both say how much to keep; give one of them."
-            )
-        return cls(cls.retention if retention is None else retention, tokens, protected)
 
     def share(self, tokens: int) -> float:
         """The fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
@@ -83,15 +75,13 @@ class MemoryTarget:
     @classmethod
     def parse(cls, value: float | int | str) -> "MemoryTarget":
         """Read 0.1, "10%", 200_000_000 or "200MB". Raises RetentionError for anything else."""
-        number: float | None = None if isinstance(value, bool | str) or not isinstance(value, int | float) else value
+        number: float | None = None
         unit = None
-        if isinstance(value, str) and (
-            match := re.fullmatch(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*", value.lower())
-        ):
-            try:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            number = value
+        elif isinstance(value, str) and (match := _MEMORY_TEXT.fullmatch(value.lower())):
+            with suppress(ValueError):
                 number = float(match[1]) / 100 if match[2] else float(match[1]) * _BYTE_UNITS[match[3] or ""]
-            except ValueError:
-                number = None
             unit = "%" if match[2] else (match[3] or "") + match[4]
         if number is None or not number > 0:
             raise RetentionError(f"memory is {value!r}; {_MEMORY_HELP}.")
@@ -128,6 +118,7 @@ class Precision:
 
 
 UNQUANTIZED = Precision(16, 16)
+TierRow = tuple[tuple[Precision, float], ...]  # precisions, best first, and the share of the bytes that each gets
 
 
 @dataclass(frozen=True)
@@ -135,11 +126,10 @@ class TierTable:
     """How bytes are best spent on precisions, at each size of budget.
 
     Attributes:
-        rows: For a number of bits a value (of all k and v of a text) and more: precisions, best first, and the share of
-            the bytes that each gets. In order of the first number.
+        rows: How to spend a number of bits a value (of all k and v of a text) and more, in order of that number.
     """
 
-    rows: tuple[tuple[float, tuple[tuple[Precision, float], ...]], ...]
+    rows: tuple[tuple[float, TierRow], ...]
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -147,7 +137,7 @@ class TierTable:
         named = {precision for _, row in self.rows for precision, _ in row} | {UNQUANTIZED}
         return tuple(sorted(named, key=lambda precision: (-precision.key_bits, -precision.value_bits)))
 
-    def row(self, bits: float) -> tuple[tuple[Precision, float], ...]:
+    def row(self, bits: float) -> TierRow:
         """How to spend `bits` a value."""
         fitting = [row for least, row in self.rows if least <= bits]
         return fitting[-1] if fitting else self.rows[0][1]
@@ -178,12 +168,11 @@ class TierTable:
         return table
 
 
-def _is_row(row: tuple[tuple[Precision, float], ...]) -> bool:
+def _is_row(row: TierRow) -> bool:
     """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
     bits = [(each.key_bits, each.value_bits) for each, _ in row]
-    are_bits = all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
     return (
-        are_bits
+        all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
         and 0 < len(bits) <= 2
         and bits == sorted(set(bits), reverse=True)
         and all(share > 0 for _, share in row)
@@ -206,24 +195,26 @@ class KVShape:
 
     Attributes:
         heads: KV heads of all layers that are evicted from, in this process.
-        width: Channels of k.
-        value_width: Channels of v.
+        head_dim: Channels of k, and of v.
         itemsize: Bytes of a value in the model's dtype.
         extra_bits: What each entry takes in addition to k and v.
     """
 
     heads: int
-    width: int
-    value_width: int
+    head_dim: int
     itemsize: int
     extra_bits: int = 0
 
-    def entry_bits(self, precision: Precision) -> int:
+    def entry_bits(self, precision: Precision = UNQUANTIZED) -> int:
         """Bits of one entry of one head."""
         if not precision.is_quantized:
-            return 8 * self.itemsize * (self.width + self.value_width) + self.extra_bits
-        bits = precision.key_bits * self.width + precision.value_bits * self.value_width
-        return bits + 2 * NORM_BITS + self.extra_bits
+            return 16 * self.itemsize * self.head_dim + self.extra_bits
+        return (precision.key_bits + precision.value_bits) * self.head_dim + 2 * NORM_BITS + self.extra_bits
+
+    @property
+    def basis_bits(self) -> int:
+        """Bits that a head's quantised entries take together, in addition to those of each."""
+        return BASIS_BITS * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +264,11 @@ class TierTarget(RetentionTarget):
 
     def _bits(self, tokens: int) -> float | None:
         """Bits of one head's entries, without the basis of its k; None where all fit as the model computes them."""
-        shape, values = self.shape, self.shape.width + self.shape.value_width
-        full = 8 * shape.itemsize * values * max(1, tokens + self.protected)
+        shape = self.shape
+        full = 16 * shape.itemsize * shape.head_dim * max(1, tokens + self.protected)
         share, nbytes = self.memory.share, self.memory.nbytes
         total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
-        return None if total >= full else max(0.0, total - BASIS_BITS * shape.width)
+        return None if total >= full else max(0.0, total - shape.basis_bits)
 
     def _best_precision(self, tokens: int) -> Precision:
         """The best precision of a text's entries."""
@@ -287,28 +278,23 @@ class TierTarget(RetentionTarget):
         fractions = self._fractions(bits / max(1, tokens + self.protected), self._row(bits, tokens))
         return next((each for each in self.table.precisions if fractions.get(each, 0) > 0), self.table.precisions[0])
 
-    def _row(self, bits: float, tokens: int) -> tuple[tuple[Precision, float], ...]:
+    def _row(self, bits: float, tokens: int) -> TierRow:
         """The row of the table for the whole text, of `tokens` tokens and the protected ones, and `bits` of a head."""
-        values = self.shape.width + self.shape.value_width
-        return self.table.row(bits / max(1, tokens + self.protected) / values)
+        return self.table.row(bits / max(1, tokens + self.protected) / (2 * self.shape.head_dim))
 
-    def _fractions(self, bits: float, row: tuple[tuple[Precision, float], ...]) -> dict[Precision, float]:
+    def _fractions(self, bits: float, row: TierRow) -> dict[Precision, float]:
         """The fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
         fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
-        if sum(fractions.values()) > 1:
-            fractions = _whole_text(bits, [precision for precision, _ in row], self.shape)
-        return fractions
+        if sum(fractions.values()) <= 1:
+            return fractions
+        # All of the text is kept, and two neighbouring precisions share it.
+        ladder = [UNQUANTIZED, *(precision for precision in fractions if precision.is_quantized)]
+        for better, worse in itertools.pairwise(ladder):
+            high, low = self.shape.entry_bits(better), self.shape.entry_bits(worse)
+            if bits >= low:
+                part = min(1.0, (bits - low) / (high - low))
+                return {better: part, worse: 1 - part}
+        return {ladder[-1]: 1.0}
 
     def __str__(self) -> str:
         return str(self.memory)
-
-
-def _whole_text(bits: float, precisions: Sequence[Precision], shape: KVShape) -> dict[Precision, float]:
-    """The fractions of a text, all of it kept, for `bits` a token: two neighbours of `precisions` share it."""
-    ladder = [UNQUANTIZED, *(precision for precision in precisions if precision.is_quantized)]
-    for better, worse in itertools.pairwise(ladder):
-        high, low = shape.entry_bits(better), shape.entry_bits(worse)
-        if bits >= low:
-            part = min(1.0, (bits - low) / (high - low))
-            return {better: part, worse: 1 - part}
-    return {ladder[-1]: 1.0}

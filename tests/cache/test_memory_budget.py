@@ -293,7 +293,7 @@ def test_budgets_that_may_keep_more_are_refused(model, method, exact):
 
 
 def test_memory_needs_a_model():
-    with pytest.raises(LkvError, match="memory needs a model; give the model to resolve_method"):
+    with pytest.raises(LkvError, match="the method needs a model; give the model to resolve_method"):
         resolve_method("knorm", memory=0.1)
 
 
@@ -372,7 +372,7 @@ def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
     """Over all lengths: the bits of the tiers add up to the budget, less the basis, or to the whole text."""
     from lkv.methods.targets import BASIS_BITS, DEFAULT_TABLE, TierTarget
 
-    table, shape = table or DEFAULT_TABLE, KVShape(6, width, width, 2)
+    table, shape = table or DEFAULT_TABLE, KVShape(6, width, 2)
     memory = MemoryTarget(share=bits / 16)
     targets = [TierTarget(memory=memory, shape=shape, table=table, precision=p) for p in table.precisions]
     shares = [target.share(tokens) for target in targets]

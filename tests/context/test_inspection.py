@@ -72,7 +72,7 @@ def test_tiers_on_the_page_are_those_of_the_cache(folder):
             shown = {each: lens[place, heads].tolist() for place, each in enumerate(found.precisions)}
             assert held == {each: numbers for each, numbers in shown.items() if each in held}
             assert all(sum(numbers) == 0 for each, numbers in shown.items() if each not in held)
-        basis = found.layers * found.heads * found.channels[0] * 4
+        basis = found.shape.heads * found.shape.basis_bits / 8
         nbytes = sum(row.sum() * found.entry_bytes(each) for row, each in zip(lens, found.precisions, strict=True))
         assert nbytes + basis == cache.nbytes()
     assert (found.counts[2] == len(found.pieces)).all()

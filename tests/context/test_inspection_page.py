@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lkv.context.inspection import InspectionResult, render_page
-from lkv.methods.targets import UNQUANTIZED, Precision
+from lkv.methods.targets import UNQUANTIZED, KVShape, Precision
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -23,8 +23,7 @@ RESULT = InspectionResult(
     precisions=(UNQUANTIZED, Precision(8, 8), Precision(4, 4)),
     layers=1,
     heads=2,
-    channels=(8, 8),
-    itemsize=4,
+    shape=KVShape(2, 8, 4),
 )
 
 

@@ -67,7 +67,7 @@ def test_the_least_divergence_over_all_samples_wins_at_each_budget():
     # Each budget is spent in the way that was best for it, without the bits that all of a head's entries share.
     for bits, table in best.items():
         target = TierTarget(
-            memory=MemoryTarget(share=bits / 16), shape=KVShape(6, 64, 64, 2), table=found, precision=UNQUANTIZED
+            memory=MemoryTarget(share=bits / 16), shape=KVShape(6, 64, 2), table=found, precision=UNQUANTIZED
         )
         ((_, way),) = table.rows
         shares = target.shares(1000)
