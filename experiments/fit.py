@@ -29,8 +29,7 @@ from experiments.heldout import HeldOut, cases_by_length, cut_targets
 from experiments.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
 from lkv.evaluation.comparison import MethodGrid
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.training import fitting
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder

@@ -1,9 +1,7 @@
-"""Upload policies to the hub, with a model card written from the policy's own card."""
+"""Policies on the hub: uploading a folder, and the model card, written from the policy's own card."""
 
 import json
-import tempfile
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
@@ -14,63 +12,39 @@ from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.shipped import describe_overlap, text_lengths
 
 
-class SavablePolicy(Protocol):
-    """What an upload needs of an `lkv.Policy`."""
-
-    spec: ModelSpec
-    card: dict[str, Any]
-
-    @property
-    def inputs(self) -> ScorerInputs:
-        """What LKV-T reads of a token."""
-
-    def save_pretrained(self, folder: str, half: bool = False) -> None:
-        """Write the policy into a folder."""
-
-
-def push_to_hub(policy: SavablePolicy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Upload a policy with its model card; `Policy.from_pretrained(repo_id)` loads it again.
-
-    Args:
-        policy: the policy; its parameters are stored in float16.
-        repo_id: the repository ("owner/name"), created where it is missing.
-        private: whether a new repository is private.
-        revision: the branch to upload to; the main one by default.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        PolicyFileError: If the hub refuses; log in with `hf auth login`.
-    """
+def upload(folder: str, repo_id: str, private: bool, revision: str | None) -> str:
+    """Upload a policy's folder, and return the address of the commit. For arguments and errors see `push_to_hub`."""
     api = huggingface_hub.HfApi()
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save_pretrained(folder, half=True)
-        model_card(policy, repo_id).save(Path(folder) / "README.md")
-        try:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            commit = api.upload_folder(
-                repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
-            )
-        except Exception as error:  # the HTTP client's errors have no common type
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise PolicyFileError(
-                f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
-                "such as 'owner/name' that you may write to."
-            ) from error
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
+        )
+    except Exception as error:  # the HTTP client's errors have no common type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PolicyFileError(
+            f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
+            "such as 'owner/name' that you may write to."
+        ) from error
     return str(getattr(commit, "commit_url", commit))
 
 
-def model_card(policy: SavablePolicy, name: str) -> ModelCard:
-    """The model card of a policy: its model, how it is used, how it was trained, and its fidelity."""
-    spec, card = policy.spec, policy.card
+def model_card(spec: ModelSpec, card: dict[str, Any], inputs: ScorerInputs, name: str) -> ModelCard:
+    """Write the model card of a policy: its model, how it is used, how it was trained, and its fidelity.
+
+    Args:
+        spec: The model that the policy is for.
+        card: The policy's own card.
+        inputs: What its scorer reads.
+        name: The repository ("owner/name").
+    """
     models = card.get("hub") or [str(card.get("model", ""))]
     data = ModelCardData(
         library_name="lkv",
         tags=["kv-cache", "eviction", "lkv"],
         base_model=models if all("/" in model for model in models) else None,
     )
-    reads = "k with its rotation undone" if policy.inputs.key == "unrotated" else "k as cached (the paper's form)"
+    reads = "k with its rotation undone" if inputs.key == "unrotated" else "k as cached (the paper's form)"
     trained = f"Texts of up to {card['trained_tokens']:,} tokens." if "trained_tokens" in card else "Unknown lengths."
     fidelity = "Not measured yet."
     if rows := card.get("fidelity"):

@@ -12,8 +12,7 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.hf.progress import estimate_reading_seconds
 from lkv.hf.prompt_kv import query_rotations
 from lkv.policy.model_match import model_difference
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import StoredPolicy, fitted_policies, named_policy, shipped_policies
 from lkv.utils.files import as_path, is_path
 

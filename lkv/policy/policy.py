@@ -1,10 +1,17 @@
-"""The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), saved as safetensors and JSON."""
+"""The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), and its files.
+
+A policy's folder has one safetensors file with everything, and the description again as config.json for people.
+"""
 
 import copy
 import hashlib
+import json
 import os
+import tempfile
 import warnings
 from dataclasses import asdict
+from os.path import isdir, isfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +21,23 @@ from torch.nn.functional import silu
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
-from lkv.policy import hub, policy_file
+from lkv.policy import hub
 from lkv.policy.model_match import has_same_heads, model_difference
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
+from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
+from lkv.utils.files import as_path, is_path, write_text
+from lkv.utils.tensor_file import FileKind
+
+WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
+POLICY_FILE = FileKind(
+    "lkv-policy",
+    2,
+    "policy",
+    PolicyFileError,
+    "give a folder that Policy.save_pretrained wrote, or download it again",
+)
 
 
 class HeadScores(nn.Module):
@@ -140,7 +159,10 @@ class Policy(nn.Module):
             for name, tensor in self.state_dict().items()
         }
         about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
-        policy_file.save(folder, state, about)
+        path = as_path(folder, PolicyFileError, "the policy's place")
+        tensor_file.write(path / WEIGHTS, POLICY_FILE, state, about)
+        description = json.dumps({"format": POLICY_FILE.version, **about}, indent=1) + "\n"
+        write_text(path / _CONFIG, description, PolicyFileError, "the policy")
 
     @classmethod
     def from_pretrained(
@@ -156,8 +178,8 @@ class Policy(nn.Module):
         Raises:
             PolicyFileError: If its files are missing or damaged, or of a newer format.
         """
-        folder, commit = policy_file.find_folder(name, revision)
-        tensors, about = policy_file.read(folder)
+        folder, commit = _find_folder(name, revision)
+        tensors, about = tensor_file.read(folder / WEIGHTS, POLICY_FILE)
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))
             if not isinstance(about.get("card"), dict | None):
@@ -183,4 +205,57 @@ class Policy(nn.Module):
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
         """Upload the policy with a model card; see `lkv.push_to_hub`."""
-        return hub.push_to_hub(self, repo_id, private=private, revision=revision)
+        return push_to_hub(self, repo_id, private=private, revision=revision)
+
+
+def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Upload a policy with its model card; `Policy.from_pretrained(repo_id)` loads it again.
+
+    Args:
+        policy: the policy; its parameters are stored in float16.
+        repo_id: the repository ("owner/name"), created where it is missing.
+        private: whether a new repository is private.
+        revision: the branch to upload to; the main one by default.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        PolicyFileError: If the hub refuses; log in with `hf auth login`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder, half=True)
+        hub.model_card(policy.spec, policy.card, policy.inputs, repo_id).save(Path(folder) / "README.md")
+        return hub.upload(folder, repo_id, private, revision)
+
+
+def is_policy(folder: Path) -> bool:
+    """Whether `folder` holds the file of a policy."""
+    return isfile(folder / WEIGHTS)
+
+
+def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
+    """Find the folder of a policy, downloading it where `name` is a hub id; its commit for those, else None.
+
+    `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
+    """
+    folder, text = as_path(name, PolicyFileError, "the policy"), str(name)
+    if isdir(folder):
+        if revision is not None:
+            raise PolicyFileError(f"{text!r} is a folder and has no revision {revision!r}; leave the revision out.")
+        return folder, None
+    if "/" not in text or is_path(text):
+        raise PolicyFileError(
+            f"there is no policy folder {text!r}; give a folder or a hub id such as 'owner/name' (a shipped policy "
+            "comes by its name from lkv.default_policy)."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[WEIGHTS, _CONFIG]))
+    except Exception as error:  # the HTTP client's errors have no common type
+        place = "" if revision is None else f" at revision {revision!r}"
+        raise PolicyFileError(
+            f"{text!r}{place} is neither a folder nor a policy on the hub that can be reached."
+        ) from error
+    return snapshot, snapshot.name

@@ -6,15 +6,14 @@
 
 The last two go beyond the paper. q_g are the queries to come of the G query heads that share the KV head.
 
-`TokenScores` has the learned weights and applies the formula to a prompt. `scores_on_arrival` and `scores_at_eviction`
-are differentiable and serve training; `scores_in_blocks` is for inference.
+`TokenScores` has the learned weights and applies the formula to a prompt; for training by `scores_on_arrival` and
+`scores_at_eviction`, which are differentiable.
 
 Shapes: B rows, H KV heads, G query heads per KV head, T tokens, d the head's size, K knots, r columns of spread.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +100,7 @@ def expected_attention_formula(
 
 
 def project_queries(rotation: Tensor, scale: float, mean: Tensor, spread: Tensor) -> Tensor:
-    """What k is multiplied by, [H, G + r, d]: means and spread of the queries under the mean `rotation` [d, d]."""
+    """Return the projected query statistics [H, G + r, d]: means and spread under the mean `rotation` [d, d]."""
     mean, spread = mean.to(rotation.dtype), spread.to(rotation.dtype)
     return torch.cat([mean, spread.transpose(-1, -2)], -2) @ rotation * scale
 
@@ -158,7 +157,7 @@ def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tenso
     """
     with full_precision(key.device):
         if torch.is_grad_enabled() and content.hidden.requires_grad:
-            return content_formula(key, value, content.mean, content.std, content.hidden, content.bias, content.output)
+            return content_formula(key, value, *content)
         with torch.no_grad():
             score_block = _content_of_blocks(content, value)
             blocks = split_blocks(value.shape[2], value.device)
@@ -173,42 +172,6 @@ def expected_attention_scores(
         rotation = rotation.to(torch.promote_types(key.dtype, torch.float32))
         projection = project_queries(rotation, scale, attention.mean, attention.spread)
         return expected_attention_formula(key, value, projection, attention.weight, attention.normaliser)
-
-
-@torch.no_grad()
-def scores_in_blocks(
-    weights: TokenScoreWeights,
-    content_key: Callable[[slice], Tensor],
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    end: int,
-    rotation: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """`scores_on_arrival` and `scores_at_eviction` together, [B, H, T], for inference.
-
-    A block of tokens goes through all components: it stays in the processor's caches, and no memory grows but that of
-    the scores. `content_key` gives k of a block as the content reads it; the rest is as there.
-    """
-    scores = torch.empty(*value.shape[:3], dtype=torch.float32, device=value.device)
-    with full_precision(value.device):
-        score_block, attention = _content_of_blocks(weights.content, value), weights.attention
-        if attention is not None:
-            assert rotation is not None
-            projection = project_queries(rotation, scale, attention.mean, attention.spread)
-        for block in split_blocks(value.shape[2], value.device):
-            v = value[:, :, block]
-            scores[:, :, block] = score_block(content_key(block), v)
-            if attention is not None:
-                k = key[:, :, block]
-                scores[:, :, block] += expected_attention_formula(
-                    k, v, projection, attention.weight, attention.normaliser
-                )
-        if weights.position is not None:
-            scores += interpolate_knots(weights.position.start, positions + 1)
-            scores += interpolate_knots(weights.position.end, end - positions)
-    return scores
 
 
 @torch.no_grad()
@@ -324,16 +287,11 @@ class TokenScores(nn.Module):
         """
         if (scores := self._score_by_kernel(prompt, layer, heads)) is not None:
             return scores
-        positions = self._positions(prompt)
-        if torch.is_grad_enabled():
-            final = self.score_on_arrival(prompt, layer, heads)
-            rest = self.score_at_eviction(prompt, layer, heads, positions)
-            return final if rest is None else final + rest
-        weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
-        read_key = partial(self.read_key, prompt)
-        return scores_in_blocks(
-            weights, read_key, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale
-        )
+        if not torch.is_grad_enabled():
+            return self._score_in_blocks(prompt, layer, heads)
+        final = self.score_on_arrival(prompt, layer, heads)
+        rest = self.score_at_eviction(prompt, layer, heads, self._positions(prompt))
+        return final if rest is None else final + rest
 
     def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
         """The part of `forward` that does not depend on where the text ends."""
@@ -357,6 +315,33 @@ class TokenScores(nn.Module):
             return None
         entries, weights = kernels.Entries.of_prompt(key, prompt.value), self.folded_weights(layer, heads, key)
         return kernels.score(entries, weights, *tables, prompt.start, prompt.end, prompt.scale, eviction=eviction)
+
+    @torch.no_grad()
+    def _score_in_blocks(self, prompt: LayerKV, layer: int, heads: slice) -> Tensor:
+        """`forward` for inference: a block of tokens goes through all components.
+
+        It stays in the processor's caches, and no memory grows but that of the scores.
+        """
+        key, value = prompt.key, prompt.value
+        weights, rotation = self.weights(layer, heads, key.device), self._future_rotation(prompt)
+        scores = torch.empty(*value.shape[:3], dtype=torch.float32, device=value.device)
+        with full_precision(value.device):
+            score_block, attention = _content_of_blocks(weights.content, value), weights.attention
+            if attention is not None:
+                assert rotation is not None
+                projection = project_queries(rotation, prompt.scale, attention.mean, attention.spread)
+            for block in split_blocks(value.shape[2], value.device):
+                v = value[:, :, block]
+                scores[:, :, block] = score_block(self.read_key(prompt, block), v)
+                if attention is not None:
+                    scores[:, :, block] += expected_attention_formula(
+                        key[:, :, block], v, projection, attention.weight, attention.normaliser
+                    )
+            if weights.position is not None:
+                positions = self._positions(prompt)
+                scores += interpolate_knots(weights.position.start, positions + 1)
+                scores += interpolate_knots(weights.position.end, prompt.end - positions)
+        return scores
 
     def kernel_tables(
         self, rotation: Rotation | None, like: Tensor, start: int, tokens: int, end: int
@@ -409,9 +394,3 @@ class TokenScores(nn.Module):
         if self.inputs.key == "cached":
             return prompt.key[:, :, part]
         return prompt.required_rotation.unrotate(prompt.key, prompt.start, part)
-
-    def content(self, prompt: LayerKV, layer: int, tokens: Tensor) -> Tensor:
-        """The content component alone for the `tokens` [n] (indices) of one layer: [B, H, n]."""
-        device = prompt.key.device
-        content, tokens = self.weights(layer, device=device).content, tokens.to(device)
-        return content_scores(content, self.read_key(prompt)[:, :, tokens], prompt.value[:, :, tokens])

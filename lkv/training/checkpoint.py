@@ -14,8 +14,7 @@ from torch import Tensor
 
 from lkv.errors import PolicyMismatchError, TrainingError
 from lkv.hf.model_spec import ModelSpec
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.config import TrainingConfig
 from lkv.utils.dataclass_json import from_dict

@@ -15,8 +15,7 @@ import torch
 from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.policy.lookup import stored_policy
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import describe_overlap
 from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, read_checkpoint, save_checkpoint
 from lkv.training.config import TrainingConfig

@@ -18,8 +18,7 @@ from lkv.errors import LkvError, TrainingError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.spec import evaluation_mode
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts

@@ -15,8 +15,7 @@ from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.loading import DEFAULT, load_config
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.shapes import Shape
-from lkv.policy.policy import Policy
-from lkv.policy.policy_file import is_policy
+from lkv.policy.policy import Policy, is_policy
 from lkv.policy.scorer_inputs import num_knots
 from lkv.training.checkpoint import (
     CHECKPOINT,

@@ -48,11 +48,12 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
 
 
 def test_the_page_of_the_shipped_policy_has_its_figures():
-    card = model_card(lkv.default_policy(), "owner/mine")
+    policy = lkv.default_policy()
+    card = model_card(policy.spec, policy.card, policy.inputs, "owner/mine")
     assert card.data.base_model == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in card.data.tags
     page = card.text
     assert "evaluation files: " in page and "13-grams" in page
-    for row in lkv.default_policy().card["fidelity"]:
+    for row in policy.card["fidelity"]:
         assert f"| {row['retention']:g} | {row['kl']:.3f} | {row['agreement']:.3f} |" in page
 
 

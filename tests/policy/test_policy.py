@@ -14,8 +14,7 @@ from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.spec import inspect_model
 from lkv.methods.targets import DEFAULT_TABLE, TierTable
-from lkv.policy import policy_file
-from lkv.policy.policy import HeadScores, Policy
+from lkv.policy.policy import POLICY_FILE, HeadScores, Policy
 from lkv.policy.token_scores import TokenScores
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
@@ -112,7 +111,7 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
     path = tmp_path / "policy.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
     with pytest.raises(PolicyFileError, match=message):
-        tensor_file.read(path, policy_file._KIND)
+        tensor_file.read(path, POLICY_FILE)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +132,11 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
 def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, policy, change, names):
     policy.save_pretrained(tmp_path)
     path = tmp_path / "policy.safetensors"
-    tensors, about = tensor_file.read(path, policy_file._KIND)
+    tensors, about = tensor_file.read(path, POLICY_FILE)
     about.pop("format")
     for name, value in change.items():
         about[name] = {**about[name], **value} if isinstance(value, dict) else value
-    tensor_file.write(path, policy_file._KIND, tensors, about)
+    tensor_file.write(path, POLICY_FILE, tensors, about)
     with pytest.raises(PolicyFileError, match=f"does not hold a policy .*{names}"):
         Policy.from_pretrained(tmp_path)
 
@@ -149,9 +148,9 @@ def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, polic
 def test_a_description_that_says_nothing_is_used_or_refused_in_one_sentence(tmp_path, policy, change):
     policy.save_pretrained(tmp_path)
     path = tmp_path / "policy.safetensors"
-    tensors, about = tensor_file.read(path, policy_file._KIND)
+    tensors, about = tensor_file.read(path, POLICY_FILE)
     about = {name: {**value, **change.get(name, {})} for name, value in about.items() if name != "format"}
-    tensor_file.write(path, policy_file._KIND, tensors, about)
+    tensor_file.write(path, POLICY_FILE, tensors, about)
     loaded = Policy.from_pretrained(tmp_path)
     assert loaded.trained_tokens is None
     if "model" in change:
@@ -190,8 +189,8 @@ def test_a_table_of_precisions_that_is_none_is_refused_in_one_sentence(rows):
 )
 def test_descriptions_that_this_version_does_not_know_are_refused(tmp_path, policy, about, message):
     policy.save_pretrained(tmp_path)
-    tensors, known = tensor_file.read(tmp_path / "policy.safetensors", policy_file._KIND)
-    kind = policy_file._KIND._replace(version=about.get("format", 2))
+    tensors, known = tensor_file.read(tmp_path / "policy.safetensors", POLICY_FILE)
+    kind = POLICY_FILE._replace(version=about.get("format", 2))
     tensor_file.write(tmp_path / "policy.safetensors", kind, tensors, {**known, **about})
     with pytest.raises(PolicyFileError, match=message):
         Policy.from_pretrained(tmp_path)
@@ -199,9 +198,10 @@ def test_descriptions_that_this_version_does_not_know_are_refused(tmp_path, poli
 
 def test_a_description_of_a_huge_model_takes_no_memory(tmp_path, policy):
     policy.save_pretrained(tmp_path)
-    tensors, about = policy_file.read(tmp_path)
+    path = tmp_path / "policy.safetensors"
+    tensors, about = tensor_file.read(path, POLICY_FILE)
     for name in ("layers", "kv_heads", "head_dim"):
-        policy_file.save(tmp_path, tensors, {**about, "model": {**about["model"], name: 10**6}})
+        tensor_file.write(path, POLICY_FILE, tensors, {**about, "model": {**about["model"], name: 10**6}})
         with pytest.raises(PolicyFileError, match="does not hold a policy"):
             Policy.from_pretrained(tmp_path)
 
