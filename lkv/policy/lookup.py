@@ -13,7 +13,7 @@ from lkv.hf.progress import estimate_reading_seconds
 from lkv.hf.prompt_kv import query_rotations
 from lkv.policy.model_match import model_difference
 from lkv.policy.policy import Policy, is_policy
-from lkv.policy.shipped import StoredPolicy, fitted_policies, named_policy, shipped_policies
+from lkv.policy.shipped import fitted_policies, named_policy, shipped_policies
 from lkv.utils.files import as_path, is_path
 
 if TYPE_CHECKING:
@@ -36,13 +36,9 @@ def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False
     """
     if not isinstance(model, str):
         return policy_for(model, paper)
-    for entry in _stored_policies():
-        names = (entry.name.removesuffix("-paper"), *entry.hub_names)
-        if entry.has_paper_scorer == paper and model.lower() in map(str.lower, names):
-            return Policy.from_pretrained(entry.folder)
-    if policy := None if paper else _published_policy(model):
+    if policy := stored_policy(model, paper) or (None if paper else _published_policy(model)):
         return policy
-    raise PolicyMismatchError(_no_policy(repr(model), _worse_policy(model, None), model))
+    raise PolicyMismatchError(_no_policy(repr(model), _worse_policy(model), model))
 
 
 def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: str | None = None) -> Policy:
@@ -66,30 +62,23 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
         return policy
     about = f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)"
     raise PolicyMismatchError(
-        _no_policy(about, _worse_policy(None, spec), name, None if isinstance(model, ModelSpec) else model)
+        _no_policy(about, _worse_policy(spec), name, None if isinstance(model, ModelSpec) else model)
     )
 
 
-def stored_policy(spec: ModelSpec, paper: bool = False) -> Policy | None:
-    """The policy on this machine that is the default for the model that `spec` describes, if any."""
-    for entry in _stored_policies():
-        if entry.has_paper_scorer == paper and model_difference(entry.spec, spec) is None:
+def stored_policy(model: ModelSpec | str, paper: bool = False) -> Policy | None:
+    """The policy on this machine that is the default for a model, by its description or name; None without one."""
+    for entry in [*(entry for entry in fitted_policies() if entry.is_preferred), *shipped_policies()]:
+        if entry.has_paper_scorer == paper and entry.is_for(model):
             return Policy.from_pretrained(entry.folder)
     return None
 
 
-def _stored_policies() -> list[StoredPolicy]:
-    """The policies on this machine in the order in which they are considered."""
-    return [*(entry for entry in fitted_policies() if entry.is_preferred), *shipped_policies()]
-
-
-def _worse_policy(name: str | None, spec: ModelSpec | None) -> str:
+def _worse_policy(model: ModelSpec | str) -> str:
     """Where the policy is that `lkv fit` made for the model, but found worse than SnapKV; empty if there is none."""
     for entry in fitted_policies():
-        if entry.is_preferred or "preferred" not in entry.card.get("fit", {}):
-            continue
-        is_named = name is not None and name.lower() in map(str.lower, (entry.name, *entry.hub_names))
-        if is_named or (spec is not None and model_difference(entry.spec, spec) is None):
+        is_worse = "preferred" in entry.card.get("fit", {}) and not entry.is_preferred
+        if is_worse and entry.is_for(model):
             return (
                 f"; the one in {entry.folder} was worse than SnapKV on the held-out texts of `lkv fit` (give it by its "
                 "folder to use it all the same)"

@@ -10,6 +10,7 @@ from typing import Any
 
 from lkv.errors import DEFAULT_RETENTION
 from lkv.hf.model_spec import ModelSpec
+from lkv.policy.model_match import model_difference
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils.dataclass_json import from_dict
 from lkv.utils.files import cache_folder
@@ -40,6 +41,12 @@ class StoredPolicy:
     def hub_names(self) -> list[str]:
         """The models on the hub that it serves, however they are stored."""
         return self.card.get("hub", [])
+
+    def is_for(self, model: ModelSpec | str) -> bool:
+        """Whether it is for the model of this description, or of this name here or on the hub."""
+        if isinstance(model, ModelSpec):
+            return model_difference(self.spec, model) is None
+        return model.lower() in map(str.lower, (self.name.removesuffix("-paper"), *self.hub_names))
 
     @property
     def is_preferred(self) -> bool:
