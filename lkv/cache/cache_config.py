@@ -10,13 +10,13 @@ from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
 from lkv.hf.rotation import Rotation
-from lkv.methods.base import TierBudget
+from lkv.methods.base import TierBudget, check_numbers
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION
 from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
-from lkv.methods.selectors import Selector, check_numbers
+from lkv.methods.selectors import Selector
 from lkv.methods.targets import UNQUANTIZED, Precision
 
 if TYPE_CHECKING:

@@ -15,10 +15,9 @@ from lkv.cache.tiered_store import TieredStore
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
-from lkv.methods.base import tier_counts
+from lkv.methods.base import check_shape, not_numbers, tier_counts
 from lkv.methods.budgets import Budget, drop_tokens
 from lkv.methods.compensation import compensate, reference_queries
-from lkv.methods.selectors import check_shape, not_numbers
 from lkv.utils.devices import stack_to_device
 
 

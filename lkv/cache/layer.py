@@ -19,9 +19,8 @@ from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.prompt_kv import LayerKV
-from lkv.methods.base import tier_counts
+from lkv.methods.base import StoredEntries, tier_counts
 from lkv.methods.budgets import Budget, FixedBudget
-from lkv.methods.selectors import StoredEntries
 from lkv.utils.devices import is_out_of_memory
 
 

@@ -70,22 +70,6 @@ def test_a_pyramid_needs_no_long_text_and_tilts_at_the_top():
         Pyramid(0.0, 3)
 
 
-@pytest.mark.parametrize("kind", [Pyramid, LearnedBudget])
-def test_threads_that_share_a_budget_get_the_ratios_of_their_own_lengths(policy, kind):
-    """Forks share it. Here another one asks for another length right after what the first one needs is stored."""
-    others = [5]
-
-    class Interrupted(kind):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if isinstance(value, tuple) and others:
-                self.ratios(0, 2, others.pop())
-
-    arguments = (RetentionTarget(tokens=10), 3) if kind is Pyramid else (policy, RetentionTarget(tokens=10))
-    expected = kind(*arguments).ratios(1, 2, 100)
-    assert Interrupted(*arguments).ratios(1, 2, 100) == expected and not others
-
-
 @given(
     st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=40), st.floats(0.0, 1.0),
 )  # fmt: skip
@@ -186,7 +170,8 @@ def test_infinite_scores_and_wrong_safeguards():
 def test_duo_has_all_the_retrieval_heads_that_fit(retention, layers, heads, tokens, sinks, seed):
     recent = 8
     pattern = torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed)).tolist()
-    rule = Duo(retention, pattern, sinks, recent)
+    window_options = {"sinks": sinks, "recent": recent}
+    rule = Duo(retention, pattern, **window_options)
     every, window = layers * heads, min(tokens, sinks + recent)
     total = int(retention * every * tokens + 1e-6)
     if every * window > total:
@@ -194,7 +179,7 @@ def test_duo_has_all_the_retrieval_heads_that_fit(retention, layers, heads, toke
             rule.limits(0, heads, tokens)
         least = float(str(error.value).split("this length is ")[1].split(",")[0])
         assert least > retention and least - window / tokens < 1.001e-4
-        assert Duo(least, pattern, sinks, recent).limits(0, heads, tokens)
+        assert Duo(least, pattern, **window_options).limits(0, heads, tokens)
         return
     fitting = [n for n in range(every + 1) if n * tokens + (every - n) * window <= total]
     best = sorted((alpha for row in pattern for alpha in row), reverse=True)[: max(fitting)]
@@ -202,7 +187,7 @@ def test_duo_has_all_the_retrieval_heads_that_fit(retention, layers, heads, toke
         expected = [tokens if alpha in best else window for alpha in pattern[layer]]
         assert rule.limits(layer, heads, tokens) == expected
         if heads == 3:
-            assert Duo(retention, pattern, sinks, recent, slice(1, 3)).limits(layer, 2, tokens) == expected[1:]
+            assert Duo(retention, pattern, slice(1, 3), **window_options).limits(layer, 2, tokens) == expected[1:]
 
 
 def test_duo_names_what_it_cannot_work_with():
@@ -217,7 +202,7 @@ def test_duo_names_what_it_cannot_work_with():
     with pytest.raises(BudgetError, match="the pattern of retrieval heads has 2 rows of 1 or 2 numbers"):
         Duo(0.5, [[0.5], [0.5, 0.5]])
     with pytest.raises(BudgetError, match="cannot keep 0 sinks and 0 recent"):
-        Duo(0.5, [[0.5]], 0, 0)
+        Duo(0.5, [[0.5]], sinks=0, recent=0)
 
 
 @pytest.mark.parametrize("method", ["duo", "duo+kvzip"])
@@ -278,7 +263,7 @@ def test_an_estimate_is_the_attention_outside_the_window(family):
             outside = [attention[0, :, row, sinks : row - recent + 1].sum(-1) for row in range(12, len(ids))]
             expected[layer] += torch.stack(outside).mean(0).view(2, 2).mean(1).detach() / 2
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-5, rtol=1e-4, check_dtype=False)
-    assert Duo(0.5, found, sinks, recent).retrieval_heads(100) == 2
+    assert Duo(0.5, found, sinks=sinks, recent=recent).retrieval_heads(100) == 2
     with pytest.raises(DataError, match="none of the 1 texts is longer than the 4 sinks and 8 recent"):
         estimate_pattern(model, texts[2:], sinks, recent)
     with pytest.raises(BudgetError, match="no window"):

@@ -1,6 +1,6 @@
 """Budgets: how many tokens each KV head keeps. Each class registers its own name."""
 
-from lkv.methods.base import ROUNDING, Budget, FixedBudget
+from lkv.methods.base import Budget, FixedBudget
 from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget, drop_tokens
 from lkv.methods.budgets.duo import (
     Duo,
@@ -15,7 +15,7 @@ from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
 from lkv.methods.budgets.uniform import PerHead, Uniform
 
 __all__ = [
-    "ROUNDING", "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
+    "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
     "Pyramid", "PyramidOfKvpress", "Uniform", "check_table", "drop_tokens",
     "estimate_mean_pattern", "estimate_pattern", "read_pattern",
 ]  # fmt: skip

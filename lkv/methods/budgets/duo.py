@@ -12,7 +12,7 @@ from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelErro
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.hf.spec import evaluation_mode
-from lkv.methods.base import RECENT, ROUNDING, SINKS, FixedBudget, MethodInputs
+from lkv.methods.base import RECENT, ROUNDING, SINKS, FixedBudget
 from lkv.methods.registry import register_budget
 from lkv.methods.targets import RetentionTarget, as_target
 from lkv.utils.files import as_path
@@ -37,16 +37,16 @@ class Duo(FixedBudget):
     Within a memory budget these are the entries of all precisions, of which each head has the same part in each.
     """
 
-    required_inputs = ("target", "pattern")
+    required_inputs = ("target", "pattern", "heads", "strict")
 
     def __init__(
         self,
         retention: float | RetentionTarget,
         pattern: list[list[float]],
-        sinks: int = SINKS,
-        recent: int = RECENT,
         heads: slice = slice(None),
         strict: bool = True,
+        sinks: int = SINKS,
+        recent: int = RECENT,
     ):
         """Create the budget by the alphas `pattern` [L][H] of the whole model, for the KV `heads` of this process.
 
@@ -66,11 +66,6 @@ class Duo(FixedBudget):
         # Each head's place among all heads of the model, by falling alpha.
         order = torch.tensor(alphas, dtype=torch.float64).flatten().argsort(descending=True, stable=True)
         self._rank = order.argsort().view(len(alphas), width).tolist()
-
-    @classmethod
-    def from_inputs(cls, inputs: MethodInputs, **options: Any) -> "Duo":
-        """Build it for the heads of this process."""
-        return super().from_inputs(inputs, heads=inputs.heads, strict=inputs.strict, **options)
 
     def retrieval_heads(self, tokens: int) -> int:
         """How many heads of the model keep all of `tokens` tokens.

@@ -1,5 +1,7 @@
 """LKV-H (Sec. 3.3)."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -24,22 +26,19 @@ class LearnedBudget(FixedBudget):
 
     def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
         """`heads`: the KV heads that this process computes."""
-        self._policy, self._target, self._heads = policy, as_target(retention), heads
-        self._learned: tuple[float, Tensor] | None = None
-        self._solved: tuple[tuple[float, int], list[list[float]]] | None = None
+        self._target = as_target(retention)
+        # One Soft-TopK over all heads of the model serves every layer, process and length.
+        learned = lru_cache(maxsize=4)(policy.inference_ratios)
+
+        @lru_cache(maxsize=4)
+        def ratios_of_layers(retention: float, tokens: int) -> list[list[float]]:
+            return raise_to_least(learned(retention), LEAST_TOKENS / max(1, tokens))[:, heads].tolist()
+
+        self._ratios_of_layers = ratios_of_layers
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """The ratios of the policy for this length."""
-        retention = self._target.share(tokens)
-        # One Soft-TopK over all heads of the model serves every layer, process and length. Another thread may solve
-        # meanwhile.
-        learned, solved = self._learned, self._solved
-        if learned is None or learned[0] != retention:
-            learned = self._learned = (retention, self._policy.inference_ratios(retention))
-        if solved is None or solved[0] != (retention, tokens):
-            every = raise_to_least(learned[1], LEAST_TOKENS / max(1, tokens))
-            solved = self._solved = ((retention, tokens), every[:, self._heads].tolist())
-        return solved[1][layer]
+        return self._ratios_of_layers(self._target.share(tokens), tokens)[layer]
 
 
 def raise_to_least(ratios: Tensor, least: float) -> Tensor:

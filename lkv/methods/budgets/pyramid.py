@@ -1,6 +1,7 @@
 """PyramidKV (Cai et al. 2024)."""
 
 from fractions import Fraction
+from functools import lru_cache
 
 from lkv.errors import BudgetError
 from lkv.methods.base import ROUNDING, FixedBudget
@@ -40,14 +41,11 @@ class Pyramid(FixedBudget):
                 "model's number of layers, and beta 20 as in the paper (1 makes all layers equal)."
             )
         self._target, self._layers, self._beta = as_target(retention), layers, beta
-        self._last_counts: tuple[int, list[int]] | None = None
+        self._cached_counts = lru_cache(maxsize=4)(self._layer_counts)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """The layer's count as a share, the same for all heads."""
-        last = self._last_counts  # which another thread may replace meanwhile
-        if last is None or last[0] != tokens:
-            last = self._last_counts = (tokens, self._layer_counts(tokens))
-        return [last[1][layer] / max(1, tokens)] * heads
+        return [self._cached_counts(tokens)[layer] / max(1, tokens)] * heads
 
     def _layer_counts(self, tokens: int) -> list[int]:
         """What a head of each layer keeps, [L]."""

@@ -1,14 +1,6 @@
 """Selectors: which tokens of a head are worth keeping. Each class registers its own name."""
 
-from lkv.methods.base import (
-    ArrivedEntries,
-    PrecomputedScores,
-    Selector,
-    StoredEntries,
-    check_numbers,
-    check_shape,
-    not_numbers,
-)
+from lkv.methods.base import PrecomputedScores, Selector
 from lkv.methods.selectors.criticalkv import CriticalKV
 from lkv.methods.selectors.expected_attention import ExpectedAttention
 from lkv.methods.selectors.kvzip import KVzip
@@ -17,7 +9,6 @@ from lkv.methods.selectors.observed_attention import H2O, TOVA, SnapKV
 from lkv.methods.selectors.without_queries import DuoWindow, KeyDiff, Knorm, Random, StreamingLLM
 
 __all__ = [
-    "H2O", "TOVA", "ArrivedEntries", "CriticalKV", "DuoWindow", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm",
-    "LearnedScores", "PrecomputedScores", "Random", "Selector", "SnapKV", "StoredEntries", "StreamingLLM",
-    "check_numbers", "check_shape", "not_numbers",
+    "H2O", "TOVA", "CriticalKV", "DuoWindow", "ExpectedAttention", "KVzip", "KeyDiff", "Knorm", "LearnedScores",
+    "PrecomputedScores", "Random", "Selector", "SnapKV", "StreamingLLM",
 ]  # fmt: skip
