@@ -112,7 +112,7 @@ def _check_kernels() -> Iterator[Finding]:
     from lkv.kernels.ragged_attention import RaggedKV, ragged_attention
     from lkv.kernels.soft_mask_attention import soft_mask_attention
     from lkv.kernels.soft_topk import soft_topk
-    from lkv.policy.token_scores import ContentWeights, content_formula, content_scores
+    from lkv.policy.score_formula import ContentWeights, content_formula, content_scores
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -138,7 +138,8 @@ def _check_kernels() -> Iterator[Finding]:
         shapes = ((1, 2, 300, 8), (1, 2, 300, 8), (2, 16), (2, 16), (2, 16, 8), (2, 8), (2, 8))
         key, value, *weights = tensors = [random(*shape) for shape in shapes]
         tensors[3] = weights[1] = weights[1].abs() + 0.5  # a standard deviation
-        expected = content_formula(*(x.cpu().double() for x in tensors))
+        exact_key, exact_value, *exact = (x.cpu().double() for x in tensors)
+        expected = content_formula(exact_key, exact_value, ContentWeights(*exact))
         return _distance(content_scores(ContentWeights(*weights), key, value), expected)
 
     def soft_topk_error() -> float:

@@ -62,10 +62,16 @@ def is_assisted(model: Any, options: dict[str, Any]) -> bool:
 
 
 def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: dict[str, Any] | None = None) -> int:
-    """The number of new tokens to generate after `tokens`.
+    """Return the number of new tokens to generate.
 
-    It is `max_new_tokens`, else that of a generation_config among `options`, else at most 128. Raises PromptError if
-    the model has no positions for them.
+    Args:
+        model: The model.
+        tokens: Tokens before the answer.
+        max_new_tokens: The number asked for; else that of a generation_config among the options, else at most 128.
+        options: Options of generate.
+
+    Raises:
+        PromptError: If the model has no positions for them.
     """
     if max_new_tokens is None:
         max_new_tokens = _requested(options or {}, "max_new_tokens")
@@ -96,9 +102,15 @@ def longest_answer(model: Any, tokens: int) -> int:
 
 
 def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int, cache: Any, **options: Any) -> Tensor:
-    """The new ids [B, n] that `model.generate` gives after the ids `rows` [B][T], greedy unless `options` sample.
+    """Return the new ids [B, n] that `model.generate` gives, greedy unless the options sample.
 
-    Rows shorter than the longest are padded after their first `padding_at` ids: these are in the cache already.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        rows: The ids [B][T] to continue. Shorter rows are padded.
+        padding_at: Where: after that many ids of a row, which are in the cache already.
+        cache: The cache.
+        **options: Options of generate.
     """
     device = input_device(model)
     length = max(map(len, rows))
@@ -127,7 +139,17 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
 
 
 def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
-    """`ids` of a row up to its end, by an end token, which is included, or by a stop string: padding follows it."""
+    """Cut off the padding that follows an answer.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        ids: A row of what `generate` returned.
+        options: Options of generate.
+
+    Returns:
+        The ids up to the end, by an end token, which is included, or by a stop string.
+    """
     ends = end_tokens(model, options)
     end = next((index for index, token in enumerate(ids) if token in ends), None)
     if end is None:
@@ -149,7 +171,14 @@ def end_tokens(model: Any, options: dict[str, Any]) -> set[int]:
 
 
 def is_truncated(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:
-    """Whether an answer of at most `length` tokens ended only because it reached that length."""
+    """Whether an answer ended only because it reached its longest length.
+
+    Args:
+        model: The model.
+        answer: The answer's ids.
+        length: Its longest length in tokens.
+        options: Options of generate.
+    """
     return len(answer) >= length and answer[-1] not in end_tokens(model, options)
 
 

@@ -30,9 +30,13 @@ def check_text(text: Any, name: str, advice: str) -> None:
 
 
 def check_characters(characters: int, name: str, tokens: int, per_token: int) -> None:
-    """Raise PromptError, naming a text by `name`, for more than `per_token` characters for each of `tokens` tokens.
+    """Raise PromptError for a text that is too long, before it is tokenised, which takes hundreds of bytes a character.
 
-    `tokens` are those that the model reads. Tokenising takes hundreds of bytes a character, so this comes before it.
+    Args:
+        characters: Its characters.
+        name: What it is called in the error.
+        tokens: Tokens that the model reads at most.
+        per_token: Characters that are allowed for each of them.
     """
     if characters > per_token * tokens:
         raise PromptError(

@@ -59,12 +59,21 @@ def inspect_text(
 ) -> InspectionResult:
     """Read a text once and rank its tokens in every head.
 
-    `shares` are budgets: memory, or retentions without `by_memory`. One ranking serves all of them. CriticalKV's
-    depends on the budget: which tokens it keeps is exact, but which of them a memory budget stores in more bits is
-    approximate, as those that smaller budgets keep come first.
+    One ranking serves all budgets. CriticalKV's depends on the budget: which tokens it keeps is exact, but which of
+    them a memory budget stores in more bits is approximate, as those that smaller budgets keep come first.
 
-    Raises PromptError for a text longer than the model reads; LkvError for a method that reads the text twice or needs
-    a pattern, and as RaggedCache raises.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        text: The text.
+        method: A method that evicts layer by layer and needs no pattern.
+        policy: As in `lkv.compress`.
+        shares: Budgets: shares of the full cache's bytes, or of its entries.
+        by_memory: Whether they are shares of the bytes.
+
+    Raises:
+        PromptError: For a text longer than the model reads.
+        LkvError: For another method, and as RaggedCache raises.
     """
     spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
@@ -163,7 +172,15 @@ class MethodAnswer:
 def render_page(
     result: InspectionResult, title: str, model: str, share: float, answers: dict[str, list[MethodAnswer]]
 ) -> str:
-    """Render the page, one HTML file that needs no server; slider and answers (by question) are at `share`."""
+    """Render the page, one HTML file that needs no server.
+
+    Args:
+        result: What is kept.
+        title: The page's title.
+        model: The model's name.
+        share: The budget at which the slider starts and the answers were given.
+        answers: The answers of several methods by question.
+    """
     start = min(range(len(result.shares)), key=lambda i: abs(result.shares[i] - share))
     data: dict[str, Any] = {
         "title": title,

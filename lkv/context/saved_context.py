@@ -61,7 +61,17 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
-    """Write the `context_tensors` of `cache`, whose text was compressed as `metadata` says. Raises ContextFileError."""
+    """Write a context.
+
+    Args:
+        path: The file.
+        tensors: The `context_tensors` of its cache.
+        cache: The cache.
+        metadata: How the text was compressed.
+
+    Raises:
+        ContextFileError: If it cannot be written.
+    """
     header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
     tensor_file.write(path, CONTEXT_FILE, tensors, header)
 

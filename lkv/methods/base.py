@@ -158,7 +158,17 @@ class Selector(Buildable, ABC):
         """
 
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """Rank the tokens again by new `scores` [B, H, T], now that each head is known to keep `counts[B][H]`."""
+        """Rank the tokens again, once it is known how many each head keeps.
+
+        Args:
+            layer: number of the layer, among those evicted from.
+            prompt: as in `scores`.
+            scores: what `scores` returned, [B, H, T].
+            counts: how many tokens each head keeps, [B][H].
+
+        Returns:
+            New scores [B, H, T].
+        """
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
@@ -318,9 +328,18 @@ def tier_counts(
     count: Callable[[Budget], list[list[int]]],
     protected: int = 0,
 ) -> list[list[list[int]]]:
-    """How many entries each row and head has in each tier and all better ones, [tiers][B][H], never falling.
+    """Count the entries that each row and head has in each tier and all better ones.
 
-    `count` gives those of one budget, [B][H], of `tokens` tokens; `protected` others are in the best tier in use.
+    Args:
+        tiers: the tiers, best first.
+        tokens: tokens of a row that are not protected.
+        heads: KV heads.
+        rows: rows of the batch.
+        count: gives the counts [B][H] of one budget.
+        protected: protected tokens, which are in the best tier in use.
+
+    Returns:
+        The counts [tiers][B][H], which never fall from one tier to the next.
     """
     table: list[list[list[int]]] = []
     for number, tier in enumerate(tiers):

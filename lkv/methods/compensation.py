@@ -45,9 +45,18 @@ def reference_queries(prompt: LayerKV) -> Tensor:
 def compensate(
     query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute new k and v [m, d] for the kept entries of one head, by its reference queries `query` [n, d].
+    """Compute new k and v for the kept entries of one head.
 
-    `key` and `value` [T, d] are those of all entries; the new ones have the shapes and dtypes of the kept.
+    Args:
+        query: The head's reference queries, [n, d].
+        key: k of all entries, [T, d].
+        value: v of all entries, [T, dv].
+        kept_key: k of the kept entries, [m, d].
+        kept_value: v of the kept entries, [m, dv].
+        scale: What attention multiplies products of queries and keys by.
+
+    Returns:
+        New k and v, in the shapes and dtypes of the kept.
     """
     with full_precision(key.device):
         query, v = to_fp32(query) * scale, to_fp32(kept_value)

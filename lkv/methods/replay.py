@@ -68,9 +68,17 @@ def replay(
     ids: list[int],
     hidden_states: bool = False,
 ) -> Any:
-    """Read `ids` straight after `prompt` through `layers`, and return the model's output without the head.
+    """Read more tokens straight after a prompt, and return the model's output without the head.
 
-    Raises PromptError if they do not fit into the model's context.
+    Args:
+        model: The model that read the prompt.
+        prompt: What `read_prompt` returned.
+        layers: The layers that record the attention, one for each of the prompt's.
+        ids: The tokens to read.
+        hidden_states: Whether the output has all hidden states.
+
+    Raises:
+        PromptError: If they do not fit into the model's context.
     """
     device, start = prompt[0].key.device, prompt[0].key.shape[2]
     limit, end = patch_attention(model).spec.max_positions, start + len(ids)

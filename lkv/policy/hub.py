@@ -13,7 +13,14 @@ from lkv.policy.shipped import describe_overlap, text_lengths
 
 
 def upload(folder: str, repo_id: str, private: bool, revision: str | None) -> str:
-    """Upload a policy's folder, and return the address of the commit. For arguments and errors see `push_to_hub`."""
+    """Upload a policy's folder, and return the address of the commit.
+
+    Args:
+        folder: What `Policy.save_pretrained` wrote, with the model card.
+        repo_id: As in `push_to_hub`, as are the others.
+        private: Whether a new repository is private.
+        revision: The branch.
+    """
     api = huggingface_hub.HfApi()
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)

@@ -134,7 +134,14 @@ def resolve_policy(
     strict: bool = True,
     name: str | None = None,
 ) -> Policy:
-    """The given policy, loaded where it is a name (`load_policy`), else `policy_for`; checked against the model."""
+    """Load the policy of a request, and check it against the model.
+
+    Args:
+        model: The model, or its description.
+        policy: A policy, or what `load_policy` loads; by default `policy_for` finds one.
+        strict: As in `load_policy`.
+        name: As in `policy_for`.
+    """
     if policy is None:
         return policy_for(model, name=name)
     loaded = policy if isinstance(policy, Policy) else load_policy(policy, strict)

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.policy.policy import Policy
-from lkv.policy.token_scores import FUTURE, content_formula, expected_attention_scores, interpolate_knots
+from lkv.policy.score_formula import ContentWeights, content_formula, expected_attention_scores, interpolate_knots
+from lkv.policy.token_scores import FUTURE
 from lkv.training.cost import WARM_START_SAMPLE, WARM_START_TOKENS, WARM_START_UPDATES
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.eviction_errors import longest_text, measure_eviction_errors
@@ -246,8 +247,8 @@ def fit_to_targets(policy: Policy, targets: Sequence[RegressionTargets], is_shar
 def _scores_of_all_heads(policy: Policy, text: RegressionTargets) -> Tensor:
     """LKV-T's scores [H', n] of the tokens of `text`."""
     tokens = policy.tokens
-    content = (x.flatten(0, 1) for x in (tokens.mean, tokens.std, tokens.hidden, tokens.bias, tokens.output))
-    scores = content_formula(text.key[None], text.value[None], *content)[0]
+    weights = (x.flatten(0, 1) for x in (tokens.mean, tokens.std, tokens.hidden, tokens.bias, tokens.output))
+    scores = content_formula(text.key[None], text.value[None], ContentWeights(*weights))[0]
     if text.attention is not None:
         scores = scores + tokens.attention_weight.flatten()[:, None] * text.attention
     if tokens.inputs.knots:

@@ -13,9 +13,7 @@ from lkv.errors import UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.policy.policy import Policy
-from lkv.policy.scorer_inputs import ScorerInputs
-from lkv.policy.token_scores import (
-    FUTURE,
+from lkv.policy.score_formula import (
     ContentWeights,
     ExpectedAttentionWeights,
     PositionWeights,
@@ -25,6 +23,8 @@ from lkv.policy.token_scores import (
     scores_at_eviction,
     scores_on_arrival,
 )
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.policy.token_scores import FUTURE
 from tests.conftest import tiny_llama
 
 EVERYTHING = ScorerInputs("unrotated", "learned", 5)

@@ -136,7 +136,17 @@ def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[
 
 
 def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[float]]:
-    """`table` as floats if it is [L][H] numbers in [0, 1]; BudgetError, naming `source`, otherwise."""
+    """Return a table [L][H] as floats.
+
+    Args:
+        table: The table.
+        layers: L.
+        heads: H.
+        source: What the table is called in an error.
+
+    Raises:
+        BudgetError: Unless it has this shape, and numbers in [0, 1].
+    """
     advice = f"give {layers} rows of {heads} numbers in [0, 1]"
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
         raise BudgetError(f"{source} is no list of lists of numbers; {advice}.")
@@ -161,11 +171,23 @@ def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[f
 def estimate_pattern(
     model: "PreTrainedModel", texts: Sequence[list[int]], sinks: int = SINKS, recent: int = RECENT
 ) -> list[list[float]]:
-    """Alphas [L][H] for `Duo`: the part of each KV head's attention that falls outside sinks and recent tokens.
+    """Estimate alphas for `Duo`: the part of each KV head's attention that falls outside sinks and recent tokens.
 
-    The mean over the query heads of a group, over all tokens of the `texts` (token ids) that such a window does not
-    hold whole, and over the texts. Queries and keys are the ones that attention sees, after QK-norm and RoPE. The model
-    must be whole in this process. Raises DataError where no text is longer than the window, and UnsupportedModelError.
+    It is the mean over the query heads of a group, over all tokens that such a window does not hold whole, and over the
+    texts. Queries and keys are the ones that attention sees, after QK-norm and RoPE.
+
+    Args:
+        model: The model, whole in this process.
+        texts: Token ids of each text.
+        sinks: First tokens of the window.
+        recent: Most recent tokens of the window.
+
+    Returns:
+        Alphas [L][H].
+
+    Raises:
+        DataError: If no text is longer than the window.
+        UnsupportedModelError: If the model is split over processes.
     """
     if sinks < 0 or recent < 1:
         raise BudgetError(f"there is no window of {sinks} sinks and {recent} recent tokens; give >= 0 and >= 1.")

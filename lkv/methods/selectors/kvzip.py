@@ -48,11 +48,22 @@ class _LargestAttention(ReplayLayer):
 def replay_scores(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
 ) -> Tensor:
-    """Compute the largest attention [L, 1, H, T] that each entry of a prompt receives while the model repeats it.
+    """Compute the largest attention that each entry of a prompt receives while the model repeats it.
 
-    The prompt `ids`, already read into `prompt`, is repeated in parts, each straight after the prompt; an entry counts
-    by its own part's repetition alone. The first tokens are above all others: in the authors' code they are a system
-    prompt that is never evicted. Raises PromptError if a part does not fit into the model's context.
+    The prompt is repeated in parts, each straight after the prompt; an entry counts by its own part's repetition alone.
+    The first tokens are above all others: in the authors' code they are a system prompt that is never evicted.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        ids: The prompt's tokens.
+        prompt: What `read_prompt` returned for them.
+
+    Returns:
+        Scores [L, 1, H, T].
+
+    Raises:
+        PromptError: If a part does not fit into the model's context.
     """
     layers = [_LargestAttention(layer) for layer in prompt]
     for start in range(0, len(ids), _CHUNK):
