@@ -254,39 +254,25 @@ def test_a_forged_file_takes_no_memory(saved):
     assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 1_000_000
 
 
+NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+
 @pytest.mark.parametrize(
     ("place", "problem"),
     [
-        ("pathlib.Path.read_bytes", MemoryError()),
-        ("lkv.utils.tensor_file.load", RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")),
-        ("lkv.utils.tensor_file.load", MemoryError()),
+        ("pathlib.Path.read_bytes", MemoryError()), ("lkv.utils.tensor_file.load", NO_MEMORY),
+        ("lkv.utils.tensor_file.load", MemoryError()), ("lkv.cache.layer.restore_store", NO_MEMORY),
+        ("lkv.cache.layer.restore_store", MemoryError()),
+        ("lkv.cache.layer.restore_store", torch.OutOfMemoryError("CUDA out of memory.")),
     ],
-)
-def test_a_file_larger_than_memory_is_no_damage(saved, monkeypatch, place, problem):
+)  # fmt: skip
+def test_a_lack_of_memory_is_no_damage(saved, monkeypatch, place, problem):
     path, model = saved
 
     def refuse(*_, **__):
         raise problem
 
     monkeypatch.setattr(place, refuse)
-    with pytest.raises(ContextFileError, match="takes more memory than is free; free some") as caught:
-        Context.load(path, model, Words())
-    assert is_out_of_memory(caught.value)
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(),
-     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")],
-    ids=["GPU", "Python", "CPU"],
-)  # fmt: skip
-def test_a_lack_of_memory_is_no_damage(saved, monkeypatch, problem):
-    path, model = saved
-
-    def refuse(*_, **__):
-        raise problem
-
-    monkeypatch.setattr("lkv.cache.layer.restore_store", refuse)
     with pytest.raises(ContextFileError) as caught:
         Context.load(path, model, Words())
     assert str(caught.value).startswith(f"{path} takes more memory than is free; free some")

@@ -14,7 +14,7 @@ from lkv.errors import PolicyFileError, PolicyMismatchError, RetentionError
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.spec import inspect_model
 from lkv.methods.targets import DEFAULT_TABLE, TierTable
-from lkv.policy.policy import POLICY_FILE, HeadScores, Policy
+from lkv.policy.policy import POLICY_FILE, WEIGHTS, HeadScores, Policy
 from lkv.policy.token_scores import TokenScores
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
@@ -114,6 +114,16 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
         tensor_file.read(path, POLICY_FILE)
 
 
+def rewrite(policy, folder, change):
+    """Save the policy with other fields of its description; an empty object replaces what was there."""
+    policy.save_pretrained(folder)
+    tensors, about = tensor_file.read(folder / WEIGHTS, POLICY_FILE)
+    about.pop("format")
+    for name, value in change.items():
+        about[name] = about[name] | value if value and isinstance(value, dict) else value
+    tensor_file.write(folder / WEIGHTS, POLICY_FILE, tensors, about)
+
+
 @pytest.mark.parametrize(
     ("change", "names"),
     [
@@ -125,18 +135,17 @@ def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):
         ({"model": {"rope": "x" * 10**5}}, "Expecting value"),
         ({"model": {"rope": '{"a": ' + "[" * 100_000}}, "recursion"),
         ({"model": {"layers": 3.0}}, "layers"),
+        ({"model": {}}, "missing"),
+        ({"model": None}, ""),
         ({"inputs": {"knots": True}}, "knots"),
+        ({"inputs": {"knots": 10**9}}, "knots is 1000000000, but .* from 0 to 32"),
+        ({"inputs": {"key": "sideways"}}, "key is 'sideways'"),
+        ({"inputs": {"touch": True}}, r"unknown fields \['touch'\] for ScorerInputs"),
         ({"inputs": [3]}, "unknown fields"),
     ],
 )
-def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, policy, change, names):
-    policy.save_pretrained(tmp_path)
-    path = tmp_path / "policy.safetensors"
-    tensors, about = tensor_file.read(path, POLICY_FILE)
-    about.pop("format")
-    for name, value in change.items():
-        about[name] = {**about[name], **value} if isinstance(value, dict) else value
-    tensor_file.write(path, POLICY_FILE, tensors, about)
+def test_a_description_that_this_version_does_not_know_is_refused_in_one_sentence(tmp_path, policy, change, names):
+    rewrite(policy, tmp_path, change)
     with pytest.raises(PolicyFileError, match=f"does not hold a policy .*{names}"):
         Policy.from_pretrained(tmp_path)
 
@@ -146,11 +155,7 @@ def test_a_description_of_other_types_is_refused_in_one_sentence(tmp_path, polic
     [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}],
 )
 def test_a_description_that_says_nothing_is_used_or_refused_in_one_sentence(tmp_path, policy, change):
-    policy.save_pretrained(tmp_path)
-    path = tmp_path / "policy.safetensors"
-    tensors, about = tensor_file.read(path, POLICY_FILE)
-    about = {name: {**value, **change.get(name, {})} for name, value in about.items() if name != "format"}
-    tensor_file.write(path, POLICY_FILE, tensors, about)
+    rewrite(policy, tmp_path, change)
     loaded = Policy.from_pretrained(tmp_path)
     assert loaded.trained_tokens is None
     if "model" in change:
@@ -175,33 +180,18 @@ def test_a_table_of_precisions_that_is_none_is_refused_in_one_sentence(rows):
     assert TierTable.from_json(DEFAULT_TABLE.to_json()) == DEFAULT_TABLE
 
 
-@pytest.mark.parametrize(
-    ("about", "message"),
-    [
-        ({"format": 1}, "format 1, but this version reads 2"),
-        ({"format": 99}, "format 99, but this version reads 2"),
-        ({"inputs": {"key": "sideways"}}, "key is 'sideways'"),
-        ({"inputs": {"touch": True}}, r"unknown fields \['touch'\] for ScorerInputs"),
-        ({"inputs": {"knots": 10**9}}, "knots is 1000000000, but .* from 0 to 32"),
-        ({"model": {}}, "missing"),
-        ({"model": None}, "does not hold a policy"),
-    ],
-)
-def test_descriptions_that_this_version_does_not_know_are_refused(tmp_path, policy, about, message):
+@pytest.mark.parametrize("version", [1, 99])
+def test_another_format_is_refused(tmp_path, policy, version):
     policy.save_pretrained(tmp_path)
-    tensors, known = tensor_file.read(tmp_path / "policy.safetensors", POLICY_FILE)
-    kind = POLICY_FILE._replace(version=about.get("format", 2))
-    tensor_file.write(tmp_path / "policy.safetensors", kind, tensors, {**known, **about})
-    with pytest.raises(PolicyFileError, match=message):
+    tensors, about = tensor_file.read(tmp_path / WEIGHTS, POLICY_FILE)
+    tensor_file.write(tmp_path / WEIGHTS, POLICY_FILE._replace(version=version), tensors, about | {"format": version})
+    with pytest.raises(PolicyFileError, match=f"format {version}, but this version reads 2"):
         Policy.from_pretrained(tmp_path)
 
 
 def test_a_description_of_a_huge_model_takes_no_memory(tmp_path, policy):
-    policy.save_pretrained(tmp_path)
-    path = tmp_path / "policy.safetensors"
-    tensors, about = tensor_file.read(path, POLICY_FILE)
     for name in ("layers", "kv_heads", "head_dim"):
-        tensor_file.write(path, POLICY_FILE, tensors, {**about, "model": {**about["model"], name: 10**6}})
+        rewrite(policy, tmp_path, {"model": {name: 10**6}})
         with pytest.raises(PolicyFileError, match="does not hold a policy"):
             Policy.from_pretrained(tmp_path)
 
