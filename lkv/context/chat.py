@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from lkv.context.context import Context
 from lkv.context.generation import (
     answer_length,
-    answer_printer,
     check_not_set,
     check_options,
+    decode_answer,
     end_tokens,
     generate,
     is_truncated,
+    printed,
     stream_text,
 )
 from lkv.context.input_checks import check_text
@@ -61,10 +62,7 @@ class Chat:
         If it fails, the turns are unchanged.
         """
         ids, options = self._prepare(question, max_new_tokens, generation)
-        if stream:
-            check_not_set("ask(stream=True)", generation, "streamer")
-            options["streamer"] = answer_printer(self._tokenizer)
-        return self._answer(question, ids, **options)
+        return self._answer(question, ids, **printed(self._tokenizer, options) if stream else options)
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
         """Answer a question piece by piece.
@@ -109,7 +107,7 @@ class Chat:
             raise
         self.answer_tokens = len(answer)
         self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
-        text = str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        text = decode_answer(self._tokenizer, answer)
         # The last token was never read. If it ends the answer, the template of the next turn contains it.
         self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
         self.turns.append(Turn(question, text, start))

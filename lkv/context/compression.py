@@ -128,7 +128,7 @@ def compress_ids(
 
     Raises:
         PromptError: For a text that is too long, or too short to keep anything of.
-        LkvError: As `CacheConfig.resolve` and `RaggedCache` raise.
+        LkvError: As `RaggedCache` raises for its arguments.
     """
     limit = patch_attention(model).spec.max_positions
     if len(ids) >= limit:
@@ -136,8 +136,7 @@ def compress_ids(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
             "shorten it."
         )
-    chunk = request.chunk
-    tensor = torch.tensor([ids], device=input_device(model))
+    chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
     if chunk is not None:
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:

@@ -18,13 +18,14 @@ from lkv.cache.shared_cache import SharedCache
 from lkv.context import saved_context
 from lkv.context.generation import (
     answer_length,
-    answer_printer,
     check_not_set,
     check_options,
+    decode_answer,
     generate,
     is_assisted,
     is_truncated,
     longest_answer,
+    printed,
     stream_text,
     without_padding,
 )
@@ -114,10 +115,8 @@ class Context:
             CacheError: For options that do not exist or that a context cannot serve.
         """
         ids = self._encode_question(question, generation)
-        if stream:
-            check_not_set("ask(stream=True)", generation, "streamer")
-            generation["streamer"] = answer_printer(self.tokenizer)
-        return self._decode(self.complete(ids, max_new_tokens, **generation))
+        options = printed(self.tokenizer, generation) if stream else generation
+        return decode_answer(self.tokenizer, self.complete(ids, max_new_tokens, **options))
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
         """Answer a question piece by piece; closing the iterator ends the answer. Arguments and errors as in `ask`."""
@@ -135,7 +134,8 @@ class Context:
         if isinstance(questions, str) or not isinstance(questions, Iterable) or not (questions := list(questions)):
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
         encoded = [self._encode_question(question, generation) for question in questions]
-        return [self._decode(answer) for answer in self.batch_complete(encoded, max_new_tokens, **generation)]
+        answers = self.batch_complete(encoded, max_new_tokens, **generation)
+        return [decode_answer(self.tokenizer, answer) for answer in answers]
 
     def batch_complete(
         self, questions: list[list[int]], max_new_tokens: int | None = None, **generation: Any
@@ -285,9 +285,6 @@ class Context:
         check_text(question, "the question", "ask something about the text")
         check_options(self.model, self.cache, generation)
         return encode_question(self.tokenizer, question)
-
-    def _decode(self, answer: list[int]) -> str:
-        return str(self.tokenizer.decode(answer, skip_special_tokens=True)).strip()
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):

@@ -199,9 +199,15 @@ def check_not_set(call: str, options: dict[str, Any], *names: str) -> None:
         raise CacheError(f"{call} sets {', '.join(reserved)} itself; leave that out, or use ask() without stream=True.")
 
 
-def answer_printer(tokenizer: Any) -> TextStreamer:
-    """A streamer that prints an answer while it is generated."""
-    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+def printed(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of generate that print the answer while it is generated. Raises CacheError for a caller's streamer."""
+    check_not_set("ask(stream=True)", options, "streamer")
+    return options | {"streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)}
+
+
+def decode_answer(tokenizer: Any, ids: list[int]) -> str:
+    """The text of an answer."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
@@ -210,7 +216,7 @@ def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
     The thread has ended when the iterator is exhausted or closed; its exceptions are raised here.
     """
     texts = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    stop, problems = StopOnRequest(), []
+    stop, problems = _StopOnRequest(), []
 
     def work() -> None:
         try:
@@ -231,12 +237,11 @@ def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
         raise problems[0]
 
 
-class StopOnRequest(StoppingCriteria):
+class _StopOnRequest(StoppingCriteria):
     """Ends a generation after the current token once `requested` is set."""
 
     def __init__(self) -> None:
         self.requested = threading.Event()
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
-        """Whether each row [B] ends."""
         return torch.full((len(input_ids),), self.requested.is_set(), dtype=torch.bool, device=input_ids.device)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
@@ -83,12 +84,8 @@ def inspect_text(
         raise LkvError(
             f"{method!r} needs a pattern of retrieval heads, which an inspection has not; use another method."
         )
-    requests = [
-        CompressionRequest(method=method, policy=policy, memory=share)
-        if by_memory
-        else CompressionRequest(method=method, policy=policy, retention=share)
-        for share in shares
-    ]
+    budgets: list[dict[str, Any]] = [{"memory" if by_memory else "retention": share} for share in shares]
+    requests = [CompressionRequest(method=method, policy=policy, **budget) for budget in budgets]
     configs = [CacheConfig.resolve(request, model, tokenizer) for request in requests]
     resolved = configs[0].method
     if resolved.needs_whole_prompt:
@@ -97,7 +94,7 @@ def inspect_text(
         )
     prompt = read_prompt(model, torch.tensor([ids], device=input_device(model)), resolved.selector.reads_queries)
     ranks, counts = _ranked(configs, prompt)
-    first, precisions = prompt[0], tuple(tier.precision for tier in configs[0].tiers)
+    key = prompt[0].key
     return InspectionResult(
         method=method,
         pieces=token_texts(tokenizer, text, ids),
@@ -105,42 +102,39 @@ def inspect_text(
         counts=counts,
         shares=tuple(shares),
         by_memory=by_memory,
-        precisions=precisions,
+        precisions=tuple(tier.precision for tier in configs[0].tiers),
         layers=len(prompt),
-        heads=first.key.shape[1],
-        shape=KVShape(len(prompt) * first.key.shape[1], first.key.shape[-1], first.key.element_size()),
+        heads=key.shape[1],
+        shape=KVShape(len(prompt) * key.shape[1], key.shape[-1], key.element_size()),
     )
 
 
 def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
     """`ranks` and `counts` of a result; all configs share the selector of the first."""
-    ranks, counts = [], []
+    ranks, counts, selector = [], [], configs[0].method.selector
+    best_first = partial(torch.argsort, dim=-1, descending=True, stable=True)
     for layer, read in enumerate(prompt):
-        selector = configs[0].method.selector
         scores = selector.scores(layer, read)
-        tokens, heads = scores.shape[-1], scores.shape[1]
-        count = partial(_counts, layer, scores)
+        _, heads, tokens = scores.shape
+
+        def count(budget: Budget, layer: int = layer, scores: Tensor = scores) -> list[list[int]]:
+            return budget.counts(layer, scores)
+
         layer_counts = [tier_counts(config.tiers, tokens, heads, 1, count) for config in configs]
-        order = scores[0].argsort(dim=-1, descending=True, stable=True)
+        order = best_first(scores[0])
         if selector.refines:
             # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.
             budgets_keeping = torch.zeros_like(order)
             for *_, head_counts in layer_counts:
-                best = selector.refine(layer, read, scores, head_counts)[0].argsort(
-                    dim=-1, descending=True, stable=True
-                )
+                best = best_first(selector.refine(layer, read, scores, head_counts)[0])
                 for head, number in enumerate(head_counts[0]):
                     budgets_keeping[head, best[head, :number]] += 1
-            order = order.gather(-1, budgets_keeping.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
+            order = order.gather(-1, best_first(budgets_keeping.gather(-1, order)))
         ranks.append(order.argsort(-1).cpu().numpy())
         counts.append([[tier[0] for tier in tiers] for tiers in layer_counts])
     kind = np.uint16 if ranks[0].shape[-1] <= 1 << 16 else np.uint32
     table = np.asarray(counts).transpose(1, 2, 0, 3)  # from [L, R, P, H]
     return np.concatenate(ranks).T.astype(kind), table.reshape(*table.shape[:2], -1)
-
-
-def _counts(layer: int, scores: torch.Tensor, budget: Budget) -> list[list[int]]:
-    return budget.counts(layer, scores)
 
 
 def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:

@@ -13,7 +13,6 @@ from torch.nn.utils.rnn import pad_sequence
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
-from lkv.methods.registry import Buildable
 from lkv.methods.targets import Precision, RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 
@@ -49,6 +48,17 @@ class MethodInputs:
         if value is None:
             raise LkvError(f"the method needs a {name}; give {INPUT_SOURCES[name]}.")
         return value
+
+
+class Buildable:
+    """Base of budgets and selectors, which are built from `MethodInputs`."""
+
+    required_inputs: tuple[str, ...] = ()  # those that the constructor takes first, such as "model" or "policy"
+
+    @classmethod
+    def from_inputs(cls, inputs: MethodInputs, **options: Any) -> Any:
+        """Build it for one model, with the options it was registered with. Raises LkvError for missing inputs."""
+        return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
 
 
 class ArrivedEntries(NamedTuple):

@@ -33,18 +33,7 @@ _KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name
 }
 
 
-class Buildable:
-    """Base of budgets and selectors, which are built from `lkv.methods.base.MethodInputs`."""
-
-    required_inputs: tuple[str, ...] = ()  # those that the constructor takes first, such as "model" or "policy"
-
-    @classmethod
-    def from_inputs(cls, inputs: Any, **options: Any) -> Any:
-        """Build it for one model, with the options it was registered with. Raises LkvError for missing inputs."""
-        return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
-
-
-T = TypeVar("T", bound=type[Buildable])
+T = TypeVar("T", bound=type[Any])
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,7 @@ class Component:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a method's name says: its budget and selector, the paper it is from and how it is shown."""
+    """What a method's name says: its budget and selector, the paper that it is from and how it is shown."""
 
     name: str  # as it was given, with "+compensation" and "@NAME" where it has them
     budget: str
@@ -123,11 +112,11 @@ class MethodSpec:
         return "; ".join([budget.description, selector.description + paper, *compensation, needs, *self.variants])
 
     def build_budget(self, inputs: Any) -> Any:
-        """The budget, built from `MethodInputs`. Raises LkvError where one is missing that it needs."""
+        """Build the budget from `MethodInputs`. Raises LkvError for missing inputs."""
         return self.components[0].build(inputs)
 
     def build_selector(self, inputs: Any) -> Any:
-        """The selector, built from `MethodInputs`. Raises LkvError where one is missing that it needs."""
+        """Build the selector, as the budget."""
         return self.components[1].build(inputs)
 
 
@@ -269,12 +258,13 @@ def register_method(
 
 def load_plugins() -> None:
     """Let other packages register their methods, once. Raises LkvError, naming the package, where one fails."""
-    if (error := _load_plugins()) is not None:
-        raise error
+    if failure := _load_plugins():
+        message, error = failure
+        raise LkvError(message) from error
 
 
 @cache
-def _load_plugins() -> LkvError | None:
+def _load_plugins() -> tuple[str, Exception] | None:
     """Why a package could not register its methods, the first one that fails: what the others did is not repeated."""
     for point in entry_points(group="lkv.methods"):
         try:
@@ -282,12 +272,10 @@ def _load_plugins() -> LkvError | None:
             if callable(loaded):
                 loaded()
         except Exception as error:  # whatever the plugin's code raises
-            failure = LkvError(
+            return (
                 f"the plugin {point.name!r} ({point.value}) could not register its methods: {str(error).rstrip('.')}. "
                 "Fix it, or uninstall its package."
-            )
-            failure.__cause__ = error
-            return failure
+            ), error
     return None
 
 

@@ -89,10 +89,12 @@ def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
 def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
     """One line each on the model, the training, the overlap and the fidelity."""
     trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "unknown"
+    full = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim * 1000 / 1e6  # MB of 1,000 tokens in 16 bits
     return [
         f"model     {', '.join(card.get('hub', ())) or card.get('model', 'unknown')}, in any storage "
         f"({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)",
-        f"memory    {_describe_memory(spec)}",
+        f"memory    1,000 tokens take {full:.1f} MB uncompressed in 16 bits, {DEFAULT_RETENTION * full:.1f} MB at R "
+        f"{DEFAULT_RETENTION:g}",
         f"trained   {trained}, at R {_retentions(card)}",
         f"overlap   {describe_overlap(card)}",
         *(
@@ -105,13 +107,6 @@ def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
 
 def _number_of_texts(row: dict[str, Any]) -> str:
     return f", {row['texts']} text{'s' * (row['texts'] != 1)}" if "texts" in row else ""
-
-
-def _describe_memory(spec: ModelSpec) -> str:
-    """What the cache of 1,000 tokens takes in 16 bits, whole and at the default retention."""
-    full = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim * 1000 / 1e6
-    kept = f"{DEFAULT_RETENTION * full:.1f} MB at R {DEFAULT_RETENTION:g}"
-    return f"1,000 tokens take {full:.1f} MB uncompressed in 16 bits, {kept}"
 
 
 def shipped_policies() -> list[StoredPolicy]:
@@ -135,7 +130,7 @@ def named_policy(name: str) -> StoredPolicy | None:
 
 
 def fitted_folder(model_name: str, spec: ModelSpec) -> Path:
-    """Where `lkv fit` saves the policy of a model: a folder by its fingerprint, with its name for people."""
+    """The folder in which `lkv fit` saves the policy of a model, by its name and fingerprint."""
     name = re.sub(r"[^a-z0-9.]+", "-", Path(model_name).name.lower()).strip("-.") or "model"
     return cache_folder() / "policies" / f"{name}-{spec.digest()[:12]}"
 
