@@ -34,7 +34,8 @@ def read_items(folder: Path) -> dict[str, list[Any]]:
 
 def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str, NgramOverlap]) -> dict[str, Any]:
     """A row: how many items of a set overlap, and with which files."""
-    clean_items, counts = overlap.clean(items)
+    clean_items = overlap.clean(name, items)
+    counts = overlap.counts[name]
     left = {id(item) for item in clean_items}
     files = Counter(
         file

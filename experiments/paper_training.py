@@ -61,7 +61,7 @@ def _loom(built: BuiltDataset, tokenizer: Any, count: int) -> Iterator[Tokenized
 
 
 def _mixture(folder: Path, tokenizer: Any, tokens: int, count: int) -> Iterator[TokenizedSample]:
-    mixture = Mixture(folder, int(tokens * (1 - _SPREAD)), int(tokens * (1 + _SPREAD))).held_out(7)
+    mixture = Mixture(folder, (int(tokens * (1 - _SPREAD)), int(tokens * (1 + _SPREAD)))).held_out(7)
     for number in range(count):
         sample = tokenize_sample(mixture.sample(number, _CONTINUATIONS), tokenizer, tokens, _LONGEST)
         if sample.continuations and len(sample.context) > 0.7 * tokens:
@@ -96,7 +96,7 @@ def _compare(
 
 def _about(policy: Policy) -> dict[str, Any]:
     """What the page says of a run: its settings, digest, and what was removed from its data."""
-    overlap = policy.card["decontamination"]
+    overlap = policy.card.get("decontamination")
     dropped = {name: own["overlapping"] for name, own in overlap["sets"].items()} if overlap else None
     return {"policy": policy.digest(), "training": policy.card["training"], "dropped": dropped}
 

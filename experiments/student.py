@@ -77,7 +77,7 @@ def divergences(model: Any, policy: Policy, held_out: list[TokenizedSample]) -> 
 def fidelity(model: Any, tokenizer: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of both students, and of their difference over the same samples."""
     bounds = (options.context_tokens // 2, options.context_tokens)
-    mixture = Mixture(options.data, *bounds)
+    mixture = Mixture(options.data, bounds)
     sides = [mixture, mixture.held_out()]
 
     def read(side: int, number: int) -> TokenizedSample:

@@ -100,7 +100,7 @@ def main() -> None:
     contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
     options.out = options.out or subject.results("tiers")
     bounds = {tokens: (int(tokens * (1 - SPREAD)), int(tokens * (1 + SPREAD))) for tokens in contexts}
-    mixtures = {tokens: Mixture(options.data, *own).held_out(options.seed) for tokens, own in bounds.items()}
+    mixtures = {tokens: Mixture(options.data, own).held_out(options.seed) for tokens, own in bounds.items()}
     cases = {f"{tokens}-{number}": (tokens, number) for tokens, count in contexts.items() for number in range(count)}
 
     def measure_case(tokens: int, number: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from experiments.data.hub import HUB_SOURCES, LoadDataset, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
 from lkv.errors import DataError
 from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
-from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, OverlapFilter
+from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
 from lkv.training.data.public_datasets import (
@@ -103,7 +103,7 @@ def build_dataset(
             f"{model_name} has no chat template: lengths are counted in a plain question-and-answer form",
             file=sys.stderr,
         )
-    overlap = OverlapFilter(config.against, config.words, config.share) if config.against else None
+    overlap = NgramOverlap(config.against, config.words, config.share) if config.against else None
     # All that the samples depend on, with no path and no date: two builds give the same bytes.
     sources: dict[str, dict[str, Any]] = {}
     plan = {
@@ -119,21 +119,16 @@ def build_dataset(
     }
     check_same_settings(config.out, plan)  # before rows are downloaded, which would replace those of that build
 
-    def remove_overlapping(name: str, items: list[Any]) -> list[Any]:
-        if overlap is None or not items:
-            return items
-        clean, counts = overlap(name, items), overlap.counts[name]
+    if config.recipe == "wide":
+        training, held_out = _open_wide(config, overlap, sources)
+    else:
+        training, held_out = _open_loom(config, tokenizer, overlap, sources, load)
+    for name, counts in overlap.counts.items() if overlap else ():
         print(
             f"{name}: {counts.shared:,} of {counts.compared:,} items share n-grams, {counts.dropped:,} dropped",
             file=sys.stderr,
         )
-        sources.setdefault(name, {}).update(vars(counts))
-        return clean
-
-    if config.recipe == "wide":
-        training, held_out = _open_wide(config, remove_overlapping, sources)
-    else:
-        training, held_out = _open_loom(config, tokenizer, remove_overlapping, sources, load)
+        sources[name] |= vars(counts)
     plan["sources"] = sources
     if isinstance(training, Wide):
         plan["weights"] = training.mixture.weights
@@ -141,13 +136,10 @@ def build_dataset(
     return builder.build({"train": (training, config.samples), "heldout": (held_out, config.held_out)})
 
 
-Filter = Callable[[str, list[Any]], list[Any]]
-
-
 def _open_loom(
     config: DataBuildConfig,
     tokenizer: "PreTrainedTokenizerBase",
-    remove_overlapping: Filter,
+    overlap: NgramOverlap | None,
     sources: dict[str, dict[str, Any]],
     load: LoadDataset | None,
 ) -> tuple[Recipe, Recipe]:
@@ -167,7 +159,7 @@ def _open_loom(
             all_items, sources[name] = _fetch_from_hub(name, config, load)
         usable = [item for item in all_items if is_usable(name, item)]
         sources[name]["items"] = len(usable)
-        items[name] = remove_overlapping(name, usable)
+        items[name] = overlap.clean(name, usable) if overlap else usable
         if len(items[name]) < 2:
             title = PUBLIC_DATASETS[name].title
             raise DataError(f"{title} has {len(items[name])} usable items ({sources[name]['from']}); give more of it.")
@@ -217,23 +209,22 @@ def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str,
 
 
 def _open_wide(
-    config: DataBuildConfig, remove_overlapping: Filter, sources: dict[str, dict[str, Any]]
+    config: DataBuildConfig, overlap: NgramOverlap | None, sources: dict[str, dict[str, Any]]
 ) -> tuple[Recipe, Recipe]:
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None
     names = read_name_map(config.map) if config.map else None
     bounds = config.min_tokens, config.max_tokens
-    training = Mixture(config.data, *bounds, config.seed, remove_overlapping, names)
+    training = Mixture(config.data, bounds, config.seed, overlap=overlap, names=names)
     print("\n".join(training.lines), file=sys.stderr)
     for name, paths in training.index.used.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
         origin += f" (SHA-256 of all {digest_of(paths)})"
-        about = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
-        sources[name] = about | sources.get(name, {})
+        sources[name] = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
     for name, count in training.builtin_counts.items():
         title, licence, _ = BUILTIN_TEXTS[name]
-        about = {"title": title, "licence": licence, "from": f"Python {platform.python_version()}", "items": count}
-        sources[name] = about | sources.get(name, {})
+        python = f"Python {platform.python_version()}"
+        sources[name] = {"title": title, "licence": licence, "from": python, "items": count}
     return Wide(training), Wide(training.held_out(config.seed))
 
 

@@ -32,7 +32,7 @@ class Fit(RunOptions):
 
         from lkv.hf.loading import load_model
         from lkv.training import fitting
-        from lkv.training.fit_texts import open_texts
+        from lkv.training.datasets import open_texts
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
 
         started = fitting.clock()

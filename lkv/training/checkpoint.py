@@ -29,6 +29,10 @@ _OTHER_INPUTS = (
 )
 
 
+class OtherRunError(TrainingError):
+    """A checkpoint is of a run with other settings, on other data or of another model."""
+
+
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes' trainings out of `folder` in the block. Raises TrainingError if one uses it."""
@@ -82,12 +86,12 @@ class Checkpoint(NamedTuple):
         saved, current = self.config, asdict(config)
         names = [name for name in current if saved.get(name) != current[name]]
         if changes := [f"{name} {saved.get(name)!r} instead of {current[name]!r}" for name in names]:
-            raise TrainingError(
+            raise OtherRunError(
                 f"{self.path} belongs to a run with other settings ({', '.join(changes)}); give the same settings to "
                 "resume it, or another folder."
             )
         if data_digest is not None and self.card.get("data_digest") != data_digest:
-            raise TrainingError(
+            raise OtherRunError(
                 f"{self.path} belongs to a run on other data; give the same --data to resume it, or another folder "
                 f"(--init {self.path.parent} starts from its weights)."
             )
@@ -174,7 +178,7 @@ def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folde
     try:
         policy.check_model(spec)
     except PolicyMismatchError:
-        raise TrainingError(f"{folder} was trained for another model; give that model, or another folder.") from None
+        raise OtherRunError(f"{folder} was trained for another model; give that model, or another folder.") from None
     knots = policy.inputs.knots
     for name in ("tokens.start", "tokens.end") if knots else ():
         if (table := state.get(name)) is not None:
@@ -182,7 +186,7 @@ def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folde
     try:
         policy.load_state_dict(state)
     except RuntimeError as error:
-        raise TrainingError(f"{folder} {_OTHER_INPUTS}") from error
+        raise OtherRunError(f"{folder} {_OTHER_INPUTS}") from error
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:

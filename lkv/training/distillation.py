@@ -268,11 +268,7 @@ def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: fl
 def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
     """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
     budget = LearnedBudget(policy, retention)
-    return top_k_mask(scores, [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))], rows)
-
-
-def top_k_mask(scores: Tensor, counts: list[list[int]], rows: int) -> Tensor:
-    """The log-mask [L, n, H, T] that leaves the best `counts` [L][H] tokens of each head, for n `rows`."""
+    counts = [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))]
     budgets = torch.tensor(counts, device=scores.device)
     rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # of equal scores the earlier ones stay
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)

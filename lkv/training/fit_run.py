@@ -5,23 +5,23 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lkv.errors import DataError, LkvError, TrainingError, TrainingStoppedError
+from lkv.errors import LkvError, TrainingError, TrainingStoppedError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import describe_overlap
-from lkv.training.checkpoint import CHECKPOINT, Checkpoint, initialize_from, read_checkpoint, save_checkpoint
+from lkv.training.checkpoint import CHECKPOINT, OtherRunError, initialize_from, read_checkpoint, save_checkpoint
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import WARM_START_TOKENS, mean_length
 from lkv.training.data.mixture import Mixture
-from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.datasets import make_card
 from lkv.training.fit_plan import (
     PROGRESS_TEXTS,
     STATISTICS_TEXTS,
@@ -29,7 +29,7 @@ from lkv.training.fit_plan import (
     distillation_lengths,
     make_plan,
 )
-from lkv.training.fit_texts import FitTexts
+from lkv.training.fit_samples import FIRST_CONTEXT, FitSamples
 from lkv.training.heldout import (
     HeldOutTexts,
     better_baselines,
@@ -38,11 +38,10 @@ from lkv.training.heldout import (
     format_kl,
     format_table,
 )
-from lkv.training.loop import Batch, TimeBudget, TrainingLoop
+from lkv.training.loop import TimeBudget, TrainingLoop
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
-from lkv.utils.files import strip_parent_dirs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,8 +53,6 @@ _DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does n
 _CLEARLY_WORSE = 1.25
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
-_FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
-_BATCHES_BY_LENGTH = 8  # drawn together and sorted by length
 
 
 class UselessStateError(LkvError):
@@ -70,7 +67,7 @@ class FitJob(NamedTuple):
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
-    texts: FitTexts
+    texts: Mixture
     seconds: float
     folder: Path
     model_name: str
@@ -80,6 +77,18 @@ class FitJob(NamedTuple):
     def state(self) -> Path:
         """The folder of what a later call resumes from."""
         return self.folder / RUN / "state"
+
+
+@dataclass
+class Progress:
+    """How far a run is: finished stages, seconds, held-out KL, when the distillation began, and the curve of KL."""
+
+    stage: int = 0
+    seconds: float = 0.0
+    best_kl: float = math.inf
+    last_kl: float = math.inf
+    distilling_since: float = 0.0
+    curve: list[dict[str, float]] = field(default_factory=list)
 
 
 class FitRun:
@@ -93,41 +102,30 @@ class FitRun:
     """
 
     def __init__(self, job: FitJob, config: TrainingConfig, per_token: float, elapsed: Callable[[], float]):
-        self._model, self._tokenizer, self._config, self._seconds = job.model, job.tokenizer, config, job.seconds
+        self._job, self._config, self._elapsed, self._progress = job, config, elapsed, Progress()
+        self._model, self._state, self._seconds = job.model, job.state, job.seconds
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
-        self._job, self._state, self._elapsed = job, job.state, elapsed
-        self._texts = job.texts.with_lengths(config.min_tokens, config.max_tokens)
         spec = patch_attention(job.model).spec
         self._lengths = distillation_lengths(config, spec.max_positions)
-        self._learned = self._texts.training.with_lengths(*self._lengths)
+        self._samples = FitSamples(job.texts, job.tokenizer, config, self._lengths)
         torch.manual_seed(config.seed)
-        self.policy = Policy(spec, self._make_card(), config.inputs).to(input_device(job.model))
+        card = make_card(job.model, job.model_name, config, job.texts, self._lengths.most)
+        if "/" in card["model"]:
+            card["hub"] = [job.model_name]
+        self.policy = Policy(spec, card, config.inputs).to(input_device(job.model))
         # Before the regression, scores are the attention to expect alone.
         self._initial_output = self.policy.tokens.output.detach().clone()
         self.policy.tokens.output.detach().zero_()
         self._best = copy.deepcopy(self.policy)
-        at_once = 1 if is_rope_by_length(job.model) else config.batch
-        remedy = "load the model in float32 (--dtype float32)."
-        self._loop = TrainingLoop(job.model, self.policy, config, self._draw_batch, remedy, contexts_at_once=at_once)
-        self._stage = 0
-        self._best_kl, self._last_kl, self._distilling_since = math.inf, math.inf, 0.0
-        self._curve: list[dict[str, float]] = []
+        self._loop = TrainingLoop(
+            job.model,
+            self.policy,
+            config,
+            self._samples.draw_batch,
+            remedy="load the model in float32 (--dtype float32).",
+            contexts_at_once=1 if is_rope_by_length(job.model) else config.batch,
+        )
         self._report_seconds = 0.0
-        self._batches: list[Batch] = []
-
-    def _make_card(self) -> dict[str, Any]:
-        """The policy's card."""
-        model, texts = self._model, self._texts
-        training = asdict(self._config) | {"dtype": dtype_name(model.dtype)}
-        card: dict[str, Any] = {"model": strip_parent_dirs(self._job.model_name), "data": texts.training.origins}
-        card |= {"data_digest": texts.digest, "training": training, "trained_tokens": self._lengths.most}
-        if texts.decontamination:
-            card["decontamination"] = texts.decontamination
-        if commit := getattr(model.config, "_commit_hash", None):
-            card["revision"] = commit
-        if "/" in card["model"]:
-            card["hub"] = [self._job.model_name]
-        return card
 
     @property
     def _contexts(self) -> int:
@@ -138,14 +136,13 @@ class FitRun:
         """Run the stages that are left, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
-        self._progress_texts = HeldOutTexts(
-            self._model, self._draw_held_out(0, PROGRESS_TEXTS, self._config.max_tokens)
-        )
-        if self._stage < 1:
-            texts = self._draw(self._texts.training, 0, STATISTICS_TEXTS)
+        held_out = self._samples.draw_held_out(0, PROGRESS_TEXTS, self._config.max_tokens)
+        self._progress_texts = HeldOutTexts(self._model, held_out)
+        if self._progress.stage < 1:
+            texts = self._samples.draw_training(0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
             self._finish_stage(1, "statistics")
-        if self._stage < 2 and self._plan.regression_texts:
+        if self._progress.stage < 2 and self._plan.regression_texts:
             targets = self._read_targets()
             self.policy.tokens.output.detach().copy_(self._initial_output)
             error = fit_to_targets(self.policy, targets)
@@ -163,20 +160,19 @@ class FitRun:
             return
         try:
             checkpoint = read_checkpoint(self._state)
-            progress = checkpoint.card["progress"]
+            progress = Progress(**checkpoint.card["progress"])
             lengths = {name: checkpoint.config[name] for name in ("min_tokens", "max_tokens")}
-            self._load_run(checkpoint, replace(self._config, **lengths))
+            checkpoint.check_run(replace(self._config, **lengths), self.policy.card["data_digest"])
+            checkpoint.load_policy(self.policy)
             initialize_from(self._best, self._state / "best")
-            is_shorter = self._config.max_tokens < lengths["max_tokens"]
-            if not is_shorter:  # position tables are shorter too
+            if self._config.max_tokens < lengths["max_tokens"]:  # position tables are shorter too
+                progress.best_kl = math.inf
+            else:
                 checkpoint.load_optimizer(self.policy, self._loop.optimizer)
-            self._stage, self._loop.step = progress["stage"], checkpoint.step
-            self._best_kl = math.inf if is_shorter else progress["best_kl"]
-            self._last_kl = progress["last_kl"]
-            self._distilling_since, self._curve = progress["distilling_since"], progress["curve"]
-        except _OtherRunError as error:
+            self._progress, self._loop.step = progress, checkpoint.step
+        except OtherRunError as error:
             raise TrainingError(
-                f"{self._state.parent} holds an interrupted run of {progress['seconds'] / 60:.1f} minutes on other "
+                f"{self._state.parent} holds an interrupted run of {progress.seconds / 60:.1f} minutes on other "
                 "data, with other settings or of another model; repeat that call to continue it, give another --out, "
                 "or delete that folder to start anew."
             ) from error
@@ -184,47 +180,32 @@ class FitRun:
             if is_out_of_memory(error):
                 raise MemoryError(str(error)) from error
             raise UselessStateError(str(error)) from error
-        log(f"continuing the run that was interrupted after {progress['seconds'] / 60:.1f} minutes")
-
-    def _load_run(self, checkpoint: Checkpoint, config: TrainingConfig) -> None:
-        """Load the policy of a run with the settings `config`. Raises _OtherRunError if it is another run."""
-        try:
-            checkpoint.check_run(config, self._texts.digest)
-            checkpoint.load_policy(self.policy)
-        except TrainingError as error:
-            raise _OtherRunError(str(error)) from error
+        log(f"continuing the run that was interrupted after {progress.seconds / 60:.1f} minutes")
 
     def _save(self) -> None:
-        self.policy.card["progress"] = {
-            "stage": self._stage,
-            "seconds": self._elapsed(),
-            "best_kl": self._best_kl,
-            "last_kl": self._last_kl,
-            "distilling_since": self._distilling_since,
-            "curve": self._curve,
-        }
+        self.policy.card["progress"] = asdict(replace(self._progress, seconds=self._elapsed()))
         self._best.save_pretrained(self._state / "best")
         save_checkpoint(self._state, self._loop.step, self._config, self.policy, self._loop.optimizer)
 
     def _make_plan(self) -> None:
         """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
-        self._plan = plan = make_plan(self._reading, self._seconds, self._elapsed(), self._stage)
-        for line in self._texts.training.lines:
+        self._plan = plan = make_plan(self._reading, self._seconds, self._elapsed(), self._progress.stage)
+        texts = self._job.texts
+        for line in texts.lines:
             log(line)
         if "decontamination" in self.policy.card:
             log(describe_overlap(self.policy.card))
-        own_chars = self._texts.training.own_chars
-        own_text = f"{own_chars:,} characters of own text and " if own_chars else ""
+        own_text = f"{texts.own_chars:,} characters of own text and " if texts.own_chars else ""
         spec = self.policy.spec
         log(
             f"a policy for {self.policy.card['model']} ({spec.layers} layers of {spec.kv_heads} KV heads, "
             f"{dtype_name(self._model.dtype)}) from {own_text}texts that come with Python and LKV"
         )
-        if own_chars and not self._texts.held_out.has_own_texts:
+        if texts.own_chars and not self._samples.held_out.has_own_texts:
             log("there is too little own text to hold any out: KL is measured on those that come with Python and LKV")
-        if self._stage < 1:
+        if self._progress.stage < 1:
             log(f"1. statistics of {STATISTICS_TEXTS} texts: {format_duration(plan.statistics)}")
-        if self._stage < 2:
+        if self._progress.stage < 2:
             read = _texts(plan.regression_texts)
             log(f"2. regression on what evicting each token of {read} changes: {format_duration(plan.regression)}")
         lengths = f"{self._lengths.least:,} to {self._lengths.most:,}"
@@ -232,47 +213,18 @@ class FitRun:
         log(f"3. {distillation if plan.distillation else 'no distillation: there is no time for it'}")
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
-    def _draw(
-        self, data: Mixture, start: int, count: int, longest: int | None = None, shortest: int = 0
-    ) -> list[TokenizedSample]:
-        """`count` samples from number `start` on that have something to predict, of at most `longest` tokens.
-
-        Where few are of `shortest` tokens or more, the longest of the others make up for them.
-        """
-        samples: list[TokenizedSample] = []
-        short: list[TokenizedSample] = []
-        for number in range(start, start + 20 * count):
-            sample = self._sample(data, number, longest)
-            if sample.continuations:
-                (samples if len(sample.context) >= shortest else short).append(sample)
-            if len(samples) == count:
-                break
-        if not samples and not short:
-            raise DataError("the texts are too short to learn from; give longer ones.")
-        short.sort(key=lambda sample: len(sample.context), reverse=True)
-        return samples + short[: count - len(samples)]
-
-    def _draw_held_out(self, start: int, count: int, longest: int) -> list[TokenizedSample]:
-        """`count` held-out samples of at most `longest` tokens: on a few words any policy is far off, or none."""
-        return self._draw(self._texts.held_out, start, count, longest, min(self._config.min_tokens, longest) // 2)
-
-    def _sample(self, data: Mixture, number: int, longest: int | None = None) -> TokenizedSample:
-        config = self._config
-        sample = data.sample(number, config.continuations)
-        return tokenize_sample(sample, self._tokenizer, longest or config.max_tokens, config.max_continuation)
-
     def _read_targets(self) -> list[RegressionTargets]:
         """The eviction errors of as many texts as planned, or as the time allows."""
         targets: list[RegressionTargets] = []
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
-        for text in self._draw(self._texts.training, STATISTICS_TEXTS, self._plan.regression_texts):
-            targets.append(regression_targets(self._model, self._tokenizer, self.policy, text.context))
+        for text in self._samples.draw_training(STATISTICS_TEXTS, self._plan.regression_texts):
+            targets.append(regression_targets(self._model, self._job.tokenizer, self.policy, text.context))
             if self._elapsed() > latest:
                 break
         return targets
 
     def _finish_stage(self, stage: int, title: str) -> None:
-        self._stage = stage
+        self._progress.stage = stage
         self._report(title)
         self._save()
 
@@ -284,12 +236,12 @@ class FitRun:
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):
             raise TrainingError(f"the held-out KL is {kl}; load the model in float32 (--dtype float32).")
-        self._last_kl = kl
-        if kl <= self._best_kl:
-            self._best_kl = kl
+        self._progress.last_kl = kl
+        if kl <= self._progress.best_kl:
+            self._progress.best_kl = kl
             self._best.load_state_dict(self.policy.state_dict())
         point = {f"kl_{retention:g}": round(fidelity.kl, 5) for retention, fidelity in measured.items()}
-        self._curve.append({"seconds": round(self._elapsed(), 1), "contexts": self._contexts, **point})
+        self._progress.curve.append({"seconds": round(self._elapsed(), 1), "contexts": self._contexts, **point})
         text = ", ".join(f"{format_kl(fidelity.kl)} at R {retention:g}" for retention, fidelity in measured.items())
         minutes, seconds = divmod(int(self._elapsed()), 60)
         log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
@@ -297,7 +249,7 @@ class FitRun:
     def _distill(self) -> None:
         """Train until the comparison has to begin; the schedule follows the clock."""
         end = self._seconds - self._plan.table
-        begin = self._distilling_since = self._distilling_since or self._elapsed()
+        begin = self._progress.distilling_since = self._progress.distilling_since or self._elapsed()
         config = config_for_distillation(self._config, self._reading, end - begin)
         self._best.card["training"] |= {"lr": config.lr, "lr_end": config.lr_end}
         self._loop.config = config
@@ -312,21 +264,9 @@ class FitRun:
         if not self._contexts:
             log("3. the distillation did not run: no time was left for it; give more --minutes")
 
-    def _draw_batch(self, step: int) -> Batch:
-        """Numbered contexts of similar length for a step, so that threads are done with them together."""
-        batch, position = self._config.batch, step % _BATCHES_BY_LENGTH
-        if not (position and self._batches):
-            first = _FIRST_CONTEXT + (step - position) * batch
-            numbers = range(first, first + _BATCHES_BY_LENGTH * batch)
-            drawn = [(number, self._sample(self._learned, number, self._lengths.most)) for number in numbers]
-            drawn.sort(key=lambda pair: len(pair[1].context))
-            batches = (drawn[start : start + batch] for start in range(0, len(drawn), batch))
-            self._batches = sorted(batches, key=lambda pairs: min(number for number, _ in pairs))
-        return self._batches[position]
-
     def _finish(self) -> Policy:
         """Compare the policy with the baselines, save it, and print the comparison."""
-        if self._last_kl <= _CLEARLY_WORSE * self._best_kl:
+        if self._progress.last_kl <= _CLEARLY_WORSE * self._progress.best_kl:
             self._best.load_state_dict(self.policy.state_dict())
         policy = self._best.eval().requires_grad_(False)
         default = stored_policy(policy.spec)
@@ -337,7 +277,7 @@ class FitRun:
         card["fit"] = {
             "minutes": round(self._elapsed() / 60, 1),
             "contexts": self._contexts,
-            "curve": self._curve,
+            "curve": self._progress.curve,
             "comparison": rows,
             "preferred": not is_worse_than_snapkv and (default is None or errors["lkv"] < errors["default"]),
         }
@@ -369,9 +309,9 @@ class FitRun:
         del self._progress_texts  # whose k and v are held
         longest = self._config.max_tokens
         while True:
-            samples = self._draw_held_out(_FIRST_CONTEXT, self._plan.table_texts, longest)
+            samples = self._samples.draw_held_out(FIRST_CONTEXT, self._plan.table_texts, longest)
             try:
-                rows = compare(self._model, self._tokenizer, samples, policy, default)
+                rows = compare(self._model, self._job.tokenizer, samples, policy, default)
                 return rows, [len(sample.context) for sample in samples]
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -384,10 +324,6 @@ class FitRun:
                     ) from error
                 log(f"out of memory in the comparison: going on with texts of at most {longest:,} tokens")
             release(input_device(self._model))
-
-
-class _OtherRunError(LkvError):
-    """The saved state is not of this run."""
 
 
 def _free_folder(folder: Path) -> Path:

@@ -21,9 +21,10 @@ from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
+from lkv.training.data.mixture import Mixture
+from lkv.training.datasets import open_texts
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
 from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
-from lkv.training.fit_texts import FitTexts, open_texts
 from lkv.training.speed import seconds_per_token
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
@@ -84,7 +85,7 @@ def fit(
 
 
 def fit_to(
-    texts: FitTexts,
+    texts: Mixture,
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     minutes: float,
@@ -142,15 +143,15 @@ def fit_to(
             release(input_device(model))
 
 
-def _check_folder(folder: Path, texts: FitTexts) -> None:
+def _check_folder(folder: Path, texts: Mixture) -> None:
     """Raise TrainingError where a policy in `folder` would replace another file, or be read as a document later."""
     if (folder / "config.json").exists() and not is_policy(folder):
         raise TrainingError(
             f"{folder} holds the config.json of something else, which the policy's would replace; give an --out of its "
             "own."
         )
-    if texts.training.index.used:
-        check_is_not_data(folder, texts.training.index.folder, TrainingError)
+    if texts.index.used:
+        check_is_not_data(folder, texts.index.folder, TrainingError)
 
 
 @contextmanager

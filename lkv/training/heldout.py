@@ -3,7 +3,7 @@
 `HeldOutTexts` evicts by a mask over the whole prompt, which is what a cache without the evicted entries computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from lkv.hf.attention import input_device
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.policy import Policy
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, hard_mask
+from lkv.training.distillation import Outputs, SampleDistillation, hard_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,23 +40,33 @@ class HeldOutTexts:
     """Texts that are read once: any number of policies is measured on the k, v and predictions that are kept."""
 
     def __init__(self, model: "PreTrainedModel", samples: Sequence[TokenizedSample]):
-        with torch.no_grad():
-            runs = (SampleDistillation(model, sample) for sample in samples)
-            self._runs = [(run, run.run(None)._replace(hidden=())) for run in runs]
+        self._texts = [read_text(model, sample) for sample in samples]
 
-    @torch.no_grad()
-    def measure(
-        self, policy: Policy, retentions: Sequence[float] = PROGRESS_RETENTIONS
-    ) -> dict[float, HeldOutFidelity]:
-        """KL and agreement of `policy` by retention."""
-        results: dict[float, list[HeldOutFidelity]] = {retention: [] for retention in retentions}
-        for run, teacher in self._runs:
-            scores = run.scores(policy)
-            for retention in retentions:
-                student = run.run(hard_mask(policy, scores, retention, sum(run.counts)))
-                fidelity = HeldOutFidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
-                results[retention].append(fidelity)
-        return {retention: _mean(values) for retention, values in results.items()}
+    def measure(self, policy: Policy) -> dict[float, HeldOutFidelity]:
+        """KL and agreement of `policy` at each of `PROGRESS_RETENTIONS`."""
+        return measure_policy(policy, self._texts, PROGRESS_RETENTIONS)
+
+
+@torch.no_grad()
+def read_text(model: "PreTrainedModel", sample: TokenizedSample) -> tuple[SampleDistillation, Outputs]:
+    """Read a sample with the full cache: its prompt, and the predictions after it."""
+    run = SampleDistillation(model, sample)
+    return run, run.run(None)._replace(hidden=())
+
+
+@torch.no_grad()
+def measure_policy(
+    policy: Policy, texts: Iterable[tuple[SampleDistillation, Outputs]], retentions: Sequence[float]
+) -> dict[float, HeldOutFidelity]:
+    """KL and agreement of `policy` by retention, over `texts` as `read_text` returns them."""
+    results: dict[float, list[HeldOutFidelity]] = {retention: [] for retention in retentions}
+    for run, teacher in texts:
+        scores = run.scores(policy)
+        for retention in retentions:
+            student = run.run(hard_mask(policy, scores, retention, sum(run.counts)))
+            fidelity = HeldOutFidelity(float(run.kl(teacher, student)), run.agreement(teacher, student))
+            results[retention].append(fidelity)
+    return {retention: _mean(values) for retention, values in results.items()}
 
 
 @torch.no_grad()

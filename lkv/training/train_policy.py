@@ -26,21 +26,18 @@ from lkv.training.checkpoint import (
 )
 from lkv.training.config import PRESETS, TrainingConfig, check_positions, fit_to_positions
 from lkv.training.cost import estimate
-from lkv.training.data.built_dataset import BuiltDataset, is_built
-from lkv.training.data.mixture import Mixture
-from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.data.built_dataset import is_built
+from lkv.training.datasets import Dataset, draw_sample, make_card, open_dataset, require_samples
 from lkv.training.processes import place_model
 from lkv.training.speed import Speed
-from lkv.training.trainer import Trainer, require_samples
+from lkv.training.trainer import Trainer
 from lkv.training.warm_start import warm_start
 from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
-from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs
+from lkv.utils.files import check_is_not_data, check_writable_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Dataset = Mixture | BuiltDataset
 
 
 @dataclass(frozen=True)
@@ -161,13 +158,7 @@ def build(setup: TrainingSetup) -> Trainer:
         if is_main:
             print(f"{format_duration(speed.seconds(cost, processes))} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
-    card: dict[str, Any] = {"model": strip_parent_dirs(setup.model_name), "data": setup.data.origins}
-    card["training"] = asdict(config)
-    card |= {"trained_tokens": config.max_tokens, "data_digest": setup.data.digest}
-    if commit := getattr(model.config, "_commit_hash", None):
-        card["revision"] = commit
-    if isinstance(setup.data, BuiltDataset):
-        card["decontamination"] = setup.data.decontamination
+    card = make_card(model, setup.model_name, config, setup.data, config.max_tokens)
     policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
     if setup.init is not None:
         card["started_from"] = earlier_card = initialize_from(policy, setup.init)
@@ -175,13 +166,10 @@ def build(setup: TrainingSetup) -> Trainer:
         if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # no knots were cut
             card["trained_tokens"] = max(config.max_tokens, tokens)
 
-    def sample(dataset: Dataset, index: int) -> TokenizedSample:
-        text = dataset.sample(index, config.continuations, config.tokens_a_continuation)
-        return tokenize_sample(text, tokenizer, config.max_tokens, config.max_continuation)
-
-    samples = partial(sample, setup.data)
-
-    validation = [sample(setup.validation_data, index) for index in range(config.validation_samples)]
+    samples = partial(draw_sample, setup.data, tokenizer=tokenizer, config=config)
+    validation = [
+        draw_sample(setup.validation_data, number, tokenizer, config) for number in range(config.validation_samples)
+    ]
 
     def initialize() -> None:
         if setup.init is None:
@@ -213,16 +201,3 @@ def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Training
     if isinstance(longest, int) and 0 < longest < base.min_tokens and "min_tokens" not in overrides:
         overrides = {**overrides, "min_tokens": max(1, longest // 2)}
     return replace(base, **overrides)
-
-
-def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
-    """Open a folder that `python -m experiments.data build` wrote, or one of texts, code and data sets."""
-    if not is_built(folder):
-        return Mixture(folder, config.min_tokens, config.max_tokens, config.seed)
-    built = BuiltDataset(folder, config.seed)
-    if built.max_tokens > config.max_tokens + config.max_continuation:
-        raise TrainingError(
-            f"{folder} was built for up to {built.max_tokens:,} tokens, but max_tokens is {config.max_tokens:,}; build "
-            "it with a lower --max-tokens, or raise that of the training."
-        )
-    return built

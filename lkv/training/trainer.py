@@ -6,10 +6,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm import tqdm
 
-from lkv.errors import DataError, TrainingError, TrainingStoppedError
+from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.hf.attention import patch_attention
 from lkv.hf.shapes import Shape
 from lkv.hf.spec import evaluation_mode
@@ -25,7 +24,8 @@ from lkv.training.checkpoint import (
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES, WARM_START_TOKENS, context_flops, estimate
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
+from lkv.training.distillation import check_batching
+from lkv.training.heldout import measure_policy, read_text
 from lkv.training.loop import Batch, StepBudget, TrainingLoop
 from lkv.training.processes import split_by_cost
 from lkv.training.speed import Speed
@@ -161,23 +161,19 @@ class Trainer:
             remaining = format_duration(Speed(rate, rate, rate).seconds(left, processes))
             self._print(f"{remaining} left, at the pace of the first steps")
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean KL and agreement of the hard-masked policy on the validation samples, at R and perhaps a third of it."""
-        means = {"kl": 0.0, "agreement": 0.0}
         retentions = {"": self._config.retention_end}
         if self._config.retention_high:
             retentions["_third"] = self._config.retention_end / 3
-        is_main = self._process.is_main_process
-        for sample in tqdm(self._validation, desc="validating", leave=False, disable=not is_main):
-            run = SampleDistillation(self._model, sample)
-            scores, rows = run.scores(self.policy), len(sample.continuations)
-            teacher = run.run(None)
-            for suffix, retention in retentions.items():
-                student = run.run(hard_mask(self.policy, scores, retention, rows))
-                for name, value in (("kl", run.kl(teacher, student)), ("agreement", run.agreement(teacher, student))):
-                    means[name + suffix] = means.get(name + suffix, 0.0) + float(value) / len(self._validation)
-        return means
+        samples = tqdm(self._validation, desc="validating", leave=False, disable=not self._process.is_main_process)
+        texts = (read_text(self._model, sample) for sample in samples)
+        fidelities = measure_policy(self.policy, texts, [*retentions.values()])
+        return {
+            f"{name}{suffix}": value
+            for suffix, retention in retentions.items()
+            for name, value in fidelities[retention]._asdict().items()
+        }
 
     def _validate(self, means: dict[str, float]) -> None:
         """Add a row to the curve: means of the step's losses, and a validation."""
@@ -199,10 +195,3 @@ class Trainer:
     def _print(self, message: str) -> None:
         if self._process.is_main_process:
             tqdm.write(message, file=sys.stderr)
-
-
-def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
-    """The samples that have continuations to learn from. Raises DataError where none has."""
-    if samples and not any(sample.continuations for sample in samples):
-        raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
-    return [sample for sample in samples if sample.continuations]

@@ -59,8 +59,8 @@ def folder(tmp_path):
 
 
 def test_samples_are_a_function_of_seed_and_index(folder):
-    one, two = Mixture(folder, 100, 400, seed=3), Mixture(folder, 100, 400, seed=3)
-    other = Mixture(folder, 100, 400, seed=4)
+    one, two = Mixture(folder, (100, 400), seed=3), Mixture(folder, (100, 400), seed=3)
+    other = Mixture(folder, (100, 400), seed=4)
     assert [one.sample(i, 2) for i in range(20)] == [two.sample(i, 2) for i in reversed(range(20))][::-1]
     assert [one.sample(i, 2) for i in range(20)] != [other.sample(i, 2) for i in range(20)]
     assert set(one.names) == {"squad", "multihop", "prose", "code", "python", "facts"}
@@ -70,7 +70,7 @@ def test_samples_are_a_function_of_seed_and_index(folder):
 
 def test_validation_items_are_never_trained_on(folder):
     """Paragraphs of the validation mixture do not occur in the training mixture."""
-    training = Mixture(folder, 100, 400)
+    training = Mixture(folder, (100, 400))
     parts = [training, training.held_out()]
     texts = [[text for i in range(400) for text in own.sample(i, 1).context.split("\n\n")] for own in parts]
     keys = [{text for text in own if "Key" in text} for own in texts]
@@ -78,7 +78,7 @@ def test_validation_items_are_never_trained_on(folder):
 
 
 def test_questions_over_the_same_passages_are_on_one_side():
-    training = Mixture(None, 100, 2000, builtin=("articles",))
+    training = Mixture(None, (100, 2000), builtin=("articles",))
     texts = [
         {text for i in range(200) for text in side.sample(i, 1).context.split("\n\n")}
         for side in (training, training.held_out())
@@ -89,7 +89,7 @@ def test_questions_over_the_same_passages_are_on_one_side():
 def test_no_text_stands_twice_in_a_context():
     """Else one of the two could be evicted at no cost."""
     stories = [" ".join(f"{name}{i}." for i in range(500)) for name in ("alpha", "beta", "gamma")]
-    mixture = Mixture(None, 3000, 4000, texts=stories, builtin=("tales", "articles"))
+    mixture = Mixture(None, (3000, 4000), texts=stories, builtin=("tales", "articles"))
     used = set()
     for side in (mixture, mixture.held_out()):
         for i in range(100):
@@ -107,13 +107,13 @@ def test_no_text_stands_twice_in_a_context():
 
 
 def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_factory):
-    assert Mixture(folder, 100, 400).weights == {
+    assert Mixture(folder, (100, 400)).weights == {
         "squad": 18, "multihop": 10, "prose": 5, "code": 8, "python": 10, "facts": 20
     }  # fmt: skip
     prose = tmp_path_factory.mktemp("prose")
     for path in folder.glob("story*.txt"):
         (prose / path.name).write_bytes(path.read_bytes())
-    mixture = Mixture(prose, 100, 400)
+    mixture = Mixture(prose, (100, 400))
     assert mixture.own_chars > 100_000 and {*mixture.weights} == {"prose", "python", "facts"}
     for side in (mixture, mixture.held_out()):
         assert side.weights["prose"] == pytest.approx(sum(side.weights.values()) / 2)
@@ -125,13 +125,13 @@ def test_data_is_read_once_for_both_sides(folder, monkeypatch):
     monkeypatch.setattr(
         "lkv.training.data.mixture.read_dataset", lambda name, *rest: read.append(name) or read_dataset(name, *rest)
     )
-    mixture = Mixture(folder, 100, 400)
-    mixture.held_out().with_lengths(50, 100).sample(0, 1)
+    mixture = Mixture(folder, (100, 400))
+    mixture.held_out().with_lengths(Lengths(50, 100)).sample(0, 1)
     assert len(read) == len(set(read)) > 5
 
 
 def test_questions_can_be_answered_from_their_context(folder):
-    mixture, checked = Mixture(folder, 100, 400), 0
+    mixture, checked = Mixture(folder, (100, 400)), 0
     for index in range(200):
         item = mixture.sample(index, 1)
         if item.source in ("squad", "multihop", "facts"):
@@ -153,17 +153,17 @@ def test_hidden_facts_keep_the_text_and_answer_their_question():
 
 def test_missing_empty_and_malformed_data_is_named(tmp_path):
     with pytest.raises(DataError, match="there is no data folder"):
-        Mixture(tmp_path / "nowhere", 10, 20)
+        Mixture(tmp_path / "nowhere", (10, 20))
     (tmp_path / "notes.md").touch()
     with pytest.raises(DataError, match=r"notes\.md is a file; give --data a folder"):
-        Mixture(tmp_path / "notes.md", 10, 20)
+        Mixture(tmp_path / "notes.md", (10, 20))
     (tmp_path / "notes.md").unlink()
     with pytest.raises(DataError, match="holds no data to train on"):
-        Mixture(tmp_path, 10, 20)
+        Mixture(tmp_path, (10, 20))
     with gzip.open(tmp_path / "squad_train_subset.jsonl.gz", "wt") as file:
         file.write('{"title": "x", "context": "c", "question": "q", "answers": ["a"]}\n{broken\n')
     with pytest.raises(DataError, match=r"squad_train_subset\.jsonl\.gz, line 2: not a JSON object"):
-        Mixture(tmp_path, 10, 20)
+        Mixture(tmp_path, (10, 20))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -171,7 +171,7 @@ def test_a_few_plain_texts_are_enough(tmp_path, count):
     for number in range(count):
         words = random.Random(number).choices(["alpha", "beta", "gamma", "delta", "omega"], k=4000)
         (tmp_path / f"book{number}.txt").write_text(" ".join(words))
-    training = Mixture(tmp_path, 100, 300)
+    training = Mixture(tmp_path, (100, 300))
     for mixture in (training, training.held_out()):
         assert {"prose", "facts"} <= set(mixture.names)
         assert mixture.sample(0, 2).continuations
@@ -179,9 +179,9 @@ def test_a_few_plain_texts_are_enough(tmp_path, count):
 
 def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
     (tmp_path / "text.txt").write_text("A short text of one piece. " * 100)
-    assert Mixture(tmp_path, 100, 300).names
+    assert Mixture(tmp_path, (100, 300)).names
     with pytest.raises(DataError, match="holds too little to keep some apart for evaluation"):
-        Mixture(tmp_path, 100, 300).held_out()
+        Mixture(tmp_path, (100, 300)).held_out()
 
 
 @pytest.mark.parametrize("validation", [False, True])
@@ -295,7 +295,7 @@ def test_half_a_surrogate_pair_stops_no_training(tmp_path):
         json.dumps({"data": [{"title": half, "paragraphs": [{"context": half * 30, "qas": [
             {"question": half, "answers": [{"text": half}]}]}]}]})
     )  # fmt: skip
-    mixture = Mixture(tmp_path, 50, 100, texts=[half * 2000], builtin=())
+    mixture = Mixture(tmp_path, (50, 100), texts=[half * 2000], builtin=())
     assert {*mixture.names} == {"stories", "squad", "prose", "facts"}
     for number in range(30):
         sample = mixture.sample(number, 3)
@@ -373,26 +373,26 @@ def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_pat
     (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
     (tmp_path / "page.html").write_text("<p>The key is under the third stone.</p>")
     (tmp_path / "empty.txt").write_text(" \n")
-    said = Mixture(tmp_path, 100, 200, skip_unknown=True).lines
+    said = Mixture(tmp_path, (100, 200), skip_unknown=True).lines
     assert said[0] == "used as text: notes.md" and "skipped (empty): empty.txt" in said
     needs = next(line for line in said if line.endswith(": page.html"))
     assert needs.startswith("skipped (needs `pip install") and "documents" in needs
     with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*inscriptis"):
-        Mixture(tmp_path, 100, 200)
+        Mixture(tmp_path, (100, 200))
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])
 def test_data_that_is_not_recognised_is_refused(folder, name):
     (folder / name).write_text('{"passage": "of other columns"}\n')
     with pytest.raises(DataError, match=rf"holds data that is not recognised: {name}; give the files their official"):
-        Mixture(folder, 100, 400)
+        Mixture(folder, (100, 400))
 
 
 def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
     (folder / "squad_train_subset.jsonl.gz").rename(folder / "strange.jsonl.gz")
     names = tmp_path_factory.mktemp("map") / "map.json"
     names.write_text('{"squad": "strange.jsonl.gz"}')
-    mixture = Mixture(folder, 100, 400, names=read_name_map(names))
+    mixture = Mixture(folder, (100, 400), names=read_name_map(names))
     assert set(mixture.names) == {"squad", "python", "facts"}
     for text, message in (
         ('["squad"]', "is not a map of names"),
@@ -403,13 +403,13 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
         with pytest.raises(DataError, match=message):
             read_name_map(names)
     with pytest.raises(DataError, match="names the set 'trec', which this recipe does not read; give sets of squad, "):
-        Mixture(folder, 100, 400, names={"trec": "strange.jsonl.gz"})
+        Mixture(folder, (100, 400), names={"trec": "strange.jsonl.gz"})
     elsewhere = names.with_name("elsewhere.jsonl.gz")
     elsewhere.write_bytes((folder / "strange.jsonl.gz").read_bytes())
-    mixture = Mixture(folder, 100, 400, names={"squad": str(elsewhere)})
+    mixture = Mixture(folder, (100, 400), names={"squad": str(elsewhere)})
     assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
-        Mixture(folder, 100, 400, names={"squad": "nothing.gz"})
+        Mixture(folder, (100, 400), names={"squad": "nothing.gz"})
 
 
 def test_texts_of_our_own_answer_their_questions():

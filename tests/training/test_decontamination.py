@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lkv.errors import DataError
-from lkv.training.data.decontamination import NgramOverlap
+from lkv.training.data.decontamination import NgramOverlap, OverlapCounts
 from lkv.training.data.documents import Passage, ShortQuestion
 from tests.experiments.made_sets import prose
 
@@ -27,8 +27,7 @@ def test_a_text_overlaps_by_its_share_of_known_n_grams(tmp_path):
     assert overlap.share(quote) == pytest.approx(sum(g in known for g in grams) / len(grams))
     items = [Passage("", text) for text in (apart, shared, quote)]
     items.append(Passage("", apart[::-1], (("who was it that saw the old keeper", "x"),)))
-    kept, found = overlap.clean(items)
-    assert kept == items[:1] and (found.compared, found.shared, found.dropped) == (4, 3, 3)
+    assert overlap.clean("squad", items) == items[:1] and overlap.counts == {"squad": OverlapCounts(4, 3, 3)}
 
 
 def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
@@ -45,8 +44,7 @@ def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
     question = "What did the keeper of the lamp say to the first sailor ?"
     assert overlap.share(question) == 0.0 and 0 < NgramOverlap([tmp_path / "trec.jsonl"], 6).share(question) < 1
     items = [ShortQuestion(question, "x") for question in (*shots, "Who built the new stone tower ?")]
-    kept, counts = overlap.clean(items)
-    assert kept == items[2:] and (counts.shared, counts.dropped) == (2, 2)
+    assert overlap.clean("trec", items) == items[2:] and overlap.counts == {"trec": OverlapCounts(3, 2, 2)}
 
 
 @pytest.mark.parametrize(

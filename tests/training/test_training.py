@@ -23,8 +23,9 @@ from lkv.policy.policy import Policy
 from lkv.training.config import PRESETS, TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
 from lkv.training.data.samples import TokenizedSample
+from lkv.training.datasets import require_samples
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, schedule, soft_mask
-from lkv.training.trainer import Trainer, require_samples
+from lkv.training.trainer import Trainer
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(

@@ -35,7 +35,7 @@ class NgramOverlap:
     """N-grams of the evaluated texts in `files`: JSON, JSON lines, CSV, Parquet, text, or a zip of JSON and text.
 
     An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
-    or has fewer than n words and shares all of its 6-grams.
+    or has fewer than n words and shares all of its 6-grams. `files` has their SHA-256, `counts` what `clean` found.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
@@ -43,6 +43,7 @@ class NgramOverlap:
         self._word_hashes: dict[str, int] = {}
         self._factors = [pow(_MULTIPLIER, i, 2**64) for i in range(max(n, _SHORT_WORDS))]
         self.files: dict[str, str] = {}
+        self.counts: dict[str, OverlapCounts] = {}
         grams = {size: [np.zeros(0, np.uint64)] for size in (n, _SHORT_WORDS)}
         for path in files:
             strings = list(read_strings(path))
@@ -71,11 +72,22 @@ class NgramOverlap:
         shared = float((evaluated[places] == grams).mean())
         return float(shared == 1.0) if is_short else shared
 
-    def clean(self, items: list[Any]) -> tuple[list[Any], OverlapCounts]:
-        """The items that do not overlap, and the counts."""
+    def clean(self, name: str, items: list[Any]) -> list[Any]:
+        """The items of the set `name` that do not overlap."""
         shares = [max(map(self.share, item_texts(item)), default=0.0) for item in items]
         clean = [item for item, share in zip(items, shares, strict=True) if share < self._share]
-        return clean, OverlapCounts(len(items), sum(share > 0 for share in shares), len(items) - len(clean))
+        if items:
+            shared = sum(share > 0 for share in shares)
+            self.counts[name] = OverlapCounts(len(items), shared, len(items) - len(clean))
+        return clean
+
+    def card(self) -> dict[str, Any]:
+        """What was compared and left out, for a policy's card."""
+        sets = {
+            name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
+            for name, counts in self.counts.items()
+        }
+        return {"n": self._n, "share": self._share, "files": self.files, "removed": True, "sets": sets}
 
     def _hash_words(self, text: str) -> Any:
         """A 64-bit hash of each word."""
@@ -92,31 +104,6 @@ class NgramOverlap:
         for i, factor in enumerate(self._factors[:size]):
             total += words[i : i + count] * np.uint64(factor)
         return total
-
-
-class OverlapFilter:
-    """Leaves items out that overlap with evaluated texts, as `filter_items` of a `Mixture`, and counts them by set."""
-
-    def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
-        self._overlap = NgramOverlap(files, n, share)
-        self._rule = {"n": n, "share": share}
-        self.files = self._overlap.files  # of evaluated texts, with their SHA-256
-        self.counts: dict[str, OverlapCounts] = {}
-
-    def __call__(self, name: str, items: list[Any]) -> list[Any]:
-        """The items of the set `name` that do not overlap."""
-        if not items:
-            return items
-        clean, self.counts[name] = self._overlap.clean(items)
-        return clean
-
-    def card(self) -> dict[str, Any]:
-        """What was compared and left out, for a policy's card."""
-        sets = {
-            name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
-            for name, counts in self.counts.items()
-        }
-        return {**self._rule, "files": self.files, "removed": True, "sets": sets}
 
 
 def read_strings(path: Path) -> Iterator[str]:

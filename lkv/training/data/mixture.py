@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
+from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import (
     Meeting,
     MultiHopQuestion,
@@ -69,31 +70,39 @@ _CHARS_FOR_HALF = 100_000  # of own texts, from which they are half of the sampl
 class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
-    Contexts have about `min_tokens` to `max_tokens` tokens. `filter_items` returns the items of a set, of `texts` or of
-    `builtin` texts that may be used; `names` maps sets to files that lack their official names. `texts` are used in
-    addition to `folder`, or without one; `builtin` lists the sources of `BUILTIN_SOURCES` to add. Half of the samples
-    or more are of the folder and the texts, fewer where these are short. Raises DataError if there is nothing to train
-    on, and, unless `skip_unknown`, for data in the folder that is not recognised or cannot be read.
+    Half of the samples or more are of the folder and the texts, fewer where these are short.
+
+    Args:
+        folder: Where the data is, if anywhere.
+        lengths: Tokens of a context, about: the least and the most.
+        seed: Seed of the samples.
+        texts: Documents in addition to the folder.
+        builtin: The sources of `BUILTIN_SOURCES` to add.
+        names: The files of sets that lack their official names.
+        overlap: Leaves out what overlaps with its evaluated texts.
+        skip_unknown: Skip data in the folder that is not recognised or cannot be read.
+
+    Raises:
+        DataError: There is nothing to train on, or, unless `skip_unknown`, data that cannot be used.
     """
 
     def __init__(
         self,
         folder: Path | None,
-        min_tokens: int,
-        max_tokens: int,
+        lengths: tuple[int, int],
         seed: int = 0,
-        filter_items: Callable[[str, list[Any]], list[Any]] = lambda name, items: items,
-        names: NameMap | None = None,
+        *,
         texts: Sequence[str] = (),
         builtin: Sequence[str] = ("python",),
+        names: NameMap | None = None,
+        overlap: NgramOverlap | None = None,
         skip_unknown: bool = False,
     ):
         self.index = DatasetIndex(Path(), {}, {})
         if folder is not None:
             sets_in_use = [name for _, _, sets in _SOURCES.values() for name in sets]
             self.index = index_folder(folder, sets_in_use, names, skip_unknown)
-        self._lengths = Lengths(min_tokens, max_tokens)
-        self._texts = tuple(texts)
+        self._lengths, self._texts, self._overlap = Lengths(*lengths), tuple(texts), overlap
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
         items: dict[str, list[Any]] = {}
@@ -104,17 +113,21 @@ class Mixture:
                 paths = self.index.used.get(name, [])
                 rows = read_dataset(name, paths, self.index.folder, unreadable if skip_unknown else None)
                 self.item_counts |= {name: len(rows)} if rows else {}
-                items[source] += filter_items(name, rows)
+                items[source] += self._clean(name, rows)
         self.index = self.index.skip(unreadable)
-        items["prose"] += filter_items("texts", [piece for text in texts for piece in split_text("", text)])
+        items["prose"] += self._clean("texts", [piece for text in texts for piece in split_text("", text)])
         for name in builtin:
             own: list[Any] = [*BUILTIN_TEXTS[name][2]()]
             self.builtin_counts[name] = len(own)
-            items[name] = filter_items(name, own)
+            items[name] = self._clean(name, own)
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
         self.own_chars = sum(len(text) for item in own_items for text in item_texts(item))
         self._all_items = items
         self._select(f"{seed}-train", is_held_out=False)
+
+    def _clean(self, name: str, items: list[Any]) -> list[Any]:
+        """The items that do not overlap with evaluated texts."""
+        return self._overlap.clean(name, items) if self._overlap else items
 
     def held_out(self, seed: int = 0) -> "Mixture":
         """Return the mixture of the items that training never sees. Raises DataError if there are none."""
@@ -122,10 +135,10 @@ class Mixture:
         mixture._select(f"{seed}-validation", is_held_out=True)
         return mixture
 
-    def with_lengths(self, min_tokens: int, max_tokens: int, power: float = 0.0) -> "Mixture":
-        """Return the same mixture with contexts of `min_tokens` to `max_tokens` tokens, as `Lengths` draws them."""
+    def with_lengths(self, lengths: Lengths) -> "Mixture":
+        """Return the same mixture with contexts of other lengths."""
         mixture = copy.copy(self)
-        mixture._lengths = Lengths(min_tokens, max_tokens, power)
+        mixture._lengths = lengths
         return mixture
 
     def _select(self, seed: str, is_held_out: bool) -> None:
@@ -165,9 +178,10 @@ class Mixture:
 
     @property
     def digest(self) -> str:
-        """Digest of the files and texts in use, and of the sources' weights."""
+        """Digest of the files and texts in use, of the sources' weights, and of the evaluated files."""
         files = digest_of(path for paths in self.index.used.values() for path in paths)
-        parts = [files, json.dumps(self.weights), *self._texts]
+        evaluated = self._overlap.files.values() if self._overlap else ()
+        parts = [files, json.dumps(self.weights), *self._texts, *evaluated]
         return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
     @property
@@ -189,6 +203,11 @@ class Mixture:
             titles = [f"{dataset.title} ({dataset.licence})" for dataset in sets]
             origins[source] = ", ".join(titles) or OWN_SOURCES[source]
         return origins
+
+    @property
+    def decontamination(self) -> dict[str, Any] | None:
+        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
+        return self._overlap.card() if self._overlap else None
 
 
 def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:

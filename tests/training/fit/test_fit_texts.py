@@ -13,8 +13,9 @@ from lkv.errors import DataError
 from lkv.training import fit_run
 from lkv.training.data.documents import Passage, split_held_out
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
-from lkv.training.fit_run import FitRun
-from lkv.training.fit_texts import open_texts
+from lkv.training.datasets import open_texts
+from lkv.training.fit_plan import RECIPE
+from lkv.training.fit_samples import FitSamples
 from lkv.training.fitting import fit
 from tests.training.fit.helpers import TEXT, comparison_rows, interrupt
 
@@ -35,21 +36,21 @@ def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
     with pytest.raises(DataError, match=r"pictures holds 0 characters.*skipped \(data of unknown form\): table.csv"):
         open_texts((), tmp_path / "pictures")
     (tmp_path / "pictures" / "NOTES.TXT").write_text(TEXT)
-    assert open_texts((), tmp_path / "pictures").training.own_chars == len(TEXT)
+    assert open_texts((), tmp_path / "pictures").own_chars == len(TEXT)
     with pytest.raises(DataError, match="there is no data folder"):
         open_texts((), tmp_path / "nowhere")
 
 
 def test_at_least_half_of_the_samples_are_of_own_texts(tmp_path):
-    assert set(open_texts((), None).training.names) == {*BUILTIN_SOURCES, "facts"}
-    assert set(open_texts([TEXT * 200], None).training.names) == {"prose", *BUILTIN_SOURCES, "facts"}
+    assert set(open_texts((), None).names) == {*BUILTIN_SOURCES, "facts"}
+    assert set(open_texts([TEXT * 200], None).names) == {"prose", *BUILTIN_SOURCES, "facts"}
     assert open_texts([TEXT], None).digest != open_texts([TEXT + "."], None).digest
     for number in range(8):
         (tmp_path / f"tool{number}.c").write_text(f"int f{number}(int x) {{ return x + {number}; }}\n" * 40)
-    mixture = open_texts((), tmp_path).training
+    mixture = open_texts((), tmp_path)
     assert set(mixture.names) == {"code", *BUILTIN_SOURCES, "facts"}
-    assert open_texts([TEXT * 200], tmp_path).training.names[:2] == ["prose", "code"]
-    long_text = open_texts([TEXT * 200], None).training
+    assert open_texts([TEXT * 200], tmp_path).names[:2] == ["prose", "code"]
+    long_text = open_texts([TEXT * 200], None)
     assert long_text.own_chars > 100_000
     drawn = Counter(long_text.sample(number, 1).source for number in range(600))
     assert abs(drawn["prose"] / 600 - 0.5) < 0.07
@@ -57,7 +58,7 @@ def test_at_least_half_of_the_samples_are_of_own_texts(tmp_path):
 
 def test_a_short_text_is_not_half_of_the_samples():
     for text in (TEXT, TEXT * 10):
-        mixture = open_texts([text], None).training
+        mixture = open_texts([text], None)
         share = mixture.weights["prose"] / sum(mixture.weights.values())
         natural = 5 / (5 + 10 + 8 + 14 + 9 + 10 + 20)
         assert share == pytest.approx(max(natural, mixture.own_chars / 200_000)) and share < 0.5
@@ -67,12 +68,12 @@ def test_a_short_text_is_not_half_of_the_samples():
 
 def test_of_a_text_in_two_pieces_the_shorter_one_is_held_out():
     texts = open_texts([TEXT * 3 + "end"])
-    assert texts.training.own_chars == len(TEXT) * 3 + 3
+    assert texts.own_chars == len(TEXT) * 3 + 3
     held_out, learned = (
-        sum(len(item.text) for item in side._items.get("prose", ())) for side in (texts.held_out, texts.training)
+        sum(len(item.text) for item in side._items.get("prose", ())) for side in (texts.held_out(RECIPE.seed), texts)
     )
     assert (held_out, learned) == (len(TEXT) * 3 + 3 - 12_000, 12_000)
-    assert open_texts((), None).training.weights == {
+    assert open_texts((), None).weights == {
         "python": 10,
         "manual": 8,
         "tales": 14,
@@ -93,13 +94,13 @@ def test_a_text_of_a_few_words_is_not_held_out_alone():
 @pytest.mark.usefixtures("ticking")
 def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
     """Where longer texts are held out; every other one has eight tokens here."""
-    draw, seen, rows = FitRun._sample, [], comparison_rows({"lkv": (0.1, 0.5)})
+    draw, seen, rows = FitSamples._sample, [], comparison_rows({"lkv": (0.1, 0.5)})
 
-    def cut(run, data, number, longest=None):
-        sample = draw(run, data, number, longest)
+    def cut(samples, data, number, longest):
+        sample = draw(samples, data, number, longest)
         return sample if number % 2 else replace(sample, context=sample.context[:8])
 
-    monkeypatch.setattr(FitRun, "_sample", cut)
+    monkeypatch.setattr(FitSamples, "_sample", cut)
     monkeypatch.setattr(fit_run, "compare", lambda model, tokenizer, samples, *_: seen.extend(samples) or rows)
     fit(*loaded, minutes=0.1, name="tiny")
     assert seen and min(len(text.context) for text in seen) >= 50
@@ -142,9 +143,9 @@ def test_a_document_of_the_extra_is_read(tmp_path):
     (tmp_path / "old.html").write_bytes(f"<html><body><p>caf\xe9 {TEXT}</p></body></html>".encode("latin-1"))
     (tmp_path / "empty.htm").write_text("<html><body><img src=x></body></html>")
     (tmp_path / "cut.pdf").write_bytes(b"%PDF-1.7 and nothing else")
-    mixture = open_texts((), tmp_path).training
+    mixture = open_texts((), tmp_path)
     assert mixture.own_chars == pytest.approx(len(TEXT), rel=0.05)
     skipped = "skipped (no text that can be read): cut.pdf, empty.htm, old.html"
     assert mixture.lines == ["used as text: page.html", skipped]
     with pytest.raises(DataError, match=r"cut.pdf is a damaged PDF .* its text, or remove it from the folder\.$"):
-        Mixture(tmp_path, 100, 400)
+        Mixture(tmp_path, (100, 400))
