@@ -3,13 +3,12 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save
 from torch import Tensor
 
 from lkv.errors import PolicyMismatchError, TrainingError
@@ -17,11 +16,13 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.config import TrainingConfig
+from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
-from lkv.utils.files import atomic_write, error_reason, write_text
-from lkv.utils.tensor_file import parse_tensors
+from lkv.utils.files import error_reason, write_text
+from lkv.utils.tensor_file import FileKind
 
 CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT_KIND = FileKind("lkv_training", 1, "checkpoint", TrainingError, "give the folder of a training run")
 CURVE = "curve.jsonl"
 _OTHER_INPUTS = (
     "does not hold the parameters of a policy with these inputs; give the folder of a run with the same --key, "
@@ -58,28 +59,29 @@ def save_checkpoint(
     tensors = {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()}
     for name, parameter in policy.named_parameters():
         tensors |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state[parameter].items()}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {
-        "step": str(step),
-        "config": json.dumps(asdict(config)),
-        "model": json.dumps(asdict(policy.spec)),
-        "card": json.dumps(policy.card),
-    }
-    with atomic_write(folder / CHECKPOINT, TrainingError, "the checkpoint") as temporary:
-        temporary.write_bytes(save(tensors, metadata))
+    about = {"step": step, "config": asdict(config), "model": asdict(policy.spec), "card": policy.card}
+    tensor_file.write(folder / CHECKPOINT, CHECKPOINT_KIND, tensors, about)
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint in memory: the tensors of the policy and its optimizer, and what the file says about the run."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+        path: Its file.
+        tensors: The tensors of the policy and of its optimizer.
+        step: The number of steps taken.
+        config: The settings of the run.
+        spec: The run's model.
+        card: The policy's card.
+    """
 
     path: Path
     tensors: dict[str, Tensor]
-    metadata: dict[str, str]
-
-    @property
-    def step(self) -> int:
-        """The number of steps taken."""
-        return int(self.metadata["step"])
+    step: int
+    config: dict[str, Any]
+    spec: ModelSpec
+    card: dict[str, Any]
 
     def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
         """Raise TrainingError unless the run had the settings `config` and, if given, data of this digest."""
@@ -95,21 +97,6 @@ class Checkpoint(NamedTuple):
                 f"{self.path} belongs to a run on other data; give the same --data to resume it, or another folder "
                 f"(--init {self.path.parent} starts from its weights)."
             )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings of the run."""
-        return json.loads(self.metadata["config"])
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The run's model."""
-        return from_dict(ModelSpec, json.loads(self.metadata["model"]))
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """The policy's card."""
-        return json.loads(self.metadata["card"])
 
     def load_policy(self, policy: Policy) -> None:
         """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
@@ -137,19 +124,16 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read the checkpoint of the run in `folder`. Raises TrainingError if there is none, or it is damaged."""
     path = folder / CHECKPOINT
+    tensors, about = tensor_file.read(path, CHECKPOINT_KIND)
     try:
-        # Not memory-mapped: a file that is cut short while its tensors are in use would end the process (SIGBUS).
-        data = path.read_bytes()
-        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        checkpoint = Checkpoint(path, parse_tensors(data), metadata)
-        is_run = isinstance(checkpoint.config, dict) and isinstance(checkpoint.card, dict)
-        if not is_run or checkpoint.step < 0 or not isinstance(checkpoint.spec, ModelSpec):
-            raise ValueError("its metadata is not that of a run")
-        if not all(bool(x.isfinite().all()) for x in checkpoint.tensors.values()):
+        step, config, card = (about[name] for name in ("step", "config", "card"))
+        if type(step) is not int or step < 0 or not isinstance(config, dict) or not isinstance(card, dict):
+            raise ValueError("its header is not that of a run")
+        if not all(bool(x.isfinite().all()) for x in tensors.values()):
             raise ValueError("it contains NaN or infinite values")
-        return checkpoint
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise TrainingError(f"{path} cannot be read ({error}); give the folder of a training run.") from error
+        return Checkpoint(path, tensors, step, config, from_dict(ModelSpec, about["model"]), card)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TrainingError(f"{path} cannot be read ({error}); {CHECKPOINT_KIND.remedy}.") from error
 
 
 def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
             f"wrote it, or {kind.remedy}."
         )
     try:
-        tensors = parse_tensors(data)
+        tensors = _parse_tensors(data)
     except (ValueError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _too_large(path, kind) from error
@@ -79,7 +79,7 @@ def _too_large(path: Path, kind: FileKind) -> LkvError:
     return kind.error(f"{path} takes more memory than is free; free some, or read it on another machine.")
 
 
-def parse_tensors(data: bytes) -> dict[str, Tensor]:
+def _parse_tensors(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file's bytes. Raises ValueError for other bytes, and for dtypes torch lacks."""
     try:
         for name, entry in _header(data).items():

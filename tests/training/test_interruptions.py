@@ -1,7 +1,6 @@
 """A training that is stopped, resumed or started over damaged files: nothing is lost, and one sentence says why."""
 
 import io
-import json
 import math
 import os
 import shutil
@@ -9,21 +8,29 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save, save_file
 
 from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
-from lkv.training.checkpoint import initialize_from, lock_folder, read_checkpoint, save_checkpoint
+from lkv.training.checkpoint import (
+    CHECKPOINT,
+    CHECKPOINT_KIND,
+    initialize_from,
+    lock_folder,
+    read_checkpoint,
+    save_checkpoint,
+)
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import CALIBRATION_SAMPLES
+from lkv.utils import tensor_file
 from tests.commands import main
 from tests.conftest import tiny_llama
 from tests.training.test_training import CONFIG, sample, train_for, trainer
@@ -81,12 +88,6 @@ def test_training_in_a_thread_takes_no_signals(tmp_path):
     assert read_checkpoint(tmp_path).step == 6
 
 
-def test_settings_that_differ_are_named(tmp_path):
-    train_for(trainer(tmp_path)[0], 2)
-    with pytest.raises(TrainingError, match=r"other settings \(lr 0\.001 instead of 5\.0, seed 0 instead of 3\)"):
-        trainer(tmp_path, replace(CONFIG, lr=5.0, seed=3))[0].run()
-
-
 def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
     asked = []
     for text in ("no json\n", "[1]\n", '{"no": "step"}\n', '{"step": "1"}\n', "[" * 100_000, b"\xff\xfe"):
@@ -96,29 +97,45 @@ def test_damaged_curves_are_noticed_before_the_first_step(tmp_path):
     assert not asked
 
 
-def test_checkpoints_that_are_none_are_named(tmp_path):
-    path = tmp_path / "checkpoint.safetensors"
-    spec = json.dumps(asdict(trainer(tmp_path)[1].spec))
-    good = {"step": "1", "config": "{}", "card": "{}", "model": spec}
-    changes = ({"step": "x"}, {"step": "9" * 5000}, {"config": "["}, {"config": "3"}, {"card": "[]"}, {"model": "{}"})
-    for metadata in (None, {}, {"step": "1"}, *(good | change for change in changes)):
-        path.write_bytes(save({"policy.x": torch.zeros(1)}, metadata))
-        with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
-            read_checkpoint(tmp_path)
-        with pytest.raises(TrainingError, match="cannot be read"):
-            trainer(tmp_path)[0].run()
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(TrainingError, match="cannot be read"):
-        trainer(tmp_path)[0].run()
-
-
 @pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory):
+def killed_run(tmp_path_factory):
     """The folder of a run that was killed after two steps."""
-    folder = tmp_path_factory.mktemp("stopped")
+    folder = tmp_path_factory.mktemp("killed")
     train_for(trainer(folder)[0], 2)
     return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, killed_run):
+    """A copy of that folder."""
+    return Path(shutil.copytree(killed_run, tmp_path / "run"))
+
+
+def change_checkpoint(folder, change=lambda tensors: tensors, **about):
+    """Write the checkpoint in `folder` again, with other tensors or another header."""
+    path = folder / CHECKPOINT
+    tensors, header = tensor_file.read(path, CHECKPOINT_KIND)
+    tensor_file.write(path, CHECKPOINT_KIND, change(tensors), header | about)
+
+
+def test_settings_that_differ_are_named(run_folder):
+    with pytest.raises(TrainingError, match=r"other settings \(lr 0\.001 instead of 5\.0, seed 0 instead of 3\)"):
+        trainer(run_folder, replace(CONFIG, lr=5.0, seed=3))[0].run()
+
+
+@pytest.mark.parametrize(
+    "about", [{"step": "x"}, {"step": -1}, {"config": 3}, {"card": []}, {"model": {}}, {"model": None}]
+)
+def test_checkpoints_that_are_none_are_named(run_folder, about):
+    change_checkpoint(run_folder, **about)
+    with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
+        trainer(run_folder)[0].run()
+    (run_folder / CHECKPOINT).unlink()
+    with pytest.raises(TrainingError, match=r"there is no file .*; give the folder of a training run"):
+        read_checkpoint(run_folder)
+    (run_folder / CHECKPOINT).mkdir()
+    with pytest.raises(TrainingError, match="cannot be read"):
+        trainer(run_folder)[0].run()
 
 
 @pytest.mark.parametrize(
@@ -129,47 +146,42 @@ def stopped_run(tmp_path_factory):
         ("step", lambda x: x * 0 - 1), ("exp_avg_sq", lambda x: x * 0 - 1),
     ],
 )  # fmt: skip
-def test_an_optimizer_of_other_parameters_is_named(tmp_path, stopped_run, key, change):
-    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
-    path, tensors, metadata = read_checkpoint(tmp_path)
-    name = next(name for name in tensors if name.startswith(f"optimizer.{key}."))
-    changed = {other: x for other, x in (tensors | {name: change(tensors[name])}).items() if x is not None}
-    path.write_bytes(save(changed, metadata))
+def test_an_optimizer_of_other_parameters_is_named(run_folder, key, change):
+    def change_one(tensors):
+        name = next(name for name in tensors if name.startswith(f"optimizer.{key}."))
+        changed = change(tensors.pop(name))
+        return tensors | ({} if changed is None else {name: changed})
+
+    change_checkpoint(run_folder, change_one)
     with pytest.raises(TrainingError, match="holds no state of these parameters; give another folder"):
-        trainer(tmp_path)[0].run()
+        trainer(run_folder)[0].run()
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", ["policy.", "optimizer."])
-def test_a_checkpoint_of_numbers_that_are_none_is_named(tmp_path, stopped_run, kind, number):
-    shutil.copytree(stopped_run, tmp_path, dirs_exist_ok=True)
-    path, tensors, metadata = read_checkpoint(tmp_path)
-    name = next(name for name in tensors if name.startswith(kind) and tensors[name].ndim)
-    path.write_bytes(save(tensors | {name: tensors[name] + number}, metadata))
+def test_a_checkpoint_of_numbers_that_are_none_is_named(run_folder, kind, number):
+    change_checkpoint(run_folder, lambda tensors: {n: x + number * n.startswith(kind) for n, x in tensors.items()})
     with pytest.raises(TrainingError, match=r"cannot be read \(it contains NaN or infinite values\)"):
-        trainer(tmp_path)[0].run()
+        trainer(run_folder)[0].run()
 
 
-def test_a_gradient_without_end_stops_before_the_weights_change(tmp_path, monkeypatch):
-    run, policy = trainer(tmp_path)
-    train_for(run, 2)
+def test_a_gradient_without_end_stops_before_the_weights_change(run_folder, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.tensor(math.inf))
-    again, policy = trainer(tmp_path)
+    run, policy = trainer(run_folder)
     with pytest.raises(TrainingError, match="the loss is finite, but not its gradient at step 2; training stopped"):
-        again.run()
-    kept = read_checkpoint(tmp_path).tensors
+        run.run()
+    kept = read_checkpoint(run_folder).tensors
     assert all(torch.equal(x, kept[f"policy.{name}"]) for name, x in policy.state_dict().items())
 
 
-def test_a_checkpoint_cut_short_while_in_use_does_no_harm(tmp_path):
+def test_a_checkpoint_cut_short_while_in_use_does_no_harm(run_folder):
     """A memory-mapped file that loses its end ends the process with SIGBUS at the next read."""
-    train_for(trainer(tmp_path)[0], 2)
-    checkpoint = read_checkpoint(tmp_path)
+    checkpoint = read_checkpoint(run_folder)
     expected = {name: tensor.clone() for name, tensor in checkpoint.tensors.items()}
     os.truncate(checkpoint.path, 100)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in checkpoint.tensors.items())
-    with pytest.raises(TrainingError, match=r"cannot be read .*; give the folder of a training run"):
-        read_checkpoint(tmp_path)
+    with pytest.raises(TrainingError, match="give the folder of a training run"):
+        read_checkpoint(run_folder)
 
 
 def test_a_second_training_in_a_folder_is_refused(tmp_path):
@@ -189,20 +201,16 @@ def test_a_second_training_in_a_folder_is_refused(tmp_path):
     trainer(tmp_path, replace(CONFIG, steps=1))[0].run()
 
 
-def test_a_checkpoint_without_its_parameters_is_named(tmp_path):
-    run, policy = trainer(tmp_path)
-    train_for(run, 2)
-    _, tensors, metadata = read_checkpoint(tmp_path)
-    save_file(
-        {name: t for name, t in tensors.items() if "bias" not in name}, tmp_path / "checkpoint.safetensors", metadata
-    )
+def test_a_checkpoint_without_its_parameters_is_named(run_folder):
+    change_checkpoint(run_folder, lambda tensors: {name: x for name, x in tensors.items() if "bias" not in name})
+    run, policy = trainer(run_folder)
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
-        trainer(tmp_path)[0].run()
+        run.run()
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy"):
-        initialize_from(policy, tmp_path)
-    Policy(policy.spec, inputs=ScorerInputs("unrotated")).save_pretrained(tmp_path)
+        initialize_from(policy, run_folder)
+    Policy(policy.spec, inputs=ScorerInputs("unrotated")).save_pretrained(run_folder)
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy with these inputs"):
-        initialize_from(policy, tmp_path)
+        initialize_from(policy, run_folder)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -244,10 +252,8 @@ def test_a_folder_that_takes_nothing_is_named_before_anything_is_loaded(tmp_path
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    run, _ = trainer(tmp_path)
-    train_for(run, 2)
-    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+def test_a_full_disk_leaves_the_last_checkpoint(run_folder, monkeypatch):
+    before = (run_folder / CHECKPOINT).read_bytes()
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -255,8 +261,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("lkv.utils.files.os.replace", full)
         with pytest.raises(TrainingError, match=r"cannot be written .*No space left on device"):
-            trainer(tmp_path)[0].run()
-    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before and not list(tmp_path.glob("*.tmp"))
+            trainer(run_folder)[0].run()
+    assert (run_folder / CHECKPOINT).read_bytes() == before and not list(run_folder.glob("*.tmp"))
 
 
 @pytest.mark.parametrize(
