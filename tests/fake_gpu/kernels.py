@@ -14,12 +14,13 @@ import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.api as soft_api
 import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
+from lkv.kernels import triton_devices
 from lkv.utils import devices
 from tests.fake_gpu.device import NAME, load, logs, watched
 
 _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
-    (ragged.kernels, ("slice_kernel", "append_kernel", "enter_kernel", "leave_kernel")),
+    (ragged.kernels, ("slice_kernel", "enter_kernel", "leave_kernel")),
     (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
     (continuation.kernels, ("forward", "query_gradient", "mask_gradient")),
@@ -82,9 +83,7 @@ def fake_gpus(stubbed: bool = False) -> Iterator[list[Launch]]:
         for module, names in _KERNELS:
             for name in names:
                 patch.setattr(module, name, Launches(getattr(module, name), name, made, stubbed))
-        patch.setattr(ragged, "interpreted", lambda: True)
-        patch.setattr(selection, "interpreted", lambda: True)
-        patch.setattr(soft, "interpreted", lambda: True)
+        patch.setattr(triton_devices, "is_interpreted", lambda: True)
         _forget()
         yield made
     _forget()

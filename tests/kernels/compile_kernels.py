@@ -32,6 +32,7 @@ import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
+from lkv.kernels import triton_devices
 from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV
 from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
@@ -96,7 +97,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.device_guard = lambda device: nullcontext()
-        for cached in (ragged._launch, ragged.shared_memory, ragged._multiprocessors, soft.tiles_on):
+        for cached in (ragged._launch, triton_devices.shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit, arch = self._run, self.rows, GPUS[self._arch][0], self._arch
 

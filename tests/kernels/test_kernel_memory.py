@@ -10,11 +10,12 @@ import triton.language as tl
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.triton as soft
+from lkv.kernels import triton_devices
 from lkv.kernels.ragged_attention import RaggedKV, append_and_attend, ragged_attention
 from lkv.kernels.selection import ScoreWeights
 from tests.kernels.pools import assert_equals_reference, coded_pools, pool_of, split_randomly
 
-if not ragged.interpreted():
+if not triton_devices.is_interpreted():
     pytest.skip("TRITON_INTERPRET=0 was set", allow_module_level=True)
 from tests.kernels.interpreter import Endless, unlimited_memory, watched
 
@@ -80,7 +81,7 @@ def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
         new = slice(begin, begin + 1) if begin < 2 else slice(2, 4)
         with watched(step) as traffic:
             out = append_and_attend(query[:, :, new], key[:, :, new], value[:, :, new], kv, 0.3, "triton", buffers)
-        assert traffic.launches == ["slice_kernel"] if begin < 2 else ["append_kernel", "slice_kernel"]
+        assert traffic.launches == ["slice_kernel"] if begin < 2 else ["move_kernel", "slice_kernel"]
         assert not buffers["tickets", torch.device("cpu")].any()
         exact = ragged_attention(
             query[:, :, new].double(), RaggedKV(k.double(), v.double(), starts, lens), 0.3, backend="reference"
@@ -100,7 +101,7 @@ def test_tiers_in_any_order_of_programs(rows, many_programs):
     pools = coded_pools(lengths, ((8, 4), (4, 3)), rows + 1, 16, 8, torch.float32)
     with watched(rows) as traffic:
         assert_equals_reference(pools, 2, rows, 0.25)
-    steps = ["slice_kernel"] if rows == 1 else ["append_kernel", "slice_kernel"]
+    steps = ["slice_kernel"] if rows == 1 else ["move_kernel", "slice_kernel"]
     assert traffic.launches[-len(steps) :] == steps
 
 
@@ -186,9 +187,6 @@ def test_no_offset_overflows(case, layout):
             q, key, value, k, v, starts, lens, out, lse, parts, extremes, tickets, spans, heads, rows, 0, 0.1, *of_q,
             *of_q, *of_new[:2], *of_new[:2], *[None] * 10, **options | {"CAUSAL": True, "NEW": int(rows == 1)},
         )  # fmt: skip
-        ragged.kernels.append_kernel[(spans, -(-rows // 16))](
-            key, value, k, v, starts, lens, heads, rows, *of_new, *of_new, **launch.append_options
-        )
     assert not tickets.any()
 
 
@@ -215,11 +213,11 @@ def test_no_offset_of_eviction_overflows(layout):
             kernels.score_kernel[(-(-tokens // 64), spans)](
                 key, value, where, counts, *strides, *strides, scores, positions, out, *tables[1:3], weight,
                 *tables[3:], heads, tokens, 0, tokens, 0, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9,
-                KNOTS=13, WIDEN=True, PRECISION="tf32x3", **sizes,
+                KNOTS=13, PRECISION="tf32x3", **sizes,
             )  # fmt: skip
         kernels.move_kernel[(-(-tokens // 64), spans)](
             key, value, scores, positions, where, *strides, *strides, counts, places, tokens, key, value, scores,
-            positions, starts, heads, DIM=dim, VALUE_DIM=dim, BLOCK=64, BLOCK_D=dim, BLOCK_V=dim,
+            positions, starts, counts, heads, DIM=dim, VALUE_DIM=dim, BLOCK=64, BLOCK_D=dim, BLOCK_V=dim,
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def compile_attention(arch, dim, dtype, kernels):
 )
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     names = {row["kernel"] for row in compile_attention(arch, dim, dtype, "attention")}
-    assert names == {"slice_kernel", "append_kernel", "enter_kernel", "leave_kernel"}
+    assert names == {"slice_kernel", "move_kernel", "enter_kernel", "leave_kernel"}
 
 
 @pytest.mark.slow

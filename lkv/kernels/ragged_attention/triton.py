@@ -17,14 +17,14 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
+from lkv.kernels import triton_devices
 from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, RaggedKV, check_entering
 from lkv.kernels.ragged_attention.basis import Basis
-from lkv.kernels.triton_devices import gpu_refusal, is_interpreted, shared_memory
+from lkv.kernels.selection.triton import Entries, move
+from lkv.kernels.triton_helpers import LOG2_E
 from lkv.utils import devices
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
-_APPEND_BLOCK = 16
 _ROTATED_ROWS = 16  # new tokens that enter or leave a basis at once
 # Below this many entries a program has too little to read to be worth starting.
 _MIN_SLICE = 128
@@ -33,7 +33,6 @@ _JOINED_AT_ONCE = 16_384  # numbers of these parts; each round waits for the mem
 _PROGRAMS_WITHOUT_GPU = 7
 # Shared memory that Triton takes for exchanges between warps, in addition to blocks, queries and probabilities.
 _OWN_SHARED_MEMORY = 4096
-_LOG2_E = 1.4426950408889634
 # What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
@@ -57,7 +56,6 @@ class Launch:
     programs: int
     tiles: int
     slice_options: dict[str, Any]
-    append_options: dict[str, Any]
     enter_options: dict[str, Any]
     leave_options: dict[str, Any]
     compiled: dict[Any, Compiled] = field(default_factory=dict)
@@ -84,24 +82,13 @@ class Launch:
             self.compiled[place] = Compiled(compiled_kernel, constants)
 
 
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return is_interpreted(kernels.slice_kernel)
-
-
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why these kernels cannot run, in one sentence; None where they can."""
-    if not devices.is_gpu(device) and not interpreted():
-        return f"the pools are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
-    if dtype not in DTYPES:
-        return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
+    if reason := triton_devices.refusal(device, dtype):
+        return reason
     if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
-    if not devices.is_gpu(device) or interpreted():
-        return None
-    if reason := gpu_refusal(device):
-        return reason
-    if not pipeline_stages(16, dim, value_dim, dtype, shared_memory(device)):
+    if not pipeline_stages(16, dim, value_dim, dtype, _memory(device)):
         name = devices.runtime(device).get_device_properties(device).name
         return f"{name} has too little shared memory for heads of {dim} in {dtype}."
     return None
@@ -123,27 +110,14 @@ def append_and_attend(
 
     One launch for one new token, two for more. Two more enter and leave a basis.
     """
-    k_pool, v_pool, starts, lens, _, basis = kv
+    starts, basis, new = kv.starts, kv.basis, _SINGLE
     with devices.device_guard(q.device):
         if basis is not None:
             q, key, value = _enter(basis, q, key, value, starts)
         key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-        rows, new = key.shape[2], _SINGLE
-        if rows > 1:
+        if key.shape[2] > 1:
+            move(Entries.of_prompt(key, value), None, (kv.k_pool, kv.v_pool, starts), after=kv.lens)
             new = _COUNT
-            kernels.append_kernel[(starts.numel(), -(-rows // _APPEND_BLOCK))](
-                key,
-                value,
-                k_pool,
-                v_pool,
-                starts,
-                lens,
-                starts.shape[1],
-                rows,
-                *key.stride()[:3],
-                *value.stride()[:3],
-                **_launch_for(q, starts, value.shape[-1], 1).append_options,
-            )
         out = _attend(q, key, value, kv, scale, new, buffers)
         return out if basis is None else _leave(basis, out, starts)
 
@@ -207,7 +181,7 @@ def _attend(
     arguments: tuple[Any, ...] = (
         q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
         _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
-        scale * _LOG2_E, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
+        scale * LOG2_E.value, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
         *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
     launch.start(
@@ -263,15 +237,14 @@ def _launch(
     device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
 ) -> Launch:
     """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
-    gpu = devices.is_gpu(device) and not interpreted()
-    memory = shared_memory(device) if gpu else 2**20
+    memory = _memory(device)
     # More rows of float32 than that do not fit a program's registers.
     block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
     while not pipeline_stages(block_m, dim, value_dim, dtype, memory):
         block_m //= 2
     blocks, stages = _blocks(dim, value_dim, dtype), pipeline_stages(block_m, dim, value_dim, dtype, memory)
     tiles = -(-packed // block_m)
-    programs = 2 * _multiprocessors(device) if gpu else _PROGRAMS_WITHOUT_GPU
+    programs = 2 * _multiprocessors(device) if triton_devices.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
     rotated = {
@@ -293,12 +266,9 @@ def _launch(
             "BLOCK_N": blocks["BLOCK_N"],
             "JOIN_M": join_m,
             "BLOCK_S": max(1, _JOINED_AT_ONCE // (join_m * blocks["BLOCK_V"])),
-            # The interpreter knows bfloat16 as bits, and would multiply those.
-            "WIDEN": interpreted() and dtype == torch.bfloat16,
             "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4,
             "num_stages": stages,
         },
-        sizes | {"BLOCK_T": _APPEND_BLOCK, "num_warps": 4},
         sizes | rotated | {"GROUP": group},
         rotated | {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"]},
     )
@@ -316,8 +286,7 @@ def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> 
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block sizes; a dot product takes at least 16 of everything."""
-    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    block_d, block_v = triton_devices.padded(dim), triton_devices.padded(value_dim)
     # About 16 KiB of k at once: enough loads in flight, and memory for several stages.
     wide = max(block_d, block_v) * dtype.itemsize
     return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_N": max(16, min(128, 16384 // wide))}
@@ -338,6 +307,11 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
         if 2 * ((stages - 1) * block + rest) <= shared_memory:
             return stages
     return 2 if block + rest <= shared_memory else 0
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of shared memory of a block; plenty in the interpreter."""
+    return triton_devices.shared_memory(device) if triton_devices.is_compiled_for(device) else 2**20
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels.triton_helpers import IS_INTERPRETED, load_rows, split_heads, store_rows
 
 LN_2 = tl.constexpr(0.6931471805599453)
 # Code c stands for u (slope + cubic u^2), u = c - (2^bits - 1) / 2.
@@ -27,28 +28,21 @@ def _pick(table, span, SPANS: tl.constexpr):
 
 
 @triton.jit
-def _packed_rows(rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The packed rows of this program's tile, the new token of each, whether it is one, and the tile's last token."""
-    first = tl.program_id(1) * BLOCK_M
-    packed = first + tl.arange(0, BLOCK_M)
-    latest = tl.minimum((first + BLOCK_M - 1) // GROUP, rows - 1)
-    return packed, packed // GROUP, packed < rows * GROUP, latest
-
-
-@triton.jit
-def _row_offsets(span, kv_heads, packed, batch_stride, head_stride, row_stride, GROUP: tl.constexpr):
+def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
     """Where the packed rows of a span lie in a tensor [B, Hq, Tq, .] of these strides; they may exceed 32 bits."""
+    batch_stride, head_stride, row_stride = strides
     batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads) * GROUP + packed % GROUP
     token = packed // GROUP
     return batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * row_stride
 
 
 @triton.jit
-def _attend_block(query, key, value, value_norm, seen, scale, highest, weight, sums):
-    """Running maximum, weight and sums of rows with one more block of entries.
+def _attend_block(query, key, value, value_norm, seen, scale, state):
+    """Running maximum, weight and sums of rows, `state`, with one more block of entries.
 
     `scale` is that of all scores, or of each entry [1, N]; `value_norm` is what the entries of v are multiplied by.
     """
+    highest, weight, sums = state
     scores = tl.dot(query, key, input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(highest, tl.max(scores, 1))
@@ -62,27 +56,20 @@ def _attend_block(query, key, value, value_norm, seen, scale, highest, weight, s
 
 @triton.jit
 def _attend_pools(
-    query, k_span, v_span, begin, end, visible, dims, real, value_dims, value_real, scale, highest, weight, sums,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, k_span, v_span, begin, end, visible, axes, scale, state,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """`_attend_block` over the entries `begin` to `end` of a span, of which each row sees those up to `visible`."""
+    dims, real, value_dims, value_real = axes
     for at in range(begin, end, BLOCK_N):
         entry = at + tl.arange(0, BLOCK_N)
         inside = entry < end
-        key = tl.load(
-            k_span + entry[None, :].to(tl.int64) * DIM + dims[:, None],
-            mask=inside[None, :] & real[:, None],
-            other=0.0,
-        )
-        value = tl.load(
-            v_span + entry[:, None].to(tl.int64) * VALUE_DIM + value_dims[None, :],
-            mask=inside[:, None] & value_real[None, :],
-            other=0.0,
-        )
-        key, value = (key.to(tl.float32), value.to(tl.float32)) if WIDEN else (key, value)
+        key_at = k_span + entry[None, :].to(tl.int64) * DIM + dims[:, None]
+        key = tl.load(key_at, mask=inside[None, :] & real[:, None], other=0.0).to(query.dtype)
+        value = load_rows(v_span, entry.to(tl.int64) * VALUE_DIM, inside, value_dims, value_real).to(query.dtype)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        highest, weight, sums = _attend_block(query, key, value, 1.0, is_visible, scale, highest, weight, sums)
-    return highest, weight, sums
+        state = _attend_block(query, key, value, 1.0, is_visible, scale, state)
+    return state
 
 
 @triton.jit
@@ -111,16 +98,16 @@ def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.cons
 
 @triton.jit
 def _attend_tier(
-    query, k_codes, k_norms, v_codes, v_norms, tables, span, spans, coded, begin, end, visible, dims, real, value_dims,
-    value_real, scale, highest, weight, sums, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BITS: tl.constexpr,
-    VALUE_BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, codes, first_code, coded, after, begin, end, visible, axes, scale, state, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As `_attend_pools` over those entries of a span that are quantised in one tier, behind `coded` in better ones.
+    """As `_attend_pools` over the entries `coded` to `after` of a span, which are quantised in one tier.
 
-    Also returns how many entries are quantised in this and better tiers.
+    `codes` are codes and norms of k, then of v; the span's first ones are at the number that `first_code` points to.
     """
-    after = coded + tl.load(tables + span)
-    shift = tl.load(tables + spans + span).to(tl.int64) - coded
+    k_codes, k_norms, v_codes, v_norms = codes
+    dims, real, value_dims, value_real = axes
+    shift = tl.load(first_code).to(tl.int64) - coded
     last = tl.minimum(end, after)
     for at in range(tl.maximum(begin, coded), last, BLOCK_N):
         entry = at + tl.arange(0, BLOCK_N)
@@ -129,24 +116,15 @@ def _attend_tier(
         key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
         key = _load_levels(k_codes, code_at[None, :], dims[:, None], key_here, DIM, KEY_BITS)
         value = _load_levels(v_codes, code_at[:, None], value_dims[None, :], value_here, VALUE_DIM, VALUE_BITS)
+        key, value = key.to(query.dtype), value.to(query.dtype)
         # Norms scale scores and weights rather than all values of k and v.
         key_norm = tl.load(k_norms + code_at, mask=inside, other=0.0).to(tl.float32)
         value_norm = tl.load(v_norms + code_at, mask=inside, other=0.0).to(tl.float32)
         if query.dtype == tl.float16:
             value_norm = tl.minimum(value_norm, 65504.0)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        highest, weight, sums = _attend_block(
-            query,
-            key.to(query.dtype),
-            value.to(query.dtype),
-            value_norm[None, :],
-            is_visible,
-            scale * key_norm[None, :],
-            highest,
-            weight,
-            sums,
-        )
-    return after, highest, weight, sums
+        state = _attend_block(query, key, value, value_norm[None, :], is_visible, scale * key_norm[None, :], state)
+    return state
 
 
 @triton.jit
@@ -180,16 +158,18 @@ def _join_parts(
 
 @triton.jit
 def _attend_new(
-    highest, weight, sums, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_batch, q_head,
-    q_row, k_batch, k_head, v_batch, v_head, dims, real, value_dims, value_real, GROUP: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    state, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_strides, k_strides, v_strides,
+    axes, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attend to the one new token of a span as well, and append it at `end` of the pools."""
-    batch, kv_head = (span // kv_heads).to(tl.int64), (span % kv_heads).to(tl.int64)
-    query_at = q + _row_offsets(span, kv_heads, packed, q_batch, q_head, q_row, GROUP)
-    query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
-    fresh = tl.load(key + batch * k_batch + kv_head * k_head + dims, mask=real, other=0.0)
-    fresh_value = tl.load(value + batch * v_batch + kv_head * v_head + value_dims, mask=value_real, other=0.0)
+    highest, weight, sums = state
+    dims, real, value_dims, value_real = axes
+    batch, kv_head = split_heads(span, kv_heads)
+    query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
+    fresh = tl.load(key + batch * k_strides[0] + kv_head * k_strides[1] + dims, mask=real, other=0.0)
+    fresh_value = tl.load(
+        value + batch * v_strides[0] + kv_head * v_strides[1] + value_dims, mask=value_real, other=0.0
+    )
     score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale
     new = tl.maximum(highest, score)
     shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
@@ -207,7 +187,7 @@ def slice_kernel(
     scale, out_batch, out_head, out_row, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, k_codes_0,
     k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
     NEW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
-    LEAST: tl.constexpr, CAUSAL: tl.constexpr, WIDEN: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
+    LEAST: tl.constexpr, CAUSAL: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
     VALUE_BITS_0: tl.constexpr, KEY_BITS_1: tl.constexpr, VALUE_BITS_1: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr,
 ):  # fmt: skip
@@ -231,10 +211,14 @@ def slice_kernel(
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
     low = tl.program_id(0) * size
     high = tl.minimum(low + size, total)
-    packed, token, within, latest = _packed_rows(rows, GROUP, BLOCK_M)
     first_row, packed_rows = tl.program_id(1) * BLOCK_M, tl.cast(rows * GROUP, tl.int64)
+    packed = first_row + tl.arange(0, BLOCK_M)
+    token, within = packed // GROUP, packed < rows * GROUP
+    latest = tl.minimum((first_row + BLOCK_M - 1) // GROUP, rows - 1)  # the tile's last token
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     real, value_real = dims < DIM, value_dims < VALUE_DIM
+    axes = dims, real, value_dims, value_real
+    q_strides, out_strides = (q_batch, q_head, q_row), (out_batch, out_head, out_row)
     if low < high:
         first = tl.sum((ends <= low).to(tl.int32), 0)
         last = tl.sum((ends < high).to(tl.int32), 0)
@@ -250,35 +234,40 @@ def slice_kernel(
                 end = tl.minimum(end, length - rows + latest + 1)
                 visible = length - rows + token
             start = _pick(all_starts, span, SPANS).to(tl.int64)
-            query_at = q + _row_offsets(span, kv_heads, packed, q_batch, q_head, q_row, GROUP)
-            query = tl.load(query_at[:, None] + dims[None, :], mask=within[:, None] & real[None, :], other=0.0)
-            query = query.to(tl.float32) if WIDEN else query
-            highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            weight = tl.zeros([BLOCK_M], tl.float32)
-            sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
+            # The interpreter knows bfloat16 as bits, and would multiply those.
+            query = query.to(tl.float32) if IS_INTERPRETED and query.dtype == tl.bfloat16 else query
+            state = (
+                tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32),
+                tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
+            )
             coded = begin * 0
             if TIERS > 0:
-                coded, highest, weight, sums = _attend_tier(
-                    query, k_codes_0, k_norms_0, v_codes_0, v_norms_0, tables_0, span, spans, coded, begin, end,
-                    visible, dims, real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM,
-                    KEY_BITS_0, VALUE_BITS_0, BLOCK_N,
+                after_tier = coded + tl.load(tables_0 + span)
+                state = _attend_tier(
+                    query, (k_codes_0, k_norms_0, v_codes_0, v_norms_0), tables_0 + spans + span, coded,
+                    after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_0, VALUE_BITS_0,
+                    BLOCK_N,
                 )  # fmt: skip
+                coded = after_tier
             if TIERS > 1:
-                coded, highest, weight, sums = _attend_tier(
-                    query, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1, span, spans, coded, begin, end,
-                    visible, dims, real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM,
-                    KEY_BITS_1, VALUE_BITS_1, BLOCK_N,
+                after_tier = coded + tl.load(tables_1 + span)
+                state = _attend_tier(
+                    query, (k_codes_1, k_norms_1, v_codes_1, v_norms_1), tables_1 + spans + span, coded,
+                    after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_1, VALUE_BITS_1,
+                    BLOCK_N,
                 )  # fmt: skip
+                coded = after_tier
             highest, weight, sums = _attend_pools(
-                query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, dims,
-                real, value_dims, value_real, scale, highest, weight, sums, DIM, VALUE_DIM, WIDEN, BLOCK_N,
+                query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, axes,
+                scale, state, DIM, VALUE_DIM, BLOCK_N,
             )  # fmt: skip
             # Programs and spans rise together, so their sum is a place that no other pair has.
             slot = (tl.program_id(0) + span) * packed_rows + packed
             tl.store(extremes + 2 * slot, highest, mask=within)
             tl.store(extremes + 2 * slot + 1, weight, mask=within)
-            part_at = parts + slot[:, None] * VALUE_DIM + value_dims[None, :]
-            tl.store(part_at, sums, mask=within[:, None] & value_real[None, :])
+            store_rows(parts, slot * VALUE_DIM, sums, within, value_dims, value_real)
             # All threads have stored before one of them draws the ticket, which publishes what they stored.
             tl.debug_barrier()
             ticket = tickets + span * tl.num_programs(1) + tl.program_id(1)
@@ -295,21 +284,16 @@ def slice_kernel(
                     )  # fmt: skip
                     if NEW == 1:
                         peak, share, mean = _attend_new(
-                            peak, share, mean, q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
-                            is_row, scale, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, dims, real,
-                            value_dims, value_real, GROUP, DIM, VALUE_DIM,
+                            (peak, share, mean), q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
+                            is_row, scale, q_strides, (k_batch, k_head), (v_batch, v_head), axes, GROUP, DIM, VALUE_DIM,
                         )  # fmt: skip
                     # A row without entries gives 0, with a logarithm of -inf.
                     share = tl.where(share == 0.0, 1.0, share)
                     if lse is not None:
-                        place = _row_offsets(span, kv_heads, joined, kv_heads * packed_rows, rows, 1, GROUP)
+                        place = _row_offsets(span, kv_heads, joined, (kv_heads * packed_rows, rows, 1), GROUP)
                         tl.store(lse + place, (peak + tl.log2(share)) * LN_2, mask=is_row)
-                    out_at = out + _row_offsets(span, kv_heads, joined, out_batch, out_head, out_row, GROUP)
-                    tl.store(
-                        out_at[:, None] + value_dims[None, :],
-                        (mean / share[:, None]).to(out.dtype.element_ty),
-                        mask=is_row[:, None] & value_real[None, :],
-                    )
+                    out_at = _row_offsets(span, kv_heads, joined, out_strides, GROUP)
+                    store_rows(out, out_at, mean / share[:, None], is_row, value_dims, value_real)
     if NEW > 0:
         # Every program has read `lens` when the last one is here.
         tl.debug_barrier()
@@ -320,40 +304,11 @@ def slice_kernel(
 
 
 @triton.jit
-def append_kernel(
-    key, value, k_pool, v_pool, starts, lens, kv_heads, rows, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+def _rotate_rows(
+    x, x_at, out, out_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """New entries of one span, copied to its end; `lens` stays as it is."""
-    span, tile = tl.program_id(0), tl.program_id(1)
-    batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads).to(tl.int64)
-    end = (tl.load(starts + span) + tl.load(lens + span)).to(tl.int64)
-    row = tile * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    inside = (row[:, None] < rows) & (dims[None, :] < DIM)
-    new = tl.load(key + batch * k_batch + head * k_head + row[:, None] * k_row + dims[None, :], mask=inside)
-    tl.store(k_pool + (end + row[:, None]) * DIM + dims[None, :], new, mask=inside)
-    inside = (row[:, None] < rows) & (value_dims[None, :] < VALUE_DIM)
-    new = tl.load(value + batch * v_batch + head * v_head + row[:, None] * v_row + value_dims[None, :], mask=inside)
-    tl.store(v_pool + (end + row[:, None]) * VALUE_DIM + value_dims[None, :], new, mask=inside)
-
-
-@triton.jit
-def _rotated(
-    x,
-    row_at,
-    is_row,
-    mean,
-    factor,
-    rotation,
-    step_in,
-    step_out,
-    WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):
-    """Rows [BLOCK_R, WIDTH] at `row_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, in float32.
+    """Rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, to `out`.
 
     Before that, channels are multiplied by `factor`; or, where there is a `mean`, that is taken off them, and they are
     divided by `factor`. Both are None for neither.
@@ -363,28 +318,16 @@ def _rotated(
     for first in tl.static_range(0, BLOCK_W, 16):
         channel = first + tl.arange(0, 16)
         real = channel < WIDTH
-        part = tl.load(x + row_at[:, None] + channel[None, :], mask=is_row[:, None] & real[None, :], other=0.0)
-        part = part.to(tl.float32)
+        part = load_rows(x, x_at, is_row, channel, real).to(tl.float32)
         if factor is not None:
             by = tl.load(factor + channel, mask=real, other=1.0).to(tl.float32)
             if mean is not None:
                 part = (part - tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)[None, :]) / by[None, :]
             else:
                 part = part * by[None, :]
-        matrix = tl.load(
-            rotation + channel[:, None] * step_in + channels[None, :] * step_out,
-            mask=real[:, None] & (channels[None, :] < WIDTH),
-            other=0.0,
-        )
+        matrix = load_rows(rotation, channel * step_in, real, channels * step_out, channels < WIDTH)
         turned = tl.dot(part, matrix, turned, input_precision=PRECISION)
-    return turned
-
-
-@triton.jit
-def _store_rows(out, row_at, is_row, rows, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr):
-    channels = tl.arange(0, BLOCK_W)
-    inside = is_row[:, None] & (channels[None, :] < WIDTH)
-    tl.store(out + row_at[:, None] + channels[None, :], rows.to(out.dtype.element_ty), mask=inside)
+    store_rows(out, out_at, turned, is_row, channels, channels < WIDTH)
 
 
 @triton.jit
@@ -395,83 +338,40 @@ def enter_kernel(
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """New tokens of one head of q, of k or of v in the coordinates of a `Basis`; the results are contiguous."""
-    number = tl.program_id(0)
-    batch, head = (number // (heads + 2 * kv_heads)).to(tl.int64), (number % (heads + 2 * kv_heads)).to(tl.int64)
+    batch, head = split_heads(tl.program_id(0), heads + 2 * kv_heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row, row = row < rows, row.to(tl.int64)
     if head < heads:
         factor = scale + (batch * kv_heads + head // GROUP) * DIM
-        turned = _rotated(
-            q + batch * q_batch + head * q_head,
-            row * q_row,
-            is_row,
-            None,
-            factor,
-            key_rotation,
-            DIM,
-            1,
-            DIM,
-            PRECISION,
-            BLOCK_R,
-            BLOCK_D,
-        )
-        _store_rows(new_q + (batch * heads + head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
+        _rotate_rows(
+            q, batch * q_batch + head * q_head + row * q_row, new_q, ((batch * heads + head) * rows + row) * DIM,
+            is_row, None, factor, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
     elif head < heads + kv_heads:
-        kv_head = head - heads
-        channel = (batch * kv_heads + kv_head) * DIM
-        turned = _rotated(
-            key + batch * k_batch + kv_head * k_head,
-            row * k_row,
-            is_row,
-            mean + channel,
-            scale + channel,
-            key_rotation,
-            DIM,
-            1,
-            DIM,
-            PRECISION,
-            BLOCK_R,
-            BLOCK_D,
-        )
-        _store_rows(new_key + (batch * kv_heads + kv_head) * rows * DIM, row * DIM, is_row, turned, DIM, BLOCK_D)
+        head -= heads
+        span = batch * kv_heads + head
+        _rotate_rows(
+            key, batch * k_batch + head * k_head + row * k_row, new_key, (span * rows + row) * DIM, is_row,
+            mean + span * DIM, scale + span * DIM, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
+        )  # fmt: skip
     else:
-        kv_head = head - heads - kv_heads
-        turned = _rotated(
-            value + batch * v_batch + kv_head * v_head,
-            row * v_row,
-            is_row,
-            None,
-            None,
-            value_rotation,
-            VALUE_DIM,
-            1,
-            VALUE_DIM,
-            PRECISION,
-            BLOCK_R,
-            BLOCK_V,
-        )
-        place = new_value + (batch * kv_heads + kv_head) * rows * VALUE_DIM
-        _store_rows(place, row * VALUE_DIM, is_row, turned, VALUE_DIM, BLOCK_V)
+        head -= heads + kv_heads
+        _rotate_rows(
+            value, batch * v_batch + head * v_head + row * v_row, new_value,
+            ((batch * kv_heads + head) * rows + row) * VALUE_DIM, is_row, None, None, value_rotation, VALUE_DIM, 1,
+            VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V,
+        )  # fmt: skip
 
 
 @triton.jit
 def leave_kernel(
-    x,
-    out,
-    value_rotation,
-    heads,
-    rows,
-    batch_stride,
-    head_stride,
-    row_stride,
-    VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """The model's outputs of one head from those over rotated values, in the layout of `x`."""
-    batch, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    batch, head = split_heads(tl.program_id(0), heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_row, at = row < rows, batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride
-    turned = _rotated(x, at, is_row, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V)
-    _store_rows(out, at, is_row, turned, VALUE_DIM, BLOCK_V)
+    at = batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride
+    _rotate_rows(
+        x, at, out, at, row < rows, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V
+    )

@@ -7,11 +7,11 @@ import triton
 from torch import Tensor
 
 import lkv.kernels.selection.triton_kernels as kernels
+from lkv.kernels import triton_devices
 from lkv.kernels.selection import ScoreWeights
-from lkv.kernels.triton_devices import gpu_refusal, is_interpreted
+from lkv.kernels.triton_devices import padded
 from lkv.utils import devices
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 _RANKED_AT_ONCE = 4096  # scores of a span, at most; fewer for short ones
 _MOVED_AT_ONCE = 64
@@ -56,16 +56,9 @@ class Entries(NamedTuple):
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why the kernels cannot run, in one sentence; None where they can."""
-    if not devices.is_gpu(device):
-        return f"the entries are on {device.type!r}, but Triton needs a CUDA device."
-    if dtype not in DTYPES or not 0 < max(dim, value_dim) <= LARGEST_DIM:
-        return f"{dtype} heads of {dim} and {value_dim} were given, but the kernels take {DTYPES} up to {LARGEST_DIM}."
-    return None if interpreted() else gpu_refusal(device)
-
-
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return is_interpreted(kernels.rank_kernel)
+    if not 0 < max(dim, value_dim) <= LARGEST_DIM:
+        return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
+    return triton_devices.refusal(device, dtype)
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
@@ -92,12 +85,18 @@ def move(
     scores: Tensor | None = None,
     positions: Tensor | None = None,
     extra: tuple[Tensor, Tensor] | None = None,
+    after: Tensor | None = None,
 ) -> None:
-    """Copy the entries that `rank` gave a place to the pools of k and v, from the `starts` of each span on.
+    """Copy the entries that `rank` gave a place to the pools of k and v.
 
-    All are copied, in order, where `places` is None.
-    `pools`: k, v and starts. With `extra`, pools of scores and positions, `scores` go along, in the layout of the
-    entries, and `positions` (their numbers by default).
+    Args:
+        entries: The entries.
+        places: As `rank` returns them; None to copy all, in order.
+        pools: k [P, d], v [P, dv], and `starts` [B, H] of each span.
+        scores: Scores of the entries in their layout, which go along with `extra`.
+        positions: Positions of the entries, likewise; their numbers by default.
+        extra: Pools of scores and positions [P].
+        after: How many entries each span has already, int32 [B, H], behind which the new ones go; none by default.
     """
     key, value = entries.key, entries.value
     new_key, new_value, new_starts = pools
@@ -106,8 +105,9 @@ def move(
     with devices.device_guard(key.device):
         kernels.move_kernel[(-(-entries.width // _MOVED_AT_ONCE), entries.spans)](
             key, value, scores, positions, entries.starts, *entries.arguments, entries.counts, places, entries.width,
-            new_key, new_value, new_scores, new_positions, new_starts, entries.heads, DIM=dim, VALUE_DIM=value_dim,
-            BLOCK=_MOVED_AT_ONCE, BLOCK_D=triton.next_power_of_2(dim), BLOCK_V=triton.next_power_of_2(value_dim),
+            new_key, new_value, new_scores, new_positions, new_starts, after, entries.heads, DIM=dim,
+            VALUE_DIM=value_dim, BLOCK=_MOVED_AT_ONCE, BLOCK_D=triton.next_power_of_2(dim),
+            BLOCK_V=triton.next_power_of_2(value_dim),
         )  # fmt: skip
 
 
@@ -164,14 +164,8 @@ def score(
             weights.weight, weights.bias, weights.output, queries, mean_cos, mean_sin, weights.normaliser,
             weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, padding, scale,
             ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
-            # The interpreter knows bfloat16 as bits, and would multiply those.
-            WIDEN=interpreted(), PRECISION=devices.exact_products(weights.weight.dtype), BLOCK=block,
-            BLOCK_H=_padded(dim // 2), BLOCK_U=_padded(dim), BLOCK_R=_padded(rows), BLOCK_K=_padded(knots),
+            PRECISION=devices.exact_products(weights.weight.dtype), BLOCK=block,
+            BLOCK_H=padded(dim // 2), BLOCK_U=padded(dim), BLOCK_R=padded(rows), BLOCK_K=padded(knots),
             num_warps=warps,
         )  # fmt: skip
     return out
-
-
-def _padded(size: int) -> int:
-    """The size of a block for `size` numbers; a dot product takes at least 16 of everything."""
-    return max(16, triton.next_power_of_2(size))

@@ -8,6 +8,8 @@ first. They are those of a prompt [B, H, T, d] in any layout, or the pools of a 
 import triton
 import triton.language as tl
 
+from lkv.kernels.triton_helpers import IS_INTERPRETED, load_rows, split_heads, store_rows
+
 
 @triton.jit
 def _ordered(scores):
@@ -68,20 +70,30 @@ def rank_kernel(scores, counts, keep, places, has_nan, width, BLOCK: tl.constexp
 
 
 @triton.jit
+def _entry_offsets(at, span, heads, entry, strides, starts, DIM: tl.constexpr):
+    """Where entries of a span begin in k or v: at numbers `at` of pools, or in [B, H, T, .] if `starts` is None."""
+    if starts is not None:
+        offsets = at * DIM
+    else:
+        batch, head = split_heads(span, heads)
+        offsets = batch * strides[0] + head * strides[1] + entry.to(tl.int64) * strides[2]
+    return offsets
+
+
+@triton.jit
 def move_kernel(
     key, value, scores, positions, starts, k_batch, k_head, k_token, v_batch, v_head, v_token, counts, places, width,
-    new_key, new_value, new_scores, new_positions, new_starts, heads, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    new_key, new_value, new_scores, new_positions, new_starts, after, heads, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Copy a block of a span's entries to their `places` [spans, width] in new pools, those at -1 to none.
 
-    Where `places` is None, all are copied in order.
+    Where `places` is None, all are copied in order; they go behind the `after` entries that a span has (None: none).
 
     Entries lie in pools from `starts` on, or, where that is None, in [B, H, width, .] of the strides given. With
     `new_scores` their scores go with them, and their positions (where those are None, their numbers).
     """
     span = tl.program_id(1)
-    batch, head = (span // heads).to(tl.int64), (span % heads).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     count = width
     if counts is not None:
@@ -93,18 +105,16 @@ def move_kernel(
         inside = inside & (place >= 0)
     if starts is not None:
         at = tl.load(starts + span).to(tl.int64) + entry
-        key_at, value_at = at * DIM, at * VALUE_DIM
-    else:
-        key_at = batch * k_batch + head * k_head + entry.to(tl.int64) * k_token
-        value_at = batch * v_batch + head * v_head + entry.to(tl.int64) * v_token
+    key_at = _entry_offsets(at, span, heads, entry, (k_batch, k_head, k_token), starts, DIM)
+    value_at = _entry_offsets(at, span, heads, entry, (v_batch, v_head, v_token), starts, VALUE_DIM)
     target = tl.load(new_starts + span).to(tl.int64) + place
+    if after is not None:
+        target += tl.load(after + span)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    both = inside[:, None] & (dims[None, :] < DIM)
-    moved = tl.load(key + key_at[:, None] + dims[None, :], mask=both)
-    tl.store(new_key + target[:, None] * DIM + dims[None, :], moved, mask=both)
-    both = inside[:, None] & (value_dims[None, :] < VALUE_DIM)
-    moved = tl.load(value + value_at[:, None] + value_dims[None, :], mask=both)
-    tl.store(new_value + target[:, None] * VALUE_DIM + value_dims[None, :], moved, mask=both)
+    moved = load_rows(key, key_at, inside, dims, dims < DIM)
+    store_rows(new_key, target * DIM, moved, inside, dims, dims < DIM)
+    moved = load_rows(value, value_at, inside, value_dims, value_dims < VALUE_DIM)
+    store_rows(new_value, target * VALUE_DIM, moved, inside, value_dims, value_dims < VALUE_DIM)
     if new_scores is not None:
         tl.store(new_scores + target, tl.load(scores + at, mask=inside), mask=inside)
         position = entry
@@ -131,20 +141,15 @@ def _load_halves(pointers, real, HALF: tl.constexpr):
 
 
 @triton.jit
-def _content(key_0, key_1, value_0, value_1, weight, bias, output, half, unit, DIM: tl.constexpr, WIDEN: tl.constexpr):
-    """The MLP over [k; v] of one head, given in halves; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
-    dtype = tl.float32 if WIDEN else weight.dtype.element_ty
+def _content(halves, weight, bias, output, half, unit, DIM: tl.constexpr):
+    """The MLP over the halves of k and v of one head; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
+    dtype = tl.float32 if IS_INTERPRETED else weight.dtype.element_ty
     HALF: tl.constexpr = DIM // 2
-    at = weight + half[:, None] * DIM + unit[None, :]
-    real = (half[:, None] < HALF) & (unit[None, :] < DIM)
-    first = tl.load(at, mask=real, other=0.0).to(dtype)
-    units = tl.dot(key_0.to(dtype), first, input_precision="ieee")
-    second = tl.load(at + HALF * DIM, mask=real, other=0.0).to(dtype)
-    units = tl.dot(key_1.to(dtype), second, units, input_precision="ieee")
-    third = tl.load(at + DIM * DIM, mask=real, other=0.0).to(dtype)
-    units = tl.dot(value_0.to(dtype), third, units, input_precision="ieee")
-    fourth = tl.load(at + (DIM + HALF) * DIM, mask=real, other=0.0).to(dtype)
-    units = tl.dot(value_1.to(dtype), fourth, units, input_precision="ieee")
+    units = tl.zeros([halves[0].shape[0], unit.shape[0]], tl.float32)
+    for part in tl.static_range(4):
+        at = half + part * HALF
+        rows = load_rows(weight, at * DIM, half < HALF, unit, unit < DIM).to(dtype)
+        units = tl.dot(halves[part].to(dtype), rows, units, input_precision="ieee")
     units += tl.load(bias + unit, mask=unit < DIM, other=0.0)[None, :]
     last = tl.load(output + unit, mask=unit < DIM, other=0.0)
     return tl.sum(units * tl.sigmoid(units) * last[None, :], 1)
@@ -185,8 +190,8 @@ def score_kernel(
     key, value, starts, counts, k_batch, k_head, k_token, v_batch, v_head, v_token, scores, positions, out, cos, sin,
     weight, bias, output, queries, mean_cos, mean_sin, normaliser, attention_weight, start_knots, end_knots, heads,
     width, start, end, padding, scale, ARRIVAL: tl.constexpr, EVICTION: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, KNOTS: tl.constexpr, DIM: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, KNOTS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """LKV-T of a block of entries: k and v are read once, one score is written.
 
@@ -201,7 +206,7 @@ def score_kernel(
     """
     HALF: tl.constexpr = DIM // 2
     span = tl.program_id(1)
-    batch, head = (span // heads).to(tl.int64), (span % heads).to(tl.int64)
+    head = (span % heads).to(tl.int64)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, place = entry < width, start + entry
     at = span.to(tl.int64) * width + entry
@@ -211,12 +216,10 @@ def score_kernel(
             first = count - width
         inside = inside & (first + entry < count)
         at = tl.load(starts + span).to(tl.int64) + first + entry
-        key_at, value_at = at * DIM, at * DIM
         if not ARRIVAL:
             place = tl.load(positions + at, mask=inside, other=0)
-    else:
-        key_at = batch * k_batch + head * k_head + entry.to(tl.int64) * k_token
-        value_at = batch * v_batch + head * v_head + entry.to(tl.int64) * v_token
+    key_at = _entry_offsets(at, span, heads, entry, (k_batch, k_head, k_token), starts, DIM)
+    value_at = _entry_offsets(at, span, heads, entry, (v_batch, v_head, v_token), starts, DIM)
     half, unit = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_U)
     both = inside[:, None] & (half[None, :] < HALF)
     key_0, key_1 = _load_halves(key + key_at[:, None] + half[None, :], both, HALF)
@@ -229,19 +232,9 @@ def score_kernel(
             cos_0, cos_1 = _load_halves(cos + table, both, HALF)
             sin_0, sin_1 = _load_halves(sin + table, both, HALF)
             read_0, read_1 = key_0 * cos_0 - key_1 * sin_0, key_1 * cos_1 + key_0 * sin_1
-        score += _content(
-            read_0,
-            read_1,
-            value_0,
-            value_1,
-            weight + head * (2 * DIM * DIM),
-            bias + head * DIM,
-            output + head * DIM,
-            half,
-            unit,
-            DIM,
-            WIDEN,
-        )
+        halves = (read_0, read_1, value_0, value_1)
+        weight += head * (2 * DIM * DIM)
+        score += _content(halves, weight, bias + head * DIM, output + head * DIM, half, unit, DIM)
         if KNOTS > 0:
             score += _knots(start_knots + head * KNOTS, place + 1 - padding, KNOTS, BLOCK_K)
     else:

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from lkv.kernels.soft_mask_attention.triton_kernels import (
-    LOG2_E,
     _dot,
     _forward_columns,
     _load,
@@ -19,6 +18,7 @@ from lkv.kernels.soft_mask_attention.triton_kernels import (
     _query_gradient_columns,
     _store,
 )
+from lkv.kernels.triton_helpers import LOG2_E
 
 
 @triton.jit

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import lkv.kernels.soft_mask_attention.triton_kernels as kernels
-from lkv.kernels.triton_devices import gpu_refusal, is_interpreted, shared_memory
+from lkv.kernels import triton_devices
 from lkv.utils import devices
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tile(NamedTuple):
@@ -61,25 +60,16 @@ _TILES = {
 }
 
 
-def interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
-    return is_interpreted(kernels.forward)
-
-
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Why these kernels cannot run, in one sentence; None where they can."""
-    if not devices.is_gpu(device) and not interpreted():
-        return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
-    if dtype not in DTYPES:
-        return f"the dtype is {dtype}, but the Triton kernels take float32, bfloat16 and float16."
+    if reason := triton_devices.refusal(device, dtype):
+        return reason
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
-    if devices.is_gpu(device) and not interpreted():
-        if reason := gpu_refusal(device):
-            return reason
-        if tiles_on(device, dtype, dim) is None:
-            name, size = devices.runtime(device).get_device_properties(device).name, shared_memory(device)
-            return f"{name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
+    if tiles_on(device, dtype, dim) is None:
+        name = devices.runtime(device).get_device_properties(device).name
+        size = triton_devices.shared_memory(device)
+        return f"{name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
     return None
 
 
@@ -95,9 +85,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
 def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
     """The tiles in use on a device; None where its shared memory is too small."""
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
-    if interpreted():
+    if not triton_devices.is_compiled_for(device):
         return options[0]
-    memory, major = shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    memory, major = triton_devices.shared_memory(device), devices.runtime(device).get_device_properties(device).major
     return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
 
 

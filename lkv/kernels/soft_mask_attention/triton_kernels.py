@@ -7,17 +7,14 @@ probabilities zero in the backward pass too. `out` and every gradient but the ma
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-# The interpreter multiplies bfloat16 as if it were an integer.
-WIDEN = tl.constexpr(bool(knobs.runtime.interpret))
+from lkv.kernels.triton_helpers import IS_INTERPRETED, LOG2_E
 
 
 @triton.jit
 def _dot(a, b, total):
     """a b + total; float32 as three TF32 products, which keeps its precision on tensor cores."""
-    if WIDEN:
+    if IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="tf32x3")
