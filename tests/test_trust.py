@@ -14,7 +14,7 @@ from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, PromptError
-from lkv.hf.attention import patch_attention
+from lkv.hf.attention import patch_attention, unpatch_attention
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -59,12 +59,12 @@ def test_an_answer_is_not_interrupted_by_its_own_streamer(model, policy):
 def test_a_cache_without_its_attention_is_refused(model, policy, filled):
     cache = RaggedCache(model, policy=policy, retention=0.5)
     text = ids(46)
-    with pytest.raises(CacheError, match="computed attention without LKV"):
+    with pytest.raises(CacheError, match="made for another model"):
         tiny_llama()(text, past_key_values=cache, use_cache=True)
     cache.reset()
     if filled:
         model(text[:, :40], past_key_values=cache, use_cache=True)
-    model.set_attn_implementation("sdpa")
+    unpatch_attention(model)
     with pytest.raises(CacheError, match="computed attention without LKV"):
         model.generate(text, past_key_values=cache, max_new_tokens=5)
     patch_attention(model)

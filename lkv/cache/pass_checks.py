@@ -7,16 +7,13 @@ from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.positions import check_frequencies
+from lkv.hf.state import NOT_PATCHED
 
 
 def check_attended(layer: Any) -> None:
     """Raise CacheError where no attention was computed over the last keys of `layer`."""
     if isinstance(layer, RaggedLayer) and layer.pending_key is not None:
-        raise CacheError(
-            "the model computed attention without LKV: it was never patched, or its attention implementation was "
-            "set anew; call lkv.patch_attention(model), then continue after cache.rewind(), or after cache.reset() "
-            "if the prompt was being read."
-        )
+        raise CacheError(NOT_PATCHED)
 
 
 def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -> None:

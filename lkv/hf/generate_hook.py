@@ -10,26 +10,38 @@ from lkv.errors import CacheError
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.fingerprint import read_adapters
-from lkv.hf.state import unwrapped_prepare_inputs, wrap_prepare_inputs
+from lkv.hf.state import get_patch
+
+NO_WEIGHTS = (
+    "LKV's caches return no attention weights; leave output_attentions out, in the call and in the model's "
+    "configuration, or use a cache of transformers."
+)
+_IS_WRAPPER = "_is_lkv_wrapper"
 
 
-def wrap_generation(model: PreTrainedModel) -> None:
-    """Let `model.generate` show LKV caches the ids that it feeds (`BaseCache.announce_inputs`). Idempotent.
+def wrap_generation(model_class: Any) -> None:
+    """Let `generate` of patched models show LKV caches the ids that it feeds (`BaseCache.announce_inputs`). Idempotent.
 
-    Only this model object's method is wrapped, not its class. `model` is the innermost model: PEFT's `generate` calls
-    this object's `generate` in the end.
+    The method is wrapped in the class, since a model's own attributes would be saved with it. It does nothing for other
+    caches and for models that are not patched. PEFT's `generate` calls that of the innermost model in the end.
     """
-    function = unwrapped_prepare_inputs(model)
-    if function is None:
+    function: Any = model_class.prepare_inputs_for_generation
+    if hasattr(function, _IS_WRAPPER):
         return
 
     @wraps(function)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(kwargs)
-        if isinstance(cache, BaseCache) and kwargs.get("inputs_embeds") is None:
+        # The wrapper of a parent class, called by that of its child, leaves the announcement to the child.
+        is_outermost = type(self).prepare_inputs_for_generation is prepare_inputs_for_generation
+        if not isinstance(cache, BaseCache) or not is_outermost or get_patch(self) is None:
+            return function(self, input_ids, *args, **kwargs)
+        if kwargs.get("output_attentions"):
+            raise CacheError(NO_WEIGHTS)
+        if kwargs.get("inputs_embeds") is None:
             _announce_inputs(self, cache, input_ids, kwargs)
         inputs = function(self, input_ids, *args, **kwargs)
-        if isinstance(cache, BaseCache) and find_cache(inputs) is not cache:
+        if find_cache(inputs) is not cache:
             # Models with LongRoPE, such as Phi-3, drop it where their frequencies change.
             if cache.get_seq_length():
                 raise CacheError(
@@ -40,7 +52,8 @@ def wrap_generation(model: PreTrainedModel) -> None:
             inputs |= cache_argument(cache)
         return inputs
 
-    wrap_prepare_inputs(model, prepare_inputs_for_generation)
+    setattr(prepare_inputs_for_generation, _IS_WRAPPER, True)
+    model_class.prepare_inputs_for_generation = prepare_inputs_for_generation
 
 
 def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:

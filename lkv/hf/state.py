@@ -5,31 +5,31 @@ leaves a note for the next. (1) `BaseCache.update` notes in a thread-local which
 attention function, called right afterwards, takes that layer. The key tensor itself must match: a note that an
 exception left behind matches no later call. (2) While `torch.compile` traces, `update` notes the cache and the index of
 the layer instead. (3) Compiled operators find a cache by the number under which it is registered until it is freed. (4)
-What `patch_attention` read of a model is the model's attribute `_lkv_patch`; `unpatch_attention` removes it and (5) the
-wrapper of `prepare_inputs_for_generation`, which remembers the method that it replaced. (6) The wrapper announces token
-ids to the cache, whose `TokenHistory` keeps them until the forward pass that reads them. `override_method` (in
+What `patch_attention` read of a model is kept here and not in the model, which may be saved and copied, until
+`unpatch_attention` or until the model is freed. (5) The wrapper of `prepare_inputs_for_generation` announces token ids
+to the cache, whose `TokenHistory` keeps them until the forward pass that reads them. `override_method` (in
 `utils/overrides.py`) replaces further methods for the duration of a `with` block.
 """
 
 import itertools
 import threading
 import weakref
-from dataclasses import dataclass, field
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.rotation import Rotation
 
-_PATCH = "_lkv_patch"
-_PREPARE_INPUTS = "prepare_inputs_for_generation"
-_ORIGINAL = "_lkv_original"
+NOT_PATCHED = (
+    "the model computed attention without LKV; call lkv.patch_attention(model), then continue after cache.rewind(), or "
+    "after cache.reset() if the prompt was being read."
+)
 
 
 class _Notes(threading.local):
@@ -55,9 +55,9 @@ def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
     _notes.pending_layer = weakref.ref(layer)
 
 
-def has_pending_layer() -> bool:
-    """Whether an LKV layer may be waiting for the attention call that comes next in this thread."""
-    return _notes.pending_layer is not None
+def has_waiting_layer() -> bool:
+    """Whether an LKV layer may be waiting for the attention call that comes next in this thread, or in this trace."""
+    return _notes.pending_layer is not None or (torch.compiler.is_dynamo_compiling() and _trace.layer is not None)
 
 
 def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:
@@ -105,7 +105,7 @@ class PatchedModel:
         heads: The KV heads that this process computes (a part of them under tensor parallelism).
         rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
         sinks: The attention sinks of each full-attention layer, [Hq]; None where it has none.
-        config: The model's configuration object.
+        config: The configuration object of the model's decoder.
     """
 
     spec: ModelSpec
@@ -114,48 +114,28 @@ class PatchedModel:
     rotations: tuple[Rotation | None, ...]
     sinks: tuple[Tensor | None, ...]
     config: Any
-    _configs: dict[int, PreTrainedConfig] = field(default_factory=dict, repr=False)  # those that were switched
+
+
+_patches: dict[int, PatchedModel] = {}  # by the id of the model
 
 
 def get_patch(model: PreTrainedModel) -> PatchedModel | None:
     """Return what `patch_attention` read of a model, None for one that is not patched."""
-    patched: PatchedModel | None = getattr(model, _PATCH, None)
-    return patched
+    return _patches.get(id(model))
 
 
 def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
     """Note that a model is patched, or with None that it no longer is."""
     if patched is None:
-        delattr(model, _PATCH)
+        _patches.pop(id(model), None)
     else:
-        setattr(model, _PATCH, patched)
+        weakref.finalize(model, _patches.pop, id(model), None)
+        _patches[id(model)] = patched
 
 
-def unwrapped_prepare_inputs(model: PreTrainedModel) -> Any:
-    """Return the function behind the model's `prepare_inputs_for_generation`; None if that is wrapped already.
-
-    None also where a library replaced the method by something that is not bound to the model.
-    """
-    function = getattr(getattr(model, _PREPARE_INPUTS), "__func__", None)
-    return None if hasattr(function, _ORIGINAL) else function
-
-
-def wrap_prepare_inputs(model: PreTrainedModel, wrapper: Any) -> None:
-    """Make `wrapper` the `prepare_inputs_for_generation` of this model object, not of its class."""
-    setattr(wrapper, _ORIGINAL, vars(model).get(_PREPARE_INPUTS))
-    setattr(model, _PREPARE_INPUTS, MethodType(wrapper, model))
-
-
-def unwrap_prepare_inputs(model: PreTrainedModel) -> None:
-    """Undo `wrap_prepare_inputs`; a method that another library put on top of it stays."""
-    function = getattr(vars(model).get(_PREPARE_INPUTS), "__func__", None)
-    if function is None or not hasattr(function, _ORIGINAL):
-        return
-    original = getattr(function, _ORIGINAL)
-    if original is None:
-        delattr(model, _PREPARE_INPUTS)
-    else:
-        setattr(model, _PREPARE_INPUTS, original)
+def is_patched(config: Any) -> bool:
+    """Whether a model is patched whose decoder has this configuration object."""
+    return any(patched.config is config for patched in list(_patches.values()))
 
 
 class TokenHistory:

@@ -225,6 +225,15 @@ class LKVLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         with self._compressed_cache(context) as cache:
+            counts = {
+                name: options[name] for name in ("num_beams", "num_return_sequences") if options.get(name, 1) != 1
+            }
+            if cache and counts:
+                raise IntegrationError(
+                    f"{self._task}: --model lkv gives one answer by greedy decoding or sampling; take "
+                    f"{' and '.join(counts)} out of --gen_kwargs and of the task's generation_kwargs, or evaluate with "
+                    "--model hf."
+                )
             return super()._model_generate(context, max_length, stop, **cache, **options)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:

@@ -5,11 +5,12 @@ import sys
 import pytest
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from experiments.profile.predict import check_uniform
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import UnsupportedModelError
-from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.rotation import Rotation, layer_rotations
 from lkv.hf.spec import sliding_windows
@@ -138,8 +139,15 @@ def test_a_window_as_long_as_the_models_positions_is_full_attention(monkeypatch)
     check_generation(model, method, monkeypatch)
     batch = padded([ids(1, PROMPT), ids(1, PROMPT - 7, 1)])
     stock = model(**batch, use_cache=False).logits
-    # As for a model without windows, no mask is made.
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", None)
+    # As for a model without windows, no mask with an entry for each query and key is made.
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def make_key_mask(*args, **kwargs):
+        mask = make_mask(*args, **kwargs)
+        assert mask is None or mask.ndim == 2
+        return mask
+
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "sdpa", make_key_mask)
     kept = model(**batch, past_key_values=RaggedCache(model, method=method), use_cache=True).logits
     for row, length in enumerate((PROMPT, PROMPT - 7)):
         torch.testing.assert_close(kept[row, -length:], stock[row, -length:], atol=1e-9, rtol=1e-9)

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, modeling_flash_attention_utils
+from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.errors import PromptError
 from lkv.evaluation.comparison import MethodComparison
-from lkv.hf.attention import unpatch_attention
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
 from lkv.kernels.soft_mask_attention import cpu
@@ -235,50 +234,6 @@ def test_a_prompt_that_is_padded_on_the_right_is_refused():
             model(ids(2, tokens), attention_mask=mask[:, :tokens], **cache_argument(cache))
 
 
-def flash(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
-    """flash_attn's function in float64: q [B, Tq, Hq, d]; causal from the last key on."""
-    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    tokens, keys = q.shape[2], k.shape[2]
-    distance = torch.arange(keys - tokens, keys)[:, None] - torch.arange(keys)
-    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if window_size[0] >= 0:
-        hidden |= distance > window_size[0]
-    scores = (q @ k.mT * softmax_scale).masked_fill(hidden, -torch.inf)
-    return (torch.softmax(scores, -1) @ v).transpose(1, 2).to(torch.float32)
-
-
-def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """As `flash`, of rows one after another: q [sum of Tq, Hq, d]."""
-    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
-    rows = [flash(q[None, a:b], k[None, c:d], v[None, c:d], **options)[0] for (a, b), (c, d) in spans]
-    return torch.cat(rows)
-
-
-flash_varlen.__signature__ = inspect.Signature(
-    [
-        *list(inspect.signature(flash_varlen).parameters.values())[:-1],
-        *list(inspect.signature(flash).parameters.values())[3:],
-    ]
-)
-
-
-@pytest.fixture
-def flash_attention(monkeypatch):
-    """The names under which transformers looked for flash attention, which is `flash` for the time of a test."""
-    names = []
-
-    def found(implementation, *args, **kwargs):
-        names.append(implementation)
-        functions = flash, flash_varlen, None, modeling._pad_input, modeling._unpad_input
-        return functions if hasattr(modeling, "_flash_with_kvcache_fn") else (*functions[:2], *functions[3:])
-
-    modeling = modeling_flash_attention_utils
-    monkeypatch.setattr(modeling, "_lazy_imports", found)
-    monkeypatch.setattr(modeling, "_loaded_implementation", None)
-    return names
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
@@ -302,5 +257,3 @@ def test_models_with_flash_attention_are_served(flash_attention, family, impleme
             rtol=1e-4,
         )
     assert set(flash_attention) == {implementation}
-    unpatch_attention(model)
-    assert model.config._attn_implementation == implementation

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError
 from lkv.evaluation.example import make_prompt
-from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import Ada, Pyramid, PyramidOfKvpress, Uniform, estimate_mean_pattern
 from lkv.methods.method import Method

@@ -181,6 +181,9 @@ def test_questions_share_a_context_that_may_not_keep_more_entries_or_bytes_than_
 def test_wrong_options_are_refused(parts):
     with pytest.raises(IntegrationError, match="nothing to compress; evaluate them with --model hf"):
         harness(parts, **OWN).loglikelihood_rolling(requests("loglikelihood_rolling", (PROMPT,)))
+    beams = requests("generate_until", (PROMPT, {"num_beams": 3, "max_gen_toks": 4}))
+    with pytest.raises(IntegrationError, match="take num_beams out of --gen_kwargs and of the task's"):
+        harness(parts, **OWN).generate_until(beams, True)
     for options, error, message in (
         ({"mixed_precision_dtype": "bfloat16"}, IntegrationError, "give dtype=bfloat16"),
         ({"min_context": 0, "method": "knorm"}, IntegrationError, "min_context is 0"),
