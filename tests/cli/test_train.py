@@ -10,7 +10,6 @@ from lkv.policy.policy import Policy
 from lkv.training.train_policy import train_policy
 from tests.commands import main
 from tests.conftest import save_model
-from tests.training.test_data import folder  # noqa: F401
 
 SMALL = tuple("--steps 4 --min-tokens 60 --max-tokens 120 --batch 2 --warmup-contexts 2 --validation-samples 2".split())
 
@@ -34,7 +33,7 @@ def train(model_folder):
     return lambda data, out, *more: main([*base, "--data", str(data), "--out", str(out), *more])
 
 
-def test_train_writes_a_policy_that_asks(model_folder, train, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_train_writes_a_policy_that_asks(model_folder, train, folder, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     assert train(folder, out) == 0
     policy = Policy.from_pretrained(out / "policy")
@@ -64,7 +63,7 @@ def test_train_writes_a_policy_that_asks(model_folder, train, folder, tmp_path, 
     assert "other settings (lr " in capsys.readouterr().err
 
 
-def test_trackers_are_given_what_the_curve_holds(model_folder, train, folder, tmp_path, capsys):  # noqa: F811
+def test_trackers_are_given_what_the_curve_holds(model_folder, train, folder, tmp_path, capsys):
     from accelerate.tracking import GeneralTracker, on_main_process
 
     class Recorder(GeneralTracker):
@@ -93,7 +92,7 @@ def test_trackers_are_given_what_the_curve_holds(model_folder, train, folder, tm
     assert "there is no tracker 'nowhere' here" in capsys.readouterr().err
 
 
-def test_a_second_stage_starts_from_the_weights_of_the_first(train, folder, tmp_path, capsys):  # noqa: F811
+def test_a_second_stage_starts_from_the_weights_of_the_first(train, folder, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(folder, first) == 0
     more = ("--max-tokens", "110", "--lr", "1e-9")
@@ -110,7 +109,7 @@ def test_a_second_stage_starts_from_the_weights_of_the_first(train, folder, tmp_
     assert "give the folder of a training run" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_with_its_own_data_alone(train, folder, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_run_goes_on_with_its_own_data_alone(train, folder, tmp_path, capsys, monkeypatch):
     out, other = tmp_path / "out", tmp_path / "other"
     assert train(folder, out) == 0
     before = (out / "policy" / "config.json").read_bytes()
@@ -126,7 +125,7 @@ def test_a_run_goes_on_with_its_own_data_alone(train, folder, tmp_path, capsys, 
     assert (out / "policy" / "config.json").read_bytes() == before and not (folder / "runs" / "mine").exists()
 
 
-def test_what_cannot_be_trained_is_named(train, folder, tmp_path, capsys):  # noqa: F811
+def test_what_cannot_be_trained_is_named(train, folder, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
     for data, options, message in (

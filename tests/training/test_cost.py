@@ -19,7 +19,6 @@ from lkv.training.processes import split_by_cost
 from lkv.training.speed import Speed
 from lkv.utils.durations import format_duration
 from tests.conftest import save_model, tiny_llama
-from tests.training.test_data import folder  # noqa: F401
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -17,45 +17,7 @@ from lkv.training.data.public_datasets import index_folder
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import extras
 from lkv.utils.data_files import read_records, split_lines
-
-
-def write(folder, name, rows):
-    with gzip.open(folder / name, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A small data folder with made-up rows in the official fields."""
-    tmp_path = tmp_path / "data"
-    tmp_path.mkdir()
-    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "near", "some", "old", "river"]
-    rng = random.Random(0)
-
-    def text(count):
-        return " ".join(rng.choice(words) for _ in range(count)) + "."
-
-    write(
-        tmp_path,
-        "squad_train_subset.jsonl.gz",
-        [
-            {"title": f"T_{i}", "context": f"{text(60)} Key {i}.", "question": f"Which? {i}", "answers": [f"Key {i}"]}
-            for i in range(80)
-        ],
-    )  # fmt: skip
-    write(
-        tmp_path,
-        "hotpotqa_train_200.jsonl.gz",
-        [
-            {"question": f"Q{i}", "answer": f"A{i}", "supporting_facts": [["P0", 0], ["P3", 0]],
-             "context": [[f"P{j}", [text(30), f" A{i} here."]] for j in range(6)]}
-            for i in range(40)
-        ],
-    )  # fmt: skip
-    for number in range(40):
-        (tmp_path / f"story{number}.txt").write_text(text(900))
-        (tmp_path / f"tool{number}.py").write_text("\n".join(f"def f{k}(x):\n    return x + {k}" for k in range(80)))
-    return tmp_path
+from tests.ruler import write_lines
 
 
 def test_samples_are_a_function_of_seed_and_index(folder):
@@ -68,19 +30,12 @@ def test_samples_are_a_function_of_seed_and_index(folder):
         assert len(one.sample(index, 2).continuations) == 2
 
 
-def test_validation_items_are_never_trained_on(folder):
-    """Paragraphs of the validation mixture do not occur in the training mixture."""
-    training = Mixture(folder, (100, 400))
-    parts = [training, training.held_out()]
-    texts = [[text for i in range(400) for text in own.sample(i, 1).context.split("\n\n")] for own in parts]
-    keys = [{text for text in own if "Key" in text} for own in texts]
-    assert keys[0] and keys[1] and not keys[0] & keys[1]
-
-
-def test_questions_over_the_same_passages_are_on_one_side():
-    training = Mixture(None, (100, 2000), builtin=("articles",))
+@pytest.mark.parametrize("builtin", [(), ("articles",)])
+def test_validation_texts_are_never_trained_on(folder, builtin):
+    """Paragraphs of a data set, and the passages that several questions share."""
+    training = Mixture(None if builtin else folder, (100, 2000), builtin=builtin or ("python",))
     texts = [
-        {text for i in range(200) for text in side.sample(i, 1).context.split("\n\n")}
+        {text for i in range(300) for text in side.sample(i, 1).context.split("\n\n") if builtin or "Key" in text}
         for side in (training, training.held_out())
     ]
     assert len(texts[0]) > 20 and texts[1] and not texts[0] & texts[1]
@@ -118,16 +73,6 @@ def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_f
     for side in (mixture, mixture.held_out()):
         assert side.weights["prose"] == pytest.approx(sum(side.weights.values()) / 2)
         assert side.weights["facts"] == 2 * side.weights["python"]
-
-
-def test_data_is_read_once_for_both_sides(folder, monkeypatch):
-    read = []
-    monkeypatch.setattr(
-        "lkv.training.data.mixture.read_dataset", lambda name, *rest: read.append(name) or read_dataset(name, *rest)
-    )
-    mixture = Mixture(folder, (100, 400))
-    mixture.held_out().with_lengths(Lengths(50, 100)).sample(0, 1)
-    assert len(read) == len(set(read)) > 5
 
 
 def test_questions_can_be_answered_from_their_context(folder):
@@ -173,13 +118,10 @@ def test_a_few_plain_texts_are_enough(tmp_path, count):
         (tmp_path / f"book{number}.txt").write_text(" ".join(words))
     training = Mixture(tmp_path, (100, 300))
     for mixture in (training, training.held_out()):
-        assert {"prose", "facts"} <= set(mixture.names)
-        assert mixture.sample(0, 2).continuations
-
-
-def test_one_short_text_is_too_little_to_hold_any_out(tmp_path):
-    (tmp_path / "text.txt").write_text("A short text of one piece. " * 100)
-    assert Mixture(tmp_path, (100, 300)).names
+        assert {"prose", "facts"} <= set(mixture.names) and mixture.sample(0, 2).continuations
+        assert mixture.with_lengths(Lengths(1, 2)).sample(0, 2) != mixture.sample(0, 2)
+    for path in tmp_path.iterdir():
+        path.write_text("A short text of one piece. " * 100)
     with pytest.raises(DataError, match="holds too little to keep some apart for evaluation"):
         Mixture(tmp_path, (100, 300)).held_out()
 
@@ -189,7 +131,7 @@ def test_a_text_in_many_rows_is_on_one_side(tmp_path, validation):
     """Of three contexts with fifty questions each, or of a file that is there twice."""
     contexts = [f"The {name} tower stands at the river. " * 20 for name in ("old", "white", "tall")]
     rows = [{"context": contexts[n % 3], "question": f"Question {n}?", "answer": "the river"} for n in range(150)]
-    write(tmp_path, "own.jsonl.gz", rows)
+    write_lines(tmp_path / "own.jsonl.gz", rows)
     items = read_dataset("own", [tmp_path / "own.jsonl.gz"], tmp_path)
     side, other = (split_held_out(items, wanted) for wanted in (validation, not validation))
     assert len(side) + len(other) == 150 and not {item.text for item in side} & {item.text for item in other}

@@ -90,62 +90,51 @@ def test_gradients_are_those_of_one_by_one(settings):
             torch.testing.assert_close(found[name], value, rtol=1e-7, atol=1e-7 * float(value.abs().max()))
 
 
-def test_gradients_of_two_threads_are_those_of_one():
+def test_gradients_of_two_threads_are_those_of_one(threads):
     model = attached(torch.float32)
     policy, device = policy_of(model), torch.device("cpu")
-    threads_before, used, results = torch.get_num_threads(), set(), []
+    used, results = set(), []
     pairs = [[SampleGroup([(number, uneven(number))]) for number in pair] for pair in ((0, 1), (3, 4))]
 
     def add_gradients(group):
         used.add((threading.get_ident(), torch.get_num_threads()))
         sum(distillation_losses(model, policy, group, CONFIG, schedule(CONFIG, 3))).backward()
 
-    try:
-        for threads in (1, 2, 2, 2):
-            torch.set_num_threads(threads)
-            results.append([])
-            for pair in pairs:
-                policy.zero_grad()
-                run_at_once(add_gradients, pair, device, 2)
-                results[-1] += [value.grad.clone() for value in policy.parameters() if value.grad is not None]
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(threads_before)
+    for count in (1, 2, 2, 2):
+        threads(count)
+        results.append([])
+        for pair in pairs:
+            policy.zero_grad()
+            run_at_once(add_gradients, pair, device, 2)
+            results[-1] += [value.grad.clone() for value in policy.parameters() if value.grad is not None]
+        assert torch.get_num_threads() == count
     assert len(used) > 1 and {count for _, count in used} == {1}
     for found in results[1:]:
         for value, expected in zip(found, results[0], strict=True):
             assert torch.equal(value, expected) and bool(value.any())
 
 
-@pytest.mark.parametrize(("most", "device", "threads"), [(1, "cpu", 1), (2, "cpu", 2), (9, "cpu", 2), (2, "meta", 1)])
-def test_only_a_cpu_has_several_contexts_at_once(most, device, threads):
-    before, used, barrier = torch.get_num_threads(), set(), threading.Barrier(threads)
+@pytest.mark.parametrize(("most", "device", "workers"), [(1, "cpu", 1), (2, "cpu", 2), (9, "cpu", 2), (2, "meta", 1)])
+def test_only_a_cpu_has_several_contexts_at_once(threads, most, device, workers):
+    threads(2)
+    used, barrier = set(), threading.Barrier(workers)
 
     def note(item):
         used.add(threading.get_ident())
         barrier.wait(10)
 
-    try:
-        torch.set_num_threads(2)
-        run_at_once(note, range(2), torch.device(device), most)
-    finally:
-        torch.set_num_threads(before)
-    assert len(used) == threads
+    run_at_once(note, range(2), torch.device(device), most)
+    assert len(used) == workers
 
 
-def test_an_error_in_a_thread_is_raised_and_leaves_the_threads_as_they_were():
-    before = torch.get_num_threads()
-
+def test_an_error_in_a_thread_is_raised_and_leaves_the_threads_as_they_were(threads):
     def fail(item):
         raise TrainingError(f"no {item}")
 
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(TrainingError, match="no 0"):
-            run_at_once(fail, range(2), torch.device("cpu"), 2)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+    threads(2)
+    with pytest.raises(TrainingError, match="no 0"):
+        run_at_once(fail, range(2), torch.device("cpu"), 2)
+    assert torch.get_num_threads() == 2
 
 
 def attached(dtype=torch.float64):

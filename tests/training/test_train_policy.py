@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lkv.errors import TrainingError, UnsupportedModelError
-from lkv.hf.loading import load_model
 from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
@@ -23,7 +21,6 @@ from lkv.training.train_policy import build, prepare, resolve_config, train_poli
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
 from tests.families import build as build_family
-from tests.training.test_data import folder  # noqa: F401
 
 CPU = torch.device("cpu")
 
@@ -34,7 +31,7 @@ def short_warm_start(monkeypatch):
     monkeypatch.setattr("lkv.training.warm_start._HEAD_UPDATES", 20)
 
 
-def test_the_stages_of_a_training_one_by_one(tmp_path, folder):  # noqa: F811
+def test_the_stages_of_a_training_one_by_one(tmp_path, folder):
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
     weights = (model / "model.safetensors").rename(tmp_path / "weights")
     overrides = {
@@ -84,7 +81,7 @@ def test_lengths_beyond_the_positions_are_refused():
             resolve_config(preset, chosen, 8192, CPU)
 
 
-def test_the_default_preset_is_that_of_the_device(tmp_path, folder, monkeypatch):  # noqa: F811
+def test_the_default_preset_is_that_of_the_device(tmp_path, folder, monkeypatch):
     model = str(save_model(tmp_path / "model"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with --device cpu beside a GPU
     config = prepare(None, {"retention_high": 0.4}, model, folder, tmp_path / "out").config
@@ -117,7 +114,7 @@ def train(model, data, out, *more):
     return main(["train", "--model", str(model), "--data", str(data), "--out", str(out), *more])
 
 
-def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):  # noqa: F811
+def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):
     model = save_model(tmp_path / "model")
     file = tmp_path / "run.toml"
     file.write_text(
@@ -154,14 +151,14 @@ def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_p
     assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, folder, capsys):  # noqa: F811
+def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, folder, capsys):
     model = save_model(tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"not read")
     assert train(model, folder, tmp_path / "out", "--preset", "paper") == 2
     assert "are more than the 512 positions of this model" in capsys.readouterr().err
 
 
-def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(tmp_path, folder):  # noqa: F811
+def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(tmp_path, folder):
     model, other = save_model(tmp_path / "model"), tmp_path / "other"
     (model / "model.safetensors").write_bytes(b"not read")
     Policy(inspect_model(tiny_llama()), inputs=ScorerInputs("unrotated")).save_pretrained(other)
@@ -178,14 +175,14 @@ def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
     assert initialize_from(Policy(policy.spec), tmp_path) == card | {"step": 5, "training": asdict(config)}
 
 
-def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):  # noqa: F811
+def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):
     """Given that folder, every command takes the policy in it, and not the trained one in the folder policy below."""
     Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"already holds a policy, .*; give another --out"):
         prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
 
 
-def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, folder):  # noqa: F811
+def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, folder):
     saved = save_model(tmp_path / "model")
     model = build_family("HunYuanDenseV1", torch.float32, vocab_size=300)
     for weight in model.parameters():
@@ -198,18 +195,3 @@ def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(
     with pytest.raises(UnsupportedModelError, match="in a way that `lkv train --attention learned` cannot undo"):
         build(setup)
     assert build(replace(setup, config=replace(setup.config, attention="none", key="cached")))
-
-
-def test_weights_go_straight_to_their_device(tmp_path, monkeypatch):
-    """Eight processes of a node would else hold eight copies of the weights on the CPU first."""
-    saved, asked = save_model(tmp_path / "model"), []
-    load = AutoModelForCausalLM.from_pretrained
-
-    def watched(path, device_map=None, **options):
-        asked.append(device_map)
-        return load(path, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", watched)
-    for device in (None, torch.device("cpu"), torch.device("cuda", 3)):
-        load_model(str(saved), torch.float32, device=device)
-    assert asked == [None, None, {"": torch.device("cuda", 3)}]

@@ -29,7 +29,7 @@ from lkv.training import fit_run, fitting, loop
 from lkv.training.distillation import schedule
 from lkv.training.fit_plan import RECIPE, Plan
 from lkv.training.fitting import fit
-from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare, format_table
+from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare
 from lkv.training.loop import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, regression_scores, regression_targets
 from tests.training.fit.helpers import TEXT, comparison_rows, ids, random_policy, sample
@@ -54,13 +54,6 @@ def test_held_out_fidelity_is_that_of_the_cache_with_its_entries_evicted(loaded)
         assert row["agreement"] == pytest.approx(sum(f.agreement for f in expected[key]) / 4, abs=1e-5), key
     measured = HeldOutTexts(model, samples).measure(policy)
     assert {r: f.kl for r, f in measured.items()} == pytest.approx({r: rows["lkv", r]["kl"] for r in (0.15, 0.05)})
-
-
-def test_a_small_kl_is_printed_with_two_digits():
-    values = {"lkv": 0.0123, "snapkv": 0.00123, "kvzip": 0.0}
-    rows = [{"method": name, "retention": 0.15, "kl": kl, "agreement": 0.975} for name, kl in values.items()]
-    lines = format_table(rows).splitlines()[1:]
-    assert [line[34:].strip() for line in lines] == ["0.012 / 0.97", "0.0012 / 0.97", "0 / 0.97"]
 
 
 def test_the_regression_scores_tokens_as_the_policy_does(loaded):

@@ -17,7 +17,7 @@ from lkv.training.datasets import open_texts
 from lkv.training.fit_plan import RECIPE
 from lkv.training.fit_samples import FitSamples
 from lkv.training.fitting import fit
-from tests.training.fit.helpers import TEXT, comparison_rows, interrupt
+from tests.training.fit.helpers import TEXT, comparison_rows
 
 
 def test_texts_that_are_too_few_are_refused(loaded, tmp_path, capsys):
@@ -104,14 +104,6 @@ def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
     monkeypatch.setattr(fit_run, "compare", lambda model, tokenizer, samples, *_: seen.extend(samples) or rows)
     fit(*loaded, minutes=0.1, name="tiny")
     assert seen and min(len(text.context) for text in seen) >= 50
-
-
-def test_texts_without_a_held_out_part_say_so(loaded, capsys, monkeypatch):
-    monkeypatch.setattr(fit_run, "HeldOutTexts", interrupt)  # what follows the plan
-    for texts, is_said in (([TEXT[:4000]], True), ([TEXT * 10], False), (None, False)):
-        with pytest.raises(KeyboardInterrupt):
-            fit(*loaded, texts, minutes=1, name="tiny")
-        assert ("too little own text to hold any out" in capsys.readouterr().err) == is_said
 
 
 @pytest.mark.usefixtures("ticking")
