@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lkv.errors import PolicyMismatchError, TrainingError
@@ -18,7 +17,8 @@ from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.config import TrainingConfig
 from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
-from lkv.utils.files import error_reason, write_text
+from lkv.utils.file_lock import exclusive_lock
+from lkv.utils.files import write_text
 from lkv.utils.tensor_file import FileKind
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -37,19 +37,9 @@ class OtherRunError(TrainingError):
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keep other processes' trainings out of `folder` in the block. Raises TrainingError if one uses it."""
-    lock = FileLock(folder / ".lock", timeout=0, is_singleton=True)  # the system frees it when the process ends
-    try:
-        lock.acquire()
-    except Timeout:
-        raise TrainingError(
-            f"another training is running in {folder}; wait until it ends, or give another folder."
-        ) from None
-    except OSError as problem:
-        raise TrainingError(f"{folder} cannot be locked ({error_reason(problem)}); give another folder.") from problem
-    try:
+    busy = f"another training is running in {folder}; wait until it ends, or give another folder."
+    with exclusive_lock(folder / ".lock", TrainingError, busy, is_reentrant=True):
         yield
-    finally:
-        lock.release()
 
 
 def save_checkpoint(

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,28 +34,18 @@ class Due(NamedTuple):
     save: bool
 
 
-class Budget(Protocol):
-    """How long a training goes on, and where each step is on its schedule."""
-
-    def position(self, step: int) -> float | None:
-        """Return the position of the next step on the schedule, in steps; None if the budget is spent."""
-
-    def finish_step(self, step: int) -> Due:
-        """Return what is due after `step` steps."""
-
-
 class StepBudget:
-    """A training of `config.steps` steps."""
+    """A training of `config.steps` steps, which follow the schedule one by one."""
 
     def __init__(self, config: TrainingConfig):
         self._config = config
 
     def position(self, step: int) -> float | None:
-        """As `Budget.position`."""
+        """Return the position of the next step on the schedule, in steps; None if the budget is spent."""
         return step if step < self._config.steps else None
 
     def finish_step(self, step: int) -> Due:
-        """As `Budget.finish_step`."""
+        """Return what is due after `step` steps."""
         config = self._config
         return Due(step == config.steps, step % config.evaluate_every == 0, step % config.checkpoint_every == 0)
 
@@ -77,14 +67,14 @@ class TimeBudget:
         self._step_begin, self._step_seconds = 0.0, 0.0
 
     def position(self, step: int) -> float | None:
-        """As `Budget.position`."""
+        """Return the position of the next step as the clock has it; None if the budget is spent."""
         self._step_begin = now = self._elapsed()
         if now + self._step_seconds >= self._end:
             return None
         return self._steps * (now - self._begin) / (self._end - self._begin)
 
     def finish_step(self, step: int) -> Due:
-        """As `Budget.finish_step`."""
+        """Return what is due after `step` steps."""
         now = self._elapsed()
         self._step_seconds = max(self._step_seconds / 2, now - self._step_begin)
         is_due = now - self._reported > self._interval
@@ -124,7 +114,7 @@ class TrainingLoop:
 
     def run(
         self,
-        budget: Budget,
+        budget: StepBudget | TimeBudget,
         report: Callable[[dict[str, float]], None],
         save: Callable[[], None],
         on_step: Callable[[dict[str, float], float], None] = lambda means, seconds: None,

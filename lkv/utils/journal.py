@@ -7,13 +7,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock, Timeout
-
 from lkv.errors import DataError, LkvError
+from lkv.utils.file_lock import exclusive_lock
 from lkv.utils.files import check_writable_file, error_reason, write_text
 
 JOURNAL_FORMAT = 1  # of the files that `lkv eval` writes
@@ -113,27 +112,14 @@ def check_header(
 def lock_journal(path: Path) -> Iterator[None]:
     """Keep other processes from writing to the journal at `path` while the block runs.
 
-    The system releases the lock when a process ends, however it ends. Raises DataError if another process holds it.
+    Raises DataError if another process holds it.
     """
     check_writable_file(path, DataError, "the samples")
     # A short name of fixed length: names of files may be as long as the system allows.
-    lock = FileLock(path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as problem:
-        raise DataError(
-            f"another evaluation is writing to {path}; wait for it to finish, or give another file."
-        ) from problem
-    except OSError as problem:
-        raise DataError(
-            f"{path} cannot be locked ({error_reason(problem)}); give a file in another folder."
-        ) from problem
-    try:
+    lock = path.with_name(f".{zlib.crc32(os.fsencode(path.name)):08x}.lock")
+    busy = f"another evaluation is writing to {path}; wait for it to finish, or give another file."
+    with exclusive_lock(lock, DataError, busy):
         yield
-    finally:
-        with suppress(OSError):
-            Path(lock.lock_file).unlink()
-        lock.release()
 
 
 def _json_line(row: Record) -> str:
