@@ -56,10 +56,15 @@ class Estimate:
 def estimate(
     shape: Shape, config: TrainingConfig, context_tokens: float | None = None, is_initialized: bool = False
 ) -> Estimate:
-    """Count the operations of training a policy for a model of `shape`.
+    """Count the operations of a training.
 
     The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores.
-    `context_tokens` is the mean length of a context; a policy that `is_initialized` needs neither.
+
+    Args:
+        shape: The model's shape.
+        config: The settings.
+        context_tokens: The mean length of a context (default: that of the settings).
+        is_initialized: The policy needs neither calibration nor warm start.
     """
     tokens = context_tokens or mean_length(config.min_tokens, config.max_tokens)
     continuations: float = config.continuations
@@ -91,7 +96,14 @@ def warm_start_flops(shape: Shape, tokens: float) -> float:
 
 
 def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:
-    """Operations of training on one context; `whole`: the student computes the prompt's rows again."""
+    """Count the operations of training on one context.
+
+    Args:
+        shape: The model's shape.
+        tokens: Tokens of the context.
+        continuations: Tokens of each continuation.
+        whole: The student computes the prompt's rows again.
+    """
     if not continuations:
         return 0.0
     one_pass = sum(_continuation_flops(shape, tokens, n, whole) for n in continuations)

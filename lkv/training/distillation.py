@@ -217,9 +217,13 @@ class SampleDistillation:
         return torch.cat([pad(mask, (0, longest - mask.shape[-1]), value=_EVICTED) for mask in masks], 1)
 
     def kl(self, teacher: Outputs, student: Outputs, weight: Tensor | None = None, scale: float = 0.0) -> Tensor:
-        """D_KL(P_T || P_S): mean over target tokens, then over continuations, of which each counts `weight` [n].
+        """Compute D_KL(P_T || P_S): the mean over target tokens, then over continuations.
 
-        With a `scale` s, a continuation's mean x over its tokens counts as s log(1 + x / s).
+        Args:
+            teacher: Predictions with the full cache.
+            student: Predictions under a mask.
+            weight: How much each of the n continuations counts, [n]; None for all alike.
+            scale: With a scale s, a continuation's mean x over its tokens counts as s log(1 + x / s); 0 for x itself.
         """
         divergence = kl_divergence(teacher.log_probs, student.log_probs) * self.weights
         if not scale:
@@ -260,13 +264,34 @@ def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
 
 
 def soft_mask(policy: Policy, scores: Tensor, retention: float | Tensor, tau: float, noise: Tensor) -> Tensor:
-    """log m~ [L, n, H, T] = log ST_b(u + g; tau), b = r t (Sec. 3.4), for one R or R [n]; `noise` [n, L, H, T]."""
+    """Compute the soft mask of training, log m~ = log ST_b(u + g; tau) with b = r t (Sec. 3.4).
+
+    Args:
+        policy: The policy, whose head budgets are r.
+        scores: Scores u of the prompt's tokens, [L, H, T].
+        retention: R of all n continuations, or of each, [n].
+        tau: Temperature of Soft-TopK.
+        noise: Gumbel noise g, [n, L, H, T].
+
+    Returns:
+        The log-mask, [L, n, H, T].
+    """
     budgets = policy.ratios(retention) * scores.shape[-1]
     return soft_topk(scores + noise, budgets, tau).log_mask.transpose(0, 1)
 
 
 def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Tensor:
-    """The mask of inference as a log-mask [L, n, H, T]: the best floor(r t) tokens of each head."""
+    """Compute the mask of inference: the best floor(r t) tokens of each head.
+
+    Args:
+        policy: The policy, whose head budgets are r.
+        scores: Scores of the prompt's tokens, [L, H, T].
+        retention: The retention R.
+        rows: The number n of continuations.
+
+    Returns:
+        The log-mask, [L, n, H, T].
+    """
     budget = LearnedBudget(policy, retention)
     counts = [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))]
     budgets = torch.tensor(counts, device=scores.device)
@@ -309,7 +334,18 @@ def group_samples(
 def distillation_losses(
     model: "PreTrainedModel", policy: Policy, group: SampleGroup, config: TrainingConfig, now: Schedule
 ) -> tuple[Tensor, Tensor]:
-    """Compute the KL and hidden-state losses of the student under `policy`, each summed over the samples of `group`."""
+    """Compute the losses of the student under a policy.
+
+    Args:
+        model: The frozen model, which is teacher and student.
+        policy: The policy, whose parameters get gradients.
+        group: Samples that share forward passes.
+        config: The settings of the losses, and the seed of noise and retentions.
+        now: Temperature and retention of this step.
+
+    Returns:
+        KL and hidden-state loss, each summed over the samples.
+    """
     run = SampleDistillation(model, *(sample for _, sample in group.numbered), whole=config.student == "full")
     with torch.no_grad():
         teacher = run.run(None)

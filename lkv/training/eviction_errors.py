@@ -34,8 +34,17 @@ def measure_eviction_errors(
     Without a token of attention a and value v, the output o of a query head becomes o + a / (1 - a) (o - v) (CAOTE,
     Goel et al. 2025). The error is the root of the mean over rows of |a / (1 - a) W (o - v)|^2, summed over the query
     heads that share the entry, W being a head's part of the output projection; it is divided by the root mean square
-    norm of what the layer's output is added to, so that layers compare. Rows are those of the prompt `ids`, already
-    read into `prompt`, as the model repeats it. Raises PromptError if it does not fit into the model's context twice.
+    norm of what the layer's output is added to, so that layers compare. Rows are those of the prompt as the model
+    repeats it.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, for the request to repeat.
+        ids: The token ids of the prompt, T.
+        prompt: The keys and values of its L layers.
+
+    Raises:
+        PromptError: The prompt does not fit into the model's context twice.
     """
     projections = (getattr(module, name) for module, name in full_attention_modules(model))
     layers = [_ErrorLayer(part, projection) for part, projection in zip(prompt, projections, strict=True)]

@@ -83,9 +83,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0) -> Plan:
-    """Divide what is left of `seconds` after `spent` and after `stage` stages, where a text is read in `reading`.
+    """Divide the time that is left among the stages that are left.
 
-    Raises TrainingError if a run that begins has too little time.
+    Args:
+        reading: Seconds in which the model reads a text.
+        seconds: Seconds of the whole run.
+        spent: Seconds that are over.
+        stage: How many stages are done.
+
+    Raises:
+        TrainingError: A run that begins has too little time.
     """
     statistics = 0.0 if stage else (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
     table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))

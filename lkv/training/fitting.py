@@ -93,7 +93,17 @@ def fit_to(
     name: str | None = None,
     started: float | None = None,
 ) -> Policy:
-    """Make a policy from texts that are open, as `fit` does, in `minutes` from `started` (default: now)."""
+    """Make a policy as `fit` does, from texts that are open.
+
+    Args:
+        texts: What `open_texts` returned.
+        model: As for `fit`.
+        tokenizer: As for `fit`.
+        minutes: As for `fit`.
+        out: As for `fit`.
+        name: As for `fit`.
+        started: When the time began, by `clock` (default: now).
+    """
     started = clock() if started is None else started
     query_rotations(model, "`lkv fit`")
     spec = patch_attention(model).spec

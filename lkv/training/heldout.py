@@ -78,9 +78,18 @@ def compare(
     default: Policy | None = None,
     retentions: Sequence[float] = TABLE_RETENTIONS,
 ) -> list[dict[str, Any]]:
-    """Measure `policy`, the model's `default` so far, and baselines; a row a method and retention.
+    """Measure a new policy, the one that was the model's default so far, and baselines.
 
-    A baseline that cannot serve the texts is left out.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        samples: Texts that neither policy was trained on.
+        policy: The new policy.
+        default: The policy that was the model's default, if any.
+        retentions: The retentions to measure at.
+
+    Returns:
+        A row a method and retention, without methods that cannot serve the texts.
     """
     names = [name if name != "default" else "lkv@default" for name in _BASELINES]
     if default is None:

@@ -26,9 +26,15 @@ Result = TypeVar("Result")
 def run_at_once(
     function: Callable[[Item], Result], items: Sequence[Item], device: torch.device, most: int
 ) -> list[Result]:
-    """Return `function` of each of `items`; on a CPU up to `most` run at once, in threads that divide PyTorch's.
+    """Return `function` of each item; on a CPU several run at once, as one small operation keeps few cores busy.
 
-    One small operation keeps few cores busy. Gradients of two items add up to the same bits in either order.
+    Gradients of two items add up to the same bits in either order.
+
+    Args:
+        function: What to call.
+        items: Its arguments, one for each call.
+        device: Where the function computes.
+        most: How many calls run at once at most, in threads that divide PyTorch's.
     """
     threads = torch.get_num_threads()
     workers = min(len(items), most, threads)
@@ -100,8 +106,12 @@ def place_model(
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """Load model and tokenizer, with LKV's attention.
 
-    `spread` is "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
-    "processes", each process with a shard of every layer (FSDP).
+    Args:
+        name: Folder or hub id of the model.
+        dtype: The dtype of its weights.
+        revision: Its revision on the hub.
+        spread: "no", the whole model in every process; "devices", over all GPUs of the only process of a machine; or
+            "processes", each process with a shard of every layer (FSDP).
     """
     state = distributed_state("train", "training")
     if spread == "devices" and _num_local_processes() > 1:

@@ -86,8 +86,20 @@ def prepare(
 ) -> TrainingSetup:
     """Check everything that can be checked without the model's weights, and index the data.
 
-    Without a `preset` the one that fits device and model is used; `model_name` None is the embedded model; `trackers`
-    are Accelerate's names or trackers of its kind. Raises TrainingError or DataError for what cannot be trained.
+    Args:
+        preset: The settings to start from; None for those that fit device and model.
+        overrides: Settings that differ from these, by name.
+        model_name: Folder or hub id of the model; None for the embedded one.
+        data: Folder of texts, code and data sets, or of samples that `python -m experiments.data build` wrote.
+        out: Folder of the run.
+        init: Folder of a policy or of a run to start from.
+        revision: The model's revision on the hub.
+        trackers: Accelerate's names of trackers, or trackers of its kind.
+        spread: Where the model's weights are, as for `place_model`.
+
+    Raises:
+        TrainingError: For settings, folders and runs that cannot be trained.
+        DataError: For data that cannot be trained on.
     """
     device = distributed_state("train", "training").device
     from accelerate import Accelerator

@@ -143,9 +143,17 @@ def warm_start(
     samples: Callable[[int], TokenizedSample],
     contexts: int,
 ) -> float:
-    """Fit the policy to the eviction errors of `contexts` texts, forward passes only.
+    """Fit the policy to eviction errors, by forward passes only; all processes share the texts.
 
-    All processes share them. Returns the unexplained share of the variance of the scores.
+    Args:
+        model: The frozen model.
+        tokenizer: Its tokenizer.
+        policy: The policy, which is changed in place.
+        samples: Gives a training sample by its number.
+        contexts: How many texts to read.
+
+    Returns:
+        The unexplained share of the variance of the scores.
     """
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes

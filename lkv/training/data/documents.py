@@ -104,9 +104,16 @@ def _is_in_share(text: str) -> bool:
 def read_dataset(
     name: str, paths: Iterable[Path], folder: Path, unreadable: dict[Path, str] | None = None
 ) -> list[Item]:
-    """Read all items of the set `name` from its files, in order. Raises DataError for a file of another form.
+    """Read all items of a set from its files, in order.
 
-    Where `unreadable` is given, files without readable text are entered there, with the reason, and left out.
+    Args:
+        name: The set.
+        paths: Its files.
+        folder: The data folder, from which the titles of texts are named.
+        unreadable: Where given, files without readable text are entered here, with the reason, and left out.
+
+    Raises:
+        DataError: A file is of another form.
     """
     items: list[Item] = []
     for path in paths:

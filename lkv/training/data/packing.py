@@ -138,9 +138,16 @@ def fill_continuations(
     continuations: int,
     tokens_a_continuation: int,
 ) -> list[Continuation]:
-    """`answers` cut to `continuations`, or filled up with requests to repeat parts of `context`.
+    """Cut a sample's continuations to a number, or fill them up with requests to repeat parts of its context.
 
-    With `tokens_a_continuation` there are two, and another for each so many tokens beyond 2,000, up to that number.
+    Args:
+        rng: Draws the parts to repeat.
+        context: The context.
+        answers: The continuations that it has.
+        tokens: About how many tokens it has.
+        continuations: The number of continuations.
+        tokens_a_continuation: Above 0, there are two continuations, and another for each so many tokens beyond 2,000,
+            up to that number.
     """
     if tokens_a_continuation:
         continuations = min(continuations, 2 + max(0, int(tokens - 2000) // tokens_a_continuation))

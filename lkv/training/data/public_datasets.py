@@ -127,10 +127,16 @@ def index_folder(
     names: NameMap | None = None,
     skip_unknown: bool = False,
 ) -> DatasetIndex:
-    """Classify every file below `folder` for the sets `datasets`, by official names or `names`.
+    """Classify every file below a folder.
 
-    Raises DataError where there is no folder, for names of other sets, and, unless `skip_unknown`, for data that is not
-    recognised.
+    Args:
+        folder: Where the files are.
+        datasets: The sets that are used.
+        names: The files of each set (default: by their official names).
+        skip_unknown: Skip data that is not recognised.
+
+    Raises:
+        DataError: There is no folder, a name is of another set, or data is not recognised.
     """
     datasets = tuple(datasets)
     check_data_folder(folder)
