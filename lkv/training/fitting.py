@@ -89,22 +89,21 @@ def fit_to(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     minutes: float,
-    out: str | Path | None = None,
-    name: str | None = None,
-    started: float | None = None,
+    out: str | Path | None,
+    name: str | None,
+    started: float,
 ) -> Policy:
-    """Make a policy as `fit` does, from texts that are open.
+    """Make a policy as `fit` does, from what `open_texts` returned.
 
     Args:
-        texts: What `open_texts` returned.
-        model: As for `fit`.
-        tokenizer: As for `fit`.
-        minutes: As for `fit`.
-        out: As for `fit`.
-        name: As for `fit`.
-        started: When the time began, by `clock` (default: now).
+        texts: The open texts.
+        model: As for `fit`, like the following.
+        tokenizer: Its tokenizer.
+        minutes: How long it may take.
+        out: The policy's folder, if not in LKV's cache.
+        name: The model's name for the policy's card, if not its own.
+        started: When the time began, by `clock`.
     """
-    started = clock() if started is None else started
     query_rotations(model, "`lkv fit`")
     spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
@@ -120,37 +119,42 @@ def fit_to(
         _frozen(model),
         torch.enable_grad(),
     ):
-        log("measuring how fast the model reads here")
-        per_token = seconds_per_token(
-            model, min(_PROBE_TOKENS, spec.max_positions), min(_PROBE_SECONDS, _PROBE_SHARE * minutes * 60), clock
-        )
-        interrupted, earlier = _interrupted_run(job.state)
-        longest = interrupted or longest_context(minutes * 60 / per_token)
+        return _run(job, started)
 
-        def elapsed() -> float:
-            return earlier + clock() - started
 
-        while True:
-            config = config_for(spec.max_positions, longest)
-            try:
-                return FitRun(job, config, per_token, elapsed).run()
-            except UselessStateError as error:
-                kept = folder / f"{RUN}-unreadable"
-                log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
-                rmtree(kept, ignore_errors=True)
-                job.state.rename(kept)
-                longest, earlier = longest_context(minutes * 60 / per_token), 0.0
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if shorter_contexts(config) < _SHORTEST:
-                    raise TrainingError(
-                        "there is not enough memory to fit a policy, even with the shortest contexts that make sense; "
-                        "close other programs, or load the model in a smaller dtype."
-                    ) from error
-                longest = shorter_contexts(config)
-                log("out of memory: going on with contexts half as long")
-            release(input_device(model))
+def _run(job: FitJob, started: float) -> Policy:
+    """Run all stages: anew where an interrupted run cannot be read, with shorter contexts where memory is short."""
+    log("measuring how fast the model reads here")
+    positions = patch_attention(job.model).spec.max_positions
+    probe_seconds = min(_PROBE_SECONDS, _PROBE_SHARE * job.seconds)
+    per_token = seconds_per_token(job.model, min(_PROBE_TOKENS, positions), probe_seconds, clock)
+    interrupted, earlier = _interrupted_run(job.state)
+    longest = interrupted or longest_context(job.seconds / per_token)
+
+    def elapsed() -> float:
+        return earlier + clock() - started
+
+    while True:
+        config = config_for(positions, longest)
+        try:
+            return FitRun(job, config, per_token, elapsed).run()
+        except UselessStateError as error:
+            kept = job.folder / f"{RUN}-unreadable"
+            log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
+            rmtree(kept, ignore_errors=True)
+            job.state.rename(kept)
+            longest, earlier = longest_context(job.seconds / per_token), 0.0
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            longest = shorter_contexts(config)
+            if longest < _SHORTEST:
+                raise TrainingError(
+                    "there is not enough memory to fit a policy, even with the shortest contexts that make sense; "
+                    "close other programs, or load the model in a smaller dtype."
+                ) from error
+            log("out of memory: going on with contexts half as long")
+        release(input_device(job.model))
 
 
 def _check_folder(folder: Path, texts: Mixture) -> None:

@@ -103,14 +103,8 @@ def prepare(
     """
     device = distributed_state("train", "training").device
     from accelerate import Accelerator
-    from accelerate.tracking import get_available_trackers
 
-    available = [str(kind) for kind in get_available_trackers()]
-    if missing := [name for name in trackers if isinstance(name, str) and name not in available]:
-        raise TrainingError(
-            f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
-            f"{', '.join(available) or 'none'})."
-        )
+    _check_trackers(trackers)
     override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
         check_is_not_data(out, data, TrainingError)
@@ -136,6 +130,18 @@ def prepare(
         plain = {name: value for name, value in asdict(config).items() if isinstance(value, int | float | str | bool)}
         accelerator.init_trackers("lkv", config=plain)
     return TrainingSetup(config, name, revision, spread, shape, dataset, validation, out, init, accelerator)
+
+
+def _check_trackers(trackers: Sequence[Any]) -> None:
+    """Raise TrainingError for the name of a tracker that is not installed."""
+    from accelerate.tracking import get_available_trackers
+
+    available = [str(kind) for kind in get_available_trackers()]
+    if missing := [name for name in trackers if isinstance(name, str) and name not in available]:
+        raise TrainingError(
+            f"there is no tracker {missing[0]!r} here; install its package, or leave it out (here: "
+            f"{', '.join(available) or 'none'})."
+        )
 
 
 def build(setup: TrainingSetup) -> Trainer:
