@@ -16,36 +16,25 @@ from lkv.cli.options import (
 )
 from lkv.errors import DEFAULT_RETENTION, LkvError, ServerError
 from lkv.serving import LOOPBACK
-from lkv.serving.settings import ServiceSettings
+from lkv.serving.settings import KEY_VARIABLE, ServiceSettings
 from lkv.utils.files import short_name
 
 if TYPE_CHECKING:
     from lkv.serving.service import Service
 
-_KEY_VARIABLE = "LKV_API_KEY"
 _NOT_FOR_VLLM = "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout".split()
 
 
 class Serve(PolicyOptions, RunOptions, ServiceSettings):
     """Serve contexts and chats over an OpenAI-compatible API."""
 
-    name: str | None = option("the model's name for clients (default: from --model)")
     method: MethodName = option("a name from `lkv methods`, except full", "lkv")
     retention: Retention = option(
         "fraction of the KV entries to keep, where a request names no budget", DEFAULT_RETENTION
     )
-    host: str = option(f"address to listen on; other than localhost needs ${_KEY_VARIABLE}", "127.0.0.1")
-    port: int = option("port to listen on", 8000, ge=1, le=65535)
-    grace: float = option("seconds that a shutdown waits for answers in flight", 30.0, ge=0, le=86400)
-
     engine: Literal["lkv", "vllm"] = option(
         f"lkv's own small server, or vLLM's with the plugin (extra vllm), which refuses {', '.join(_NOT_FOR_VLLM)}",
         "lkv",
-    )
-    vllm_args: str = option(
-        "with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "
-        "--vllm-args='--enforce-eager'",
-        "",
     )
 
     def run(self) -> None:
@@ -64,13 +53,13 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         if self.engine == "vllm":
             from lkv.integrations.vllm import command
 
-            command.serve(self.model_dump(), key)
+            command.serve(self, self.model, self.revision, self.dtype, key)
         import uvicorn
 
         from lkv.serving.app import make_app
 
         service = self.make_service()
-        app = make_app(service, key, self.host in LOOPBACK, self.grace)
+        app = make_app(service, key)
         print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
         uvicorn.run(
             app,
@@ -104,11 +93,10 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
 
 def read_api_key(host: str) -> str | None:
     """Return the key that clients must send. Raises ServerError if `host` needs one and none is set."""
-    key = os.environ.get(_KEY_VARIABLE) or None
+    key = os.environ.get(KEY_VARIABLE) or None
     if host not in LOOPBACK and key is None:
         raise ServerError(
-            f"{host} can be reached by others: set {_KEY_VARIABLE} to a key that clients must send, or leave --host "
-            "out."
+            f"{host} can be reached by others: set {KEY_VARIABLE} to a key that clients must send, or leave --host out."
         )
     return key
 

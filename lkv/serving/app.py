@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from lkv.errors import LkvError, PromptError, UnknownContextError
+from lkv.serving import LOOPBACK
 from lkv.serving.answer import Answer
 from lkv.serving.middleware import RequestGuard
 from lkv.serving.routes import add_context_routes, add_error_handlers, read_body
@@ -28,22 +29,23 @@ _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still ther
 _THREADS = 32
 
 
-def make_app(service: Service, key: str | None = None, local: bool = True, grace: float = 30.0) -> FastAPI:
-    """The API over a service, which gets `grace` seconds for running answers when the server ends.
+def make_app(service: Service, key: str | None = None) -> FastAPI:
+    """Return the API over a service, which has its `grace` seconds for running answers when the server ends.
 
-    Clients send `key` as a bearer token. `local`: only browsers and clients on this machine, by the host name that they
-    send.
+    Clients send `key` as a bearer token. A server that listens on this machine alone accepts only browsers and clients
+    on it, by the host name that they send.
     """
+    settings = service.settings
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # As many as may wait for a slow store.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "lkv-serve"))
         yield
-        await asyncio.to_thread(service.stop, grace)
+        await asyncio.to_thread(service.stop, settings.grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, key=key, is_local=local)
+    app.add_middleware(RequestGuard, key=key, is_local=settings.host in LOOPBACK)
     add_error_handlers(app, _ROUTES)
 
     @app.exception_handler(Exception)

@@ -4,6 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lkv.errors import DEFAULT_RETENTION
 
+KEY_VARIABLE = "LKV_API_KEY"
 _MIB = 2**20
 
 
@@ -63,6 +64,15 @@ class ServiceSettings(ContextSettings):
         None, gt=0, le=36500, description="days after which contexts that nobody asks are deleted (default: never)"
     )
     timeout: float = Field(300.0, gt=0, le=86400, description="seconds per answer")
+    name: str | None = Field(None, description="the model's name for clients (default: from --model)")
+    host: str = Field("127.0.0.1", description=f"address to listen on; other than localhost needs ${KEY_VARIABLE}")
+    port: int = Field(8000, ge=1, le=65535, description="port to listen on")
+    grace: float = Field(30.0, ge=0, le=86400, description="seconds that a shutdown waits for answers in flight")
+    vllm_args: str = Field(
+        "",
+        description="with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "
+        "--vllm-args='--enforce-eager'",
+    )
 
     @property
     def keep_seconds(self) -> float | None:

@@ -2,10 +2,11 @@
 
 import pytest
 
+from lkv.serving.schemas import ContextRequest
 from lkv.serving.service import Service
 from lkv.serving.settings import ServiceSettings
 from tests.serving.conftest import parts, server
-from tests.serving.server import KNORM
+from tests.serving.server import KNORM, TEXT, until
 
 __all__ = ["make", "parts", "server"]
 
@@ -22,3 +23,10 @@ def make(parts, tmp_path):
     yield make
     for service in made:
         service.stop(0)
+
+
+def ready(service, title=""):
+    """The id of the context of TEXT, once it is stored."""
+    name = service.add(ContextRequest(text=TEXT, name=title)).id
+    until(lambda: not service.queue.jobs())
+    return name

@@ -14,7 +14,8 @@ from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import context_id
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.store import StoredContext
-from tests.serving.server import OTHER, TEXT, serving, until
+from tests.security.conftest import ready
+from tests.serving.server import OTHER, TEXT, serving
 
 TURN = [{"role": "user", "content": "Who?"}]
 
@@ -97,8 +98,7 @@ def test_unknown_ids_keep_no_memory(make):
 def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatch):
     monkeypatch.setattr(parts[0].generation_config, "eos_token_id", None)
     service = make(max_requests=1)
-    name = service.add(ContextRequest(text=TEXT)).id
-    until(lambda: not service.queue.jobs())
+    name = ready(service)
     service.store.release(name)
     answer = service.ask(TURN, "", 1000, SamplingParams())
     with monkeypatch.context() as patch:
@@ -111,16 +111,15 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
 
 def test_one_bad_description_breaks_no_listing(make, tmp_path):
     service, bad = make(), f"{'a' * 32}-{'b' * 16}"
-    job = service.add(ContextRequest(text=TEXT))
-    until(lambda: not service.queue.jobs())
-    good = json.loads((tmp_path / f"{job.id}.json").read_text()) | {"id": bad}
+    name = ready(service)
+    good = json.loads((tmp_path / f"{name}.json").read_text()) | {"id": bad}
     texts = ['{"id": 1}', "null", "[" * 100_000, '"\\ud800"', "{", '{"created": NaN}', '{"created": 1e999}']
     texts += [
         json.dumps(good | change) for change in ({"created": "now"}, {"id": "other"}, {"name": 3}, {"tokens": None})
     ]
     for text in texts:
         (tmp_path / f"{bad}.json").write_text(text)
-        assert [stored.id for stored in service.store.list_contexts()] == [job.id]
+        assert [stored.id for stored in service.store.list_contexts()] == [name]
         assert service.store.describe(bad) is None and list(service.collect())
     (tmp_path / f"{bad}.json").write_text(json.dumps(good))
     assert service.store.describe(bad) is not None
@@ -130,8 +129,7 @@ def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path
     service = make("store", max_store=100 / 2**20)
     (tmp_path / "store").rmdir()
     assert service.store.list_contexts() == [] and service.store.usage() == (0, 0)
-    service.add(ContextRequest(text=TEXT))
-    until(lambda: not service.queue.jobs())
+    ready(service)
     with pytest.raises(StoreError, match=r"the store is full .100 bytes.; delete contexts first"):
         service.add(ContextRequest(text=OTHER))
     assert isinstance(service.add(ContextRequest(text=TEXT)), StoredContext)
@@ -171,8 +169,7 @@ def test_a_context_that_does_not_fit_into_memory_is_no_damaged_one(parts, tmp_pa
 
 def test_metrics_read_no_descriptions(make, monkeypatch):
     service = make()
-    service.add(ContextRequest(text=TEXT))
-    until(lambda: not service.queue.jobs())
+    ready(service)
     monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
     stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
     assert stored.samples[0].value == 1

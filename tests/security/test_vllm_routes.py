@@ -13,66 +13,44 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
-from lkv.cli.serve import Serve
 from lkv.context.compression import compress
-from lkv.errors import BusyError, LkvError, PolicyFileError, PolicyMismatchError, StoreError
-from lkv.integrations.vllm import command, context_middleware, http
+from lkv.errors import PolicyFileError, PolicyMismatchError, PromptError, StoreError
+from lkv.integrations.vllm import context_middleware, http
 from lkv.integrations.vllm.contexts import Compression, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.inputs import CompressionSettings
 from lkv.serving.jobs import Job
-from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ContextSettings
 from lkv.serving.store import StoredContext
 from tests.serving.server import TEXT, until
 
 NAME = f"{'a' * 32}-{'b' * 16}"
+TURN = [{"role": "user", "content": "Who?"}]
 
 
-@pytest.mark.parametrize("key", [None, "secret"])
-@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/v1x"])
-@pytest.mark.parametrize(
-    "named",
-    [
-        {"cache_salt": f"lkv_context:{NAME}:"},
-        {"vllm_xargs": {"lkv_context": NAME}},
-        {"vllm_xargs": {"lkv_compress": 1}},
-    ],
-)
-def test_contexts_are_not_asked_where_vllm_asks_for_no_key(monkeypatch, key, path, named):
-    """vLLM's own routes outside of /v1 answer without its key."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    app, received = FastAPI(), []
-    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=key and [key])
+class Engine:
+    """Reads a text when `has_read` is set, and has an outcome when `is_done` is."""
 
-    @app.post(path)
-    async def answer(request: Request):
-        received.append(await request.json())
+    started = cancelled = 0
+    has_read, is_done, failure = False, True, ""
 
-    ContextRoutes().attach_router(app)
-    client, body = TestClient(app), {"model": "m", "messages": [{"role": "user", "content": "lkv"}]}
-    assert client.post(path, json=body).status_code == 200 and received.pop() == body
-    # "lkv_" in other letters of JSON
-    written = json.dumps(body | named).replace("lkv_", "lk\\u0076_")
-    status = client.post(path, content=written.encode()).status_code
-    if key is not None:
-        assert (status, received) == (401, [])
-    elif NAME in json.dumps(named):  # not a route that can use contexts
-        assert (status, received) == (400, [])
-    else:
-        assert (status, received) == (200, [body | named])
+    def __init__(self, store_context):
+        self._store_context = store_context
 
+    async def generate(self, prompt, params, request, **options):
+        self.started, self.options = self.started + 1, options
+        try:
+            while not self.has_read:
+                await asyncio.sleep(0.01)
+            yield
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
 
-@pytest.mark.parametrize("path", ["/v1/contexts", "/api/v1/contexts"])
-def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
-    app = FastAPI()
-    app.state.args = SimpleNamespace(host="127.0.0.1", allowed_origins=["*"], api_key=None)
-    routes = ContextRoutes()
-    routes.attach_router(app)
-    assert TestClient(app, "http://evil.example", root_path="/api").get(path).status_code == 421
-    routes.is_stopping = True
-    client = TestClient(app, "http://127.0.0.1", root_path="/api")
-    assert client.get(path.replace("/v1/contexts", "/health")).status_code == 503
+    async def collective_rpc(self, method, args=()):
+        if method == "lkv_outcome" and self.has_read and self.is_done and not self.failure:
+            self._store_context()
+        return [self.failure if self.is_done else None]
 
 
 @pytest.fixture
@@ -89,56 +67,146 @@ def contexts(parts, tmp_path):
 
 
 @pytest.fixture
-def routes(contexts, monkeypatch):
-    """The routes over `contexts`."""
+def store(contexts, parts):
+    """Store the context of TEXT, under a title; returns its id."""
+    name, context = contexts.encode(TEXT, contexts.compression).id, compress(*parts, TEXT, method="knorm")
+
+    def store(title=""):
+        contexts.store.put(StoredContext.describe(name, title, context, contexts.compression), context)
+        return name
+
+    return store
+
+
+@pytest.fixture
+def routes(contexts, store, monkeypatch):
+    """The routes over `contexts` and an `Engine`."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     routes = ContextRoutes()
-    routes._length = 2048
+    routes._length, routes._engine, routes._models = 2048, Engine(store), ["tiny"]
     monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
     return routes
 
 
-def test_texts_that_are_not_compressed_are_not_kept(contexts, routes):
+def app_of(routes, host="0.0.0.0", key=None):
+    """An application with the routes."""
+    app = FastAPI()
+    app.state.args = SimpleNamespace(host=host, allowed_origins=["*"], api_key=key and [key])
+    routes.attach_router(app)
+    return app
+
+
+@pytest.fixture
+def client(routes, monkeypatch):
+    """A client of the routes."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with TestClient(app_of(routes)) as client:
+        yield client
+
+
+def fail_to_write(*_):
+    raise StoreError("no space.")
+
+
+def create(client, text=TEXT, status=202, **fields):
+    """The answer to a new text."""
+    made = client.post("/v1/contexts", json={"text": text, **fields})
+    assert made.status_code == status, made.text
+    return made.json()
+
+
+def delete(client, name, status=200):
+    assert client.delete(f"/v1/contexts/{name}").status_code == status
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+@pytest.mark.parametrize("path", ["/invocations", "/generative_scoring", "/v1x"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"cache_salt": f"lkv_context:{NAME}:"},
+        {"vllm_xargs": {"lkv_context": NAME}},
+        {"vllm_xargs": {"lkv_compress": 1}},
+    ],
+)
+def test_contexts_are_not_asked_where_vllm_asks_for_no_key(monkeypatch, key, path, named):
+    """vLLM's own routes outside of /v1 answer without its key."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    app, received = app_of(ContextRoutes(), key=key), []
+
+    @app.post(path)
+    async def answer(request: Request):
+        received.append(await request.json())
+
+    client, body = TestClient(app), {"model": "m", "messages": [{"role": "user", "content": "lkv"}]}
+    assert client.post(path, json=body).status_code == 200 and received.pop() == body
+    # "lkv_" in other letters of JSON
+    written = json.dumps(body | named).replace("lkv_", "lk\\u0076_")
+    status = client.post(path, content=written.encode()).status_code
+    if key is not None:
+        assert (status, received) == (401, [])
+    elif NAME in json.dumps(named):  # not a route that can use contexts
+        assert (status, received) == (400, [])
+    else:
+        assert (status, received) == (200, [body | named])
+
+
+@pytest.mark.parametrize("path", ["/v1/contexts", "/api/v1/contexts"])
+def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
+    routes = ContextRoutes()
+    app = app_of(routes, host="127.0.0.1")
+    assert TestClient(app, "http://evil.example", root_path="/api").get(path).status_code == 421
+    routes.is_stopping = True
+    client = TestClient(app, "http://127.0.0.1", root_path="/api")
+    assert client.get(path.replace("/v1/contexts", "/health")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    "body", [{"extra_body": {"context": "a"}}, {"vllm_xarg": {"lkv_context": "a"}}, {"extra_args": {"lkv_context": 1}}]
+)
+def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
+    with pytest.raises(
+        PromptError, match=f"'{next(iter(body))}' is no field that names a context; put 'context' beside"
+    ):
+        ContextRoutes().split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body})
+    assert ContextRoutes().split_name({"model": "tiny", "metadata": {"context": "a"}}) is None
+
+
+def test_texts_that_are_not_compressed_are_not_kept(contexts, routes, client):
     routes.queue._unfinished = {Job(str(number), "", None, 0.0) for number in range(http._MAX_TEXTS)}
     for number in range(3):
-        with pytest.raises(BusyError):
-            asyncio.run(routes.create(ContextRequest(text=f"{TEXT} {number}")))
+        create(client, f"{TEXT} {number}", status=429)
     assert contexts._announced_texts == {}
 
 
-def test_a_failed_job_hides_no_context_that_another_server_stored(contexts, routes, parts):
-    name = contexts.encode(TEXT, contexts.compression).id
-    context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(StoredContext.describe(name, "", context, contexts.compression), context)
+def test_a_failed_job_hides_no_context_that_another_server_stored(routes, store, client):
+    name = store()
     routes.queue._jobs[name] = Job(name, "", None, 0.0, error="no")
-    assert isinstance(asyncio.run(routes.create(ContextRequest(text=TEXT))), StoredContext)
+    create(client, status=200)
     assert routes.queue._jobs == {}
 
 
-def test_a_full_store_gives_what_it_has(contexts, routes, client, parts):
-    context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(
-        StoredContext.describe(contexts.encode(TEXT, contexts.compression).id, "", context, contexts.compression),
-        context,
-    )
+def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(contexts, routes, store, client):
+    name = store()
+    routes.queue._jobs[name] = Job(name, "", contexts.compression, time.time(), error="failed.")
+    delete(client, name)
+    assert contexts.store.describe(name) is None
+
+
+def test_a_full_store_gives_what_it_has(contexts, routes, store, client):
+    store()
     contexts.store.max_bytes = 10
-    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 200
-    full = client.post("/v1/contexts", json={"text": f"{TEXT} again"})
-    assert full.status_code == 507 and "the store is full" in full.json()["error"]["message"]
+    create(client, status=200)
+    full = create(client, f"{TEXT} again", status=507)
+    assert "the store is full" in full["error"]["message"]
     assert routes.queue._jobs == {} and contexts._announced_texts == {}
 
 
-def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, parts):
-    context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(StoredContext.describe(NAME, "", context, contexts.compression), context)
-    opened, open_store = [], contexts.open_store
-
-    def count(memory):
-        opened.append(memory)
-        return open_store(memory)
-
-    contexts.open_store = count
+def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, store):
+    name, opened, open_store = store(), [], contexts.open_store
+    contexts.open_store = lambda memory: opened.append(memory) or open_store(memory)
     with ThreadPoolExecutor(8) as pool:
-        assert {*pool.map(contexts.tokens, [NAME] * 8)} == {context.tokens} and len(opened) == 1
+        assert {*pool.map(contexts.tokens, [name] * 8)} == {contexts.store.get(name).tokens} and len(opened) == 1
 
 
 def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkeypatch):
@@ -153,72 +221,29 @@ def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkey
     assert [*contexts._remembered_tokens] == ["other"]
 
 
-def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, parts, monkeypatch):
-    new_context = contexts.encode(TEXT, contexts.compression)
-    context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(StoredContext.describe(new_context.id, "first", context, contexts.compression), context)
-
-    def fail(stored):
-        raise StoreError("no")
-
-    monkeypatch.setattr(contexts.store, "_rewrite", fail)
-    monkeypatch.setattr(routes, "_read", lambda _: asyncio.sleep(0))
-    routes._engine, job = SlowEngine(), Job(new_context.id, "second", None, 0.0)
-    routes.queue._jobs[job.id] = job
-    asyncio.run(routes._compress(contexts, new_context, job))
-    assert job.error is None and routes.queue._jobs == {} and contexts.store.describe(job.id).name == "first"
+def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, client, monkeypatch):
+    name = create(client, name="first")["id"]
+    until(lambda: routes._engine.started)
+    monkeypatch.setattr(contexts.store, "_rewrite", fail_to_write)
+    create(client, name="second")
+    routes._engine.has_read = True
+    until(lambda: not routes._tasks)
+    assert routes.queue._jobs == {} and contexts.store.describe(name).name == ""  # as the engine stored it
 
 
-def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, monkeypatch):
-    def fail(name):
-        raise StoreError("no")
-
-    monkeypatch.setattr(contexts.store, "describe", fail)
-    with pytest.raises(StoreError):
-        asyncio.run(routes.create(ContextRequest(text=TEXT)))
+def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, client, monkeypatch):
+    monkeypatch.setattr(contexts.store, "describe", fail_to_write)
+    create(client, status=507)
     assert routes.queue._jobs == {}
 
 
-class SlowEngine:
-    """Reads each text for ever, and says nothing of those that are cancelled until `is_done`."""
-
-    started = cancelled = 0
-    is_done = True
-
-    async def generate(self, prompt, params, request):
-        self.started += 1
-        try:
-            await asyncio.Event().wait()
-            yield
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-
-    async def collective_rpc(self, method, args):
-        return ["" if self.is_done else None]
-
-
-@pytest.fixture
-def client(routes, monkeypatch):
-    """A client of the routes over a `SlowEngine`."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    app, routes._engine = FastAPI(), SlowEngine()
-    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=None)
-    routes.attach_router(app)
-    with TestClient(app) as client:
-        yield client
-
-
-def test_a_context_made_anew_keeps_its_name(contexts, routes, client, parts, tmp_path):
-    name = contexts.encode(TEXT, contexts.compression).id
-    context = compress(*parts, TEXT, method="knorm", retention=0.15)
-    contexts.store.put(StoredContext.describe(name, "a name", context, contexts.compression), context)
+def test_a_context_made_anew_keeps_its_name(contexts, routes, store, client, tmp_path):
+    name = store("a name")
     (tmp_path / f"{name}.kv").write_bytes(b"damaged")
-    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    assert create(client)["name"] == "a name"
     routes.queue._jobs[name].error = "no"
     (tmp_path / f"{name}.json").unlink()
-    assert client.post("/v1/contexts", json={"text": TEXT}).json()["name"] == "a name"
+    assert create(client)["name"] == "a name"
     assert contexts._announced_texts[name].name == "a name"
 
 
@@ -233,45 +258,81 @@ def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkey
     assert [one["id"] for one in client.get("/v1/contexts").json()["data"]] == [NAME]
 
 
+@pytest.mark.parametrize(("error", "says"), [(None, "is still being compressed; ask again"), ("too short.", "too sh")])
+def test_a_context_that_is_being_compressed_cannot_be_asked_yet(routes, client, error, says):
+    routes.queue._jobs[NAME] = Job(NAME, "", None, 0.0, error=error)
+    answer = client.post("/v1/chat/completions", json={"model": f"tiny:{NAME}", "messages": TURN})
+    assert answer.status_code == 409 and says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_sent_again", [False, True])
+def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(contexts, routes, client, is_sent_again):
+    routes._engine.is_done = False
+    name = create(client)["id"]
+    until(lambda: routes._engine.started)
+    delete(client, name)
+    if is_sent_again:
+        create(client)
+    routes._engine.has_read = routes._engine.is_done = True
+    until(lambda: not routes._tasks)
+    assert client.get(f"/v1/contexts/{name}").status_code == (200 if is_sent_again else 404)
+    assert (contexts.store.describe(name) is not None) == is_sent_again
+
+
+@pytest.mark.parametrize("failure", ["", "the disk is full."])
+def test_a_context_deleted_in_use_and_made_again_goes_only_where_that_fails(contexts, routes, store, client, failure):
+    name, routes._engine.failure = store(), failure
+    with client.portal.wrap_async_context_manager(routes.using(name)):
+        delete(client, name)
+        assert contexts.store.describe(name) is not None
+        create(client)
+    assert contexts.store.describe(name) is not None
+    routes._engine.has_read = True
+    until(lambda: not routes._tasks)
+    assert client.get(f"/v1/contexts/{name}").json()["error"] == (failure or None)
+    assert (contexts.store.describe(name) is None) == bool(failure)
+
+
+def test_a_deletion_that_fails_can_be_repeated(contexts, store, client):
+    name = store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contexts.store, "delete", fail_to_write)
+        delete(client, name, 507)
+        assert client.get(f"/v1/contexts/{name}").status_code == 200
+    delete(client, name)
+    delete(client, name, 404)
+
+
 def start(routes, monkeypatch, engines=1, **options):
     """Have the routes take an engine and the options of vLLM's server, as vLLM does."""
     monkeypatch.setattr(http, "REGISTRY", CollectorRegistry())
     monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
     model, parallel = SimpleNamespace(max_model_len=2048), SimpleNamespace(data_parallel_size=engines)
-    engine = SlowEngine()
+    engine = Engine(None)
     engine.shutdown = engine.input_processor = None
+    engine.has_read = True
     engine.vllm_config = SimpleNamespace(additional_config={}, model_config=model, parallel_config=parallel)
     arguments = {"model": "m", "served_model_name": None, "chat_template": None, "default_chat_template_kwargs": None}
     asyncio.run(routes.init_state(engine, None, SimpleNamespace(**arguments | options)))
+    return engine
 
 
 @pytest.mark.parametrize(("engines", "expected"), [(1, {}), (2, {"data_parallel_rank": 0})])
 def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch, engines, expected):
     """The outcome is that of the first one, whichever has fewer requests."""
-    found = []
-
-    async def generate(prompt, params, request, **options):
-        found.append(options)
-        yield
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    start(routes, monkeypatch, engines)
-    routes._engine.generate = generate
+    engine = start(routes, monkeypatch, engines)
     asyncio.run(routes._read(contexts.encode(TEXT, contexts.compression)))
-    assert found == [expected]
+    assert engine.options == expected
 
 
 @pytest.mark.parametrize(
     "options", [{"chat_template": "a.jinja"}, {"default_chat_template_kwargs": {"enable_thinking": False}}]
 )
 def test_templates_of_the_server_are_not_left_out_unnoticed(monkeypatch, options):
-    app, routes = FastAPI(), ContextRoutes()
-    app.state.args = SimpleNamespace(host="0.0.0.0", allowed_origins=["*"], api_key=None)
-    routes.attach_router(app)
+    routes = ContextRoutes()
+    client = TestClient(app_of(routes))
     start(routes, monkeypatch, **options)
-    client = TestClient(app)
-    asked = {"model": f"m:{NAME}", "messages": [{"role": "user", "content": "Who?"}]}
-    for path, body in (("contexts", {"text": TEXT}), ("chat/completions", asked)):
+    for path, body in (("contexts", {"text": TEXT}), ("chat/completions", {"model": f"m:{NAME}", "messages": TURN})):
         answer = client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400
         assert "put the template into the tokenizer's files." in answer.json()["error"]["message"]
@@ -283,14 +344,13 @@ def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, e
         raise error("there is no policy for this model yet; make one with `lkv fit`.")
 
     monkeypatch.setattr(routes, "contexts", fail)
-    answer = client.post("/v1/contexts", json={"text": TEXT})
-    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict_error")
+    assert create(client, status=409)["error"]["type"] == "conflict_error"
 
 
 def test_a_deleted_text_is_not_read_on(routes, client):
-    name = client.post("/v1/contexts", json={"text": TEXT}).json()["id"]
+    name = create(client)["id"]
     until(lambda: routes._engine.started)
-    assert client.delete(f"/v1/contexts/{name}").status_code == 200
+    delete(client, name)
     until(lambda: not routes._tasks)
     assert routes._engine.cancelled == 1 and routes._readings == {} and routes.queue._jobs == {}
 
@@ -299,13 +359,11 @@ def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, 
     monkeypatch.setattr(routes.queue, "_max_unfinished", 2)
     routes._engine.is_done = False
     for number in range(2):
-        made = client.post("/v1/contexts", json={"text": f"{TEXT} {number}"})
-        assert made.status_code == 202
-        assert client.delete(f"/v1/contexts/{made.json()['id']}").status_code == 200
-    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 429
+        delete(client, create(client, f"{TEXT} {number}")["id"])
+    create(client, status=429)
     routes._engine.is_done = True
     until(lambda: not routes._tasks)
-    assert client.post("/v1/contexts", json={"text": TEXT}).status_code == 202
+    create(client)
 
 
 def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, tmp_path):
@@ -337,22 +395,3 @@ def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, mon
     assert ask({"x" * 10**6: 1}).status_code == 404
     assert len(compared) < 3
     assert ask({"contexts": NAME}).status_code == 400
-
-
-@pytest.mark.parametrize("model", [".", "{folder}/"])
-def test_a_folder_is_served_under_its_own_name(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: True)
-    monkeypatch.setattr(command, "require", lambda *_: None)
-    monkeypatch.setattr(command, "_memory_option", lambda _: [])
-    (folder := tmp_path / "tiny").mkdir()
-    monkeypatch.chdir(folder)
-    options = {name: field.default for name, field in Serve.model_fields.items()}
-    arguments, _ = command.server_command(options | {"model": model.format(folder=folder)}, None)
-    assert arguments[arguments.index("--served-model-name") + 1] == "tiny"
-
-
-def test_arguments_with_an_open_quote_are_refused_in_one_sentence(monkeypatch):
-    monkeypatch.setattr(command, "find_spec", lambda name: True)
-    monkeypatch.setattr(command, "require", lambda *_: None)
-    with pytest.raises(LkvError, match=r"--vllm-args cannot be split into words \(No closing quotation"):
-        command.server_command({"vllm_args": "--chat-template 'a b"}, None)

@@ -71,9 +71,9 @@ def slow_answers(monkeypatch, seconds=0.01):
 class Server:
     """One service, served; ask it with `get`, `post`, `delete`, which give (status, content)."""
 
-    def __init__(self, service: Service, key: str | None = None, local: bool = True, grace: float = 5.0):
+    def __init__(self, service: Service, key: str | None = None):
         self.service, self.key = service, key
-        app = make_app(service, key, local, grace)
+        app = make_app(service, key)
         self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()
@@ -142,10 +142,10 @@ class Server:
 
 
 @contextmanager
-def serving(model, tokenizer, store, key=None, local=True, grace=5.0, **options):
+def serving(model, tokenizer, store, key=None, **options):
     """A server of a service with these `options`."""
-    settings = ServiceSettings(store=str(store), **{**KNORM, **options})
-    server = Server(Service(model, tokenizer, "tiny", settings), key, local, grace)
+    settings = ServiceSettings(store=str(store), **{**KNORM, "grace": 5.0, **options})
+    server = Server(Service(model, tokenizer, "tiny", settings), key)
     try:
         yield server
     finally:

@@ -253,7 +253,7 @@ def test_the_page_is_whole_and_asks_nobody_else(server):
 def test_a_key_and_limits(parts, tmp_path, monkeypatch):
     limits = {"max_upload": 3000 / 2**20, "max_requests": 1, "max_texts": 1, "max_tokens": 900, "timeout": 2}
     slow_answers(monkeypatch)
-    with serving(*parts, tmp_path, key="secret", local=False, **limits) as server:
+    with serving(*parts, tmp_path, key="secret", host="0.0.0.0", **limits) as server:
         assert server.ask("/healthz", Authorization="")[0] == server.ask("/", Authorization="")[0] == 200
         for wrong in ("", "Bearer wrong", "secretBearer "):
             status, said = server.problem("/v1/models", Authorization=wrong)

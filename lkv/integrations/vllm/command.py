@@ -6,11 +6,11 @@ import os
 import shlex
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 from lkv.errors import LkvError, MissingPackageError
 from lkv.hf.conversion import is_gguf
 from lkv.hf.loading import DEFAULT, cache_folder, load_config
+from lkv.serving.settings import ContextSettings, ServiceSettings
 from lkv.utils.extras import install_command, require
 from lkv.utils.files import short_name
 
@@ -19,23 +19,30 @@ _OWN_OPTIONS = {"--model", "--served-model-name", "--host", "--port", "--additio
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 
-def serve(options: dict[str, Any], key: str | None) -> None:
-    """Replace this process by vLLM's server. Raises LkvError where it cannot be started with these options."""
-    arguments, environment = server_command(options, key)
-    address = f"http://{options['host']}:{options['port']}"
+def serve(
+    settings: ServiceSettings, model: str | None, revision: str | None, dtype: str | None, key: str | None
+) -> None:
+    """Replace this process by vLLM's server; arguments and errors as in `server_command`."""
+    arguments, environment = server_command(settings, model, revision, dtype, key)
+    address = f"http://{settings.host}:{settings.port}"
     print(f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, {**os.environ, **environment})
 
 
-def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str], dict[str, str]]:
-    """The command that starts vLLM's server, and what it adds to the environment.
+def server_command(
+    settings: ServiceSettings, model: str | None, revision: str | None, dtype: str | None, key: str | None
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts vLLM's server, and what it adds to the environment.
 
     Args:
-        options: Those of `lkv serve`.
+        settings: Those of `lkv serve`.
+        model: A folder or hub id; the embedded model by default.
+        revision: Its commit, tag or branch on the hub.
+        dtype: The dtype in which it is loaded.
         key: The key that clients must send.
 
     Raises:
-        LkvError: For options that vLLM cannot honour.
+        LkvError: For settings that vLLM cannot honour.
     """
     if find_spec("vllm") is None:
         raise MissingPackageError(
@@ -43,39 +50,33 @@ def server_command(options: dict[str, Any], key: str | None) -> tuple[list[str],
         )
     require("vllm", "--engine vllm")
     try:
-        added = shlex.split(options["vllm_args"])
+        added = shlex.split(settings.vllm_args)
     except ValueError as error:
         raise LkvError(f"--vllm-args cannot be split into words ({error}); write it as in a shell.") from None
     added_names = {option.partition("=")[0].replace("_", "-") for option in added}
     if own := sorted(added_names & _OWN_OPTIONS):
         raise LkvError(f"--vllm-args holds {', '.join(own)}, which lkv serve sets; use the options of lkv serve.")
-    model = options["model"] or DEFAULT
+    model = model or DEFAULT
     if is_gguf(model):
         raise LkvError(f"vLLM does not read {model}; give a folder or a hub id with safetensors weights.")
-    name = options["name"] or short_name(model)
+    name = settings.name or short_name(model)
     if model == DEFAULT:
         load_config(DEFAULT)  # converts it at the first use
         model = str(cache_folder() / DEFAULT)
-    settings = {
-        "method": options["method"],
-        "policy": options["policy"],
-        "retention": options["retention"],
-        "memory": options["memory"],
-        "max_store": options["max_store"],
-        "max_upload": options["max_upload"],
-        "max_tokens": options["max_tokens"],
+    plugin = settings.model_dump(include=set(ContextSettings.model_fields), exclude_none=True)
+    options = {
+        "--model": model,
+        "--served-model-name": name,
+        "--host": settings.host,
+        "--port": settings.port,
+        "--max-num-seqs": settings.max_requests,
+        "--shutdown-timeout": math.ceil(settings.grace),
+        "--additional-config": json.dumps({"lkv": plugin}),
+        "--revision": revision,
+        "--dtype": dtype,
     }
-    if options["store"]:
-        settings["store"] = options["store"]
-    arguments = [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
-        "--host", options["host"], "--port", str(options["port"]), "--max-num-seqs", str(options["max_requests"]),
-        "--shutdown-timeout", str(math.ceil(options["grace"])), "--additional-config", json.dumps({"lkv": settings}),
-    ]  # fmt: skip
-    if options["revision"]:
-        arguments += ["--revision", options["revision"]]
-    if options["dtype"]:
-        arguments += ["--dtype", options["dtype"]]
+    arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    arguments += [str(word) for option in options.items() if option[1] is not None for word in option]
     environment = {"VLLM_PLUGINS": "lkv", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     if key is not None:
         environment["VLLM_API_KEY"] = key
