@@ -32,6 +32,7 @@ class Job:
 
     def as_object(self) -> dict[str, Any]:
         """Return what clients get: a context that is being compressed, or could not be."""
+        sizes = dict.fromkeys(("tokens", "bytes", "full_bytes", "realised_retention"))
         return {
             "object": "context",
             "id": self.id,
@@ -43,10 +44,7 @@ class Job:
             "method": self.settings.method,
             "memory": self.settings.memory,
             "retention": None if self.settings.memory else self.settings.retention,
-            "tokens": None,
-            "bytes": None,
-            "full_bytes": None,
-            "realised_retention": None,
+            **sizes,
         }
 
     def pending_error(self) -> ContextPendingError:
@@ -162,31 +160,23 @@ class JobQueue:
         Returns:
             Whether the job was deleted, so that its context must be, too.
         """
-        while stored is not None and not self._drop(job, stored.name):
-            title = job.title
-            try:
-                stored = store.rename(stored, title)
-            except LkvError as error:  # the context can be used all the same
-                _LOG.warning("the context %s could not be renamed: %s", job.id, error)
-            stored = stored.model_copy(update={"name": title})
         with self._changed:
+            title = job.title
             self._unfinished.discard(job)
             if stored is not None:
                 self.hidden.discard(job.id)  # made anew
+                if self._jobs.get(job.id) is job:  # else it was deleted, and perhaps sent again
+                    del self._jobs[job.id]
             failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
             for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
                 del self._jobs[name]
-        return job.is_deleted and not job.is_replaced
-
-    def _drop(self, job: Job, title: str) -> bool:
-        """Remove the job of a stored context. False if it has got another title than `title`."""
-        with self._changed:
-            if self._jobs.get(job.id) is not job:  # it was deleted, and perhaps sent again
-                return True
-            if job.title not in ("", title):
-                return False
-            del self._jobs[job.id]
-            return True
+            is_deleted = job.is_deleted and not job.is_replaced
+        if stored is not None and not is_deleted:
+            try:
+                store.rename(stored, title)
+            except LkvError as error:  # the context can be used all the same
+                _LOG.warning("the context %s could not be renamed: %s", job.id, error)
+        return is_deleted
 
     def delete(self, name: str) -> Job | None:
         """Remove the job of a context, if any, and cancel it."""

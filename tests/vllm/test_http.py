@@ -12,7 +12,6 @@ import openai
 import psutil
 import pytest
 
-from lkv.context.compression import compress
 from lkv.utils.prompts import encode, render_messages
 from tests.vllm.servers import serving
 
@@ -118,25 +117,6 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
     assert squash(completion.choices[0].text) == squash(lab.tokenizer.decode(lab.answer(context, ids, 8)))
 
 
-def test_a_context_within_a_memory(server, lab):
-    text, question = lab.text(37, 300), "how much is it?"
-    context = compress(lab.model, lab.tokenizer, text, memory=0.25, policy=lab.policy)
-    name = server.create(text, memory="25%")
-    about = server.http.get(f"/v1/contexts/{name}").json()
-    assert (about["memory"], about["retention"], about["bytes"]) == ("0.25", None, context.nbytes())
-    assert server.ask(question, f"tiny:{name}") == expected(lab, context, question)
-
-
-def test_a_context_with_protected_words(server, lab):
-    text = f"{lab.text(38, 150)} PIN 5308. {lab.text(39, 150)}"
-    context = compress(lab.model, lab.tokenizer, text, retention=0.2, policy=lab.policy, protect=["PIN 5308"])
-    name = server.create(text, retention=0.2, protect=["PIN 5308"])
-    assert name != server.create(text, retention=0.2)
-    assert server.ask("PIN?", f"tiny:{name}") == expected(lab, context, "PIN?")
-    answer = server.http.post("/v1/contexts", json={"text": text, "protect": ["no such words"]})
-    assert answer.status_code == 400 and "does not contain" in answer.json()["error"]["message"]
-
-
 def test_beam_search_over_a_context(server, lab):
     name, context, question = server.create(lab.text(30)), lab.context(lab.text(30)), "how much is it?"
     beams = {"use_beam_search": True, "ignore_eos": True, "length_penalty": 0.0}
@@ -204,19 +184,6 @@ def test_contexts_are_listed_described_and_deleted(server, lab):
     assert server.memory() == (resident - 1, nbytes - about["bytes"])
     with pytest.raises(openai.NotFoundError, match="no context"):
         server.ask("what?", f"tiny:{name}")
-
-
-def test_a_text_sent_again_with_a_name_takes_it(server, lab):
-    text = lab.text(42)
-    name = server.create(text, name="first")
-    again = server.http.post("/v1/contexts", json={"text": text, "name": "second"})
-    assert (again.status_code, again.json()["id"], again.json()["name"]) == (200, name, "second")
-    assert server.http.post("/v1/contexts", json={"text": text}).json()["name"] == "second"
-    assert server.http.get(f"/v1/contexts/{name}").json()["name"] == "second"
-    assert server.ask("what?", f"tiny:{name}") == expected(lab, lab.context(text), "what?")
-    pending = server.http.post("/v1/contexts", json={"text": lab.text(43), "name": "first"}).json()
-    server.create(lab.text(43), name="third")
-    assert server.http.get(f"/v1/contexts/{pending['id']}").json()["name"] == "third"
 
 
 def test_metrics_count_what_happened(server, lab):

@@ -129,6 +129,7 @@ def test_a_context_of_another_dtype_is_read_in_the_models(lab):
 
 
 def test_a_full_store_is_reported(lab):
+    put(lab, 3, lab.context(lab.text(25)))
     with lab.engine({"max_store": 0.0001}) as llm, pytest.raises(Exception, match="the store is full"):
         compress(llm, lab.text(15, 400))
 

@@ -11,14 +11,14 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Histogram
-from prometheus_client import Counter as CounterMetric
+from prometheus_client import REGISTRY, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import ValidationError
 
 from lkv.errors import IntegrationError, LkvError, PromptError
@@ -92,7 +92,7 @@ class ContextRoutes:
         self._length = engine_client.vllm_config.model_config.max_model_len
         self._has_template = bool(args.chat_template or args.default_chat_template_kwargs)
         self._has_replicas = engine_client.vllm_config.parallel_config.data_parallel_size > 1
-        REGISTRY.register(self._metrics.registry)
+        REGISTRY.register(self._metrics)
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
         def stop(*arguments: Any, **options: Any) -> None:
@@ -171,7 +171,9 @@ class ContextRoutes:
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         is_deleted = await asyncio.to_thread(self.queue.finish, job, contexts.store, stored)
         if not job.is_deleted:
-            self._metrics.count_compression(time.time() - job.created, job.error is None)
+            self._metrics.compressions["failed" if job.error else "succeeded"] += 1
+            if job.error is None:
+                self._metrics.seconds.observe(time.time() - job.created)
         if is_deleted:
             await self._delete(contexts, job.id)
         elif job.error is not None:
@@ -223,16 +225,16 @@ class ContextRoutes:
 
     async def refresh_metrics(self) -> None:
         """Ask the workers what they have in memory, and the store what is in it."""
-        self._metrics.texts_waiting.set(sum(job.error is None for job in self.queue.jobs()))
+        self._metrics.texts_waiting = sum(job.error is None for job in self.queue.jobs())
         with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
-            self._metrics.set_workers(await self._engine.collective_rpc("lkv_statistics"))
+            self._metrics.workers = await self._engine.collective_rpc("lkv_statistics")
             contexts = loaded_contexts(self._engine.input_processor)
             if contexts is not None:
-                self._metrics.set_store(*await asyncio.to_thread(contexts.store.usage))
+                self._metrics.usage = await asyncio.to_thread(contexts.store.usage)
 
     def count_request(self, status: int) -> None:
         """Count a request about a context by the HTTP status of its answer."""
-        self._metrics.requests.labels(code=str(status)).inc()
+        self._metrics.requests[str(status)] += 1
 
     def split_name(self, body: dict[str, Any]) -> str | None:
         """The context that a request names, and its model's own name put into `body`; None for no context.
@@ -291,50 +293,42 @@ class ContextRoutes:
 
 
 class _Metrics:
-    """What /metrics shows beside vLLM's own."""
+    """What /metrics shows beside vLLM's own, as Prometheus's client collects it."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry(auto_describe=True)
-        self._resident = Gauge("lkv_contexts_resident", "Contexts in the workers' memory", registry=registry)
-        self._bytes = Gauge("lkv_context_bytes", "Bytes of contexts in the workers' memory", registry=registry)
-        self._queries = CounterMetric("lkv_context_queries", "How often a worker needed a context", registry=registry)
-        self._hits = CounterMetric("lkv_context_hits", "How often it was in the worker's memory", registry=registry)
-        self._stored = Gauge("lkv_contexts_stored", "Contexts in the store", registry=registry)
-        self._store_bytes = Gauge("lkv_store_bytes", "Bytes of all files in the store", registry=registry)
-        self.texts_waiting = Gauge("lkv_texts_waiting", "Texts that wait or are being compressed", registry=registry)
-        self._compressions = CounterMetric(
-            "lkv_compressions", "Texts compressed, or not", ["outcome"], registry=registry
+        self.texts_waiting = 0
+        self.usage = 0, 0  # contexts and bytes in the store
+        self.workers: list[dict[str, Any]] = []  # their statistics
+        # From the start, as rates need.
+        self.compressions, self.requests = Counter(succeeded=0, failed=0), Counter({"200": 0})
+        self.seconds = Histogram(
+            "lkv_compression_seconds", "From request to stored context", buckets=_BUCKETS, registry=None
         )
-        self._seconds = Histogram(
-            "lkv_compression_seconds", "From request to stored context", buckets=_BUCKETS, registry=registry
-        )
-        self.requests = CounterMetric(
-            "lkv_context_requests", "Requests about contexts, by their answers' status", ["code"], registry=registry
-        )
-        self._counts = Counter[str]()  # of the workers at the last call
-        for outcome in ("succeeded", "failed"):  # a series from the start, as rates need
-            self._compressions.labels(outcome=outcome)
-        self.requests.labels(code="200")
 
-    def count_compression(self, seconds: float, is_stored: bool) -> None:
-        """Count a text that was compressed, in `seconds` from its request on, or could not be."""
-        self._compressions.labels(outcome="succeeded" if is_stored else "failed").inc()
-        if is_stored:
-            self._seconds.observe(seconds)
-
-    def set_workers(self, workers: list[dict[str, Any]]) -> None:
-        """Take the statistics of the workers: ranks of one model, which all need the same contexts."""
-        self._resident.set(max(len(worker["resident"]) for worker in workers))
-        self._bytes.set(sum(sum(worker["resident"].values()) for worker in workers))
-        for name, counter in (("queries", self._queries), ("hits", self._hits)):
-            count = workers[0][name]
-            counter.inc(max(0, count - self._counts[name]))
-            self._counts[name] = count
-
-    def set_store(self, contexts: int, nbytes: int) -> None:
-        """Take the size of the store."""
-        self._stored.set(contexts)
-        self._store_bytes.set(nbytes)
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        # Ranks of one model, which all need the same contexts.
+        resident = [worker["resident"].values() for worker in self.workers]
+        first = self.workers[0] if self.workers else {"queries": 0, "hits": 0}
+        for name, about, value in (
+            ("lkv_contexts_resident", "Contexts in the workers' memory", max(map(len, resident), default=0)),
+            ("lkv_context_bytes", "Bytes of k and v of contexts in the workers' memory", sum(map(sum, resident))),
+            ("lkv_contexts_stored", "Contexts in the store", self.usage[0]),
+            ("lkv_store_bytes", "Bytes of all files in the store", self.usage[1]),
+            ("lkv_texts_waiting", "Texts that wait or are being compressed", self.texts_waiting),
+        ):
+            yield GaugeMetricFamily(name, about, value)
+        yield CounterMetricFamily("lkv_context_queries", "How often a worker needed a context", first["queries"])
+        yield CounterMetricFamily("lkv_context_hits", "How often it was in the worker's memory", first["hits"])
+        for name, about, label, counts in (
+            ("lkv_compressions", "Texts compressed, or not", "outcome", self.compressions),
+            ("lkv_context_requests", "Requests about contexts, by their answers' status", "code", self.requests),
+        ):
+            family = CounterMetricFamily(name, about, labels=[label])
+            for key, count in counts.items():
+                family.add_metric([key], count)
+            yield family
+        yield from self.seconds.collect()
 
 
 def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
