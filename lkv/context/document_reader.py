@@ -1,32 +1,41 @@
-"""Documents as text: UTF-8 and Markdown unchanged, HTML and PDF by their readers; imports no torch."""
+"""Documents as text: UTF-8 and Markdown unchanged, HTML and PDF as they are displayed; imports no torch."""
 
-import io
 import os
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+from lkv.context.text_decoding import decode_text
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason
 
 STDIN = "-"
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_PAGE_START = re.compile(
-    rb"(?:\xef\xbb\xbf)?\s*(?:<\?xml.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.DOTALL | re.IGNORECASE
-)
+_HTML_SUFFIXES = (".html", ".htm", ".xhtml", ".xht")
+_PAGE_START = re.compile(r"\s*(?:<\?xml.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.DOTALL | re.IGNORECASE)
 _CHARSET = re.compile(
-    rb"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
+    r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
-# What browsers display as blocks and list items, beside what inscriptis knows of.
-_BLOCKS = (
-    "caption center dd details dialog dir dl dt fieldset form frameset hr legend menu optgroup option search section "
-    "select summary tbody tfoot thead tr"
-).split()
+
+
+class Document(NamedTuple):
+    """The text of a document.
+
+    Attributes:
+        text: The text.
+        skipped: In words, what of the document is not in the text, such as "2 scripts" or "the scanned page 3", and
+            whether its encoding is a guess.
+    """
+
+    text: str
+    skipped: list[str]
 
 
 def read_document(name: str | os.PathLike[str]) -> str:
-    """Read the text of a file: UTF-8 text, Markdown, HTML or PDF, recognised by its first bytes, then its suffix.
+    """Read the text of a file: text, Markdown, HTML or PDF, recognised by its first bytes, then its suffix.
+
+    What the document holds beside its text, such as scripts and scanned pages, is named on stderr.
 
     Args:
         name: The file's path, or "-" for standard input.
@@ -36,7 +45,7 @@ def read_document(name: str | os.PathLike[str]) -> str:
 
     Raises:
         DocumentError: For a file that cannot be read, has no text or is of another kind.
-        MissingPackageError: If HTML or PDF needs the extra `documents`.
+        MissingPackageError: If the document needs the extra `documents`.
     """
     name = str(as_path(name, DocumentError, "the document"))
     try:
@@ -47,109 +56,61 @@ def read_document(name: str | os.PathLike[str]) -> str:
         raise DocumentError(
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
         ) from error
-    label, start = "standard input" if name == STDIN else name, data[:4096]
-    if start.startswith(_BYTE_ORDER_MARKS):
-        start = start.decode("utf-16", "ignore").encode(errors="ignore")
-    try:
-        if data[:1024].lstrip().startswith(b"%PDF-"):
-            text = _pdf(data, label)
-        elif name.lower().endswith((".html", ".htm", ".xhtml")) or _PAGE_START.match(start):
-            text = _html(data, label)
-        else:
-            text = _decode(data, label)
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"{label} cannot be read as text ({error}); give UTF-8 text, Markdown, HTML or PDF."
-        ) from error
+    label = "standard input" if name == STDIN else name
+    document = parse_document(data, label)
+    if document.skipped:
+        print(f"{label}: left out or uncertain: {'; '.join(document.skipped)}", file=sys.stderr)
+    return document.text
+
+
+def parse_document(data: bytes, name: str) -> Document:
+    """Return the text of a document's bytes, and what it leaves out.
+
+    Args:
+        data: The bytes.
+        name: The file's name, whose suffix tells HTML; error messages begin with it.
+
+    Raises:
+        DocumentError: For a document that has no text or is of another kind.
+        MissingPackageError: If the document needs the extra `documents`.
+    """
+    if b"%PDF-" in data[:1024] and not _PAGE_START.match(data[:1024].decode("latin-1")):
+        require("documents", "reading PDF", ["pypdf"])
+        from lkv.context.pdf_text import pdf_text
+
+        text, skipped = pdf_text(data, name)
+    else:
+        text, skipped = _read_text(data, name)
     if not text.strip():
-        raise DocumentError(f"{label} has no text; a scanned document must go through text recognition first.")
-    return text
+        without = f" but {', '.join(skipped)}" if skipped else ""
+        raise DocumentError(f"{name} has no text{without}; a scanned document must go through text recognition first.")
+    return Document(text, skipped)
 
 
-def _decode(data: bytes, name: str) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark. Raises UnicodeDecodeError, and DocumentError for NULs."""
-    text = data.decode("utf-16" if data.startswith(_BYTE_ORDER_MARKS) else "utf-8-sig")
-    if "\0" in text:
-        raise DocumentError(
-            f"{name} holds NUL characters, so it is UTF-16 without a byte order mark or no text; save it as UTF-8."
-        )
-    return text
-
-
-def _decode_html(data: bytes, name: str) -> str:
-    """Decode a page: as UTF-8 where it is that, else as it declares."""
-    declared = _CHARSET.search(data[:4096])
-    charset = (declared[1] or declared[2]).decode().lower() if declared else "utf-8"
-    if not charset.startswith("iso-2022"):  # whose bytes are ASCII
-        try:
-            return _decode(data, name)
-        except UnicodeDecodeError:
-            if charset in ("utf-8", "utf8"):
-                raise
-    if charset in ("iso-8859-1", "latin1", "us-ascii", "ascii"):  # which browsers read so
-        charset = "windows-1252"
-    try:
-        return data.decode(charset)
-    except LookupError:
-        raise DocumentError(f"{name} declares the unknown encoding {charset!r}; save it as UTF-8.") from None
-
-
-def _html(data: bytes, name: str) -> str:
-    """The text that a browser shows; tables and lists keep their layout."""
-    require("documents", "reading HTML")
-    from inscriptis.css_profiles import CSS_PROFILES
-    from inscriptis.html_engine import Inscriptis
-    from inscriptis.html_properties import Display
-    from inscriptis.model.config import ParserConfig
-    from inscriptis.model.html_element import HtmlElement
-    from lxml.etree import ParserError
-    from lxml.html import HTMLParser, document_fromstring
-
-    # Browsers append what follows these end tags to the body; the parser drops it.
-    content = re.sub(r"</(?:body|html)\s*>", "", _decode_html(data, name), flags=re.IGNORECASE).strip()
-    block = HtmlElement(display=Display.block)
-    css = CSS_PROFILES["relaxed"] | {tag: block for tag in _BLOCKS if tag not in CSS_PROFILES["relaxed"]}
-    try:
-        # Without huge_tree the parser silently drops what is nested in more than 254 elements.
-        tree = document_fromstring(content.encode(), parser=HTMLParser(huge_tree=True, encoding="utf-8"))
-        return Inscriptis(tree, ParserConfig(css=css)).get_text()
-    except ParserError:  # an empty document
-        return ""
-    except RecursionError:
-        raise DocumentError(f"{name} is nested too deeply to be read; give its text.") from None
-
-
-def _pdf(data: bytes, name: str) -> str:
-    """The pages' text, a blank line between them, then form fields and notes; what is left out is named on stderr."""
-    require("documents", "reading PDF")
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError
+def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
+    is_html = name.lower().endswith(_HTML_SUFFIXES)
+    start = data[:4096].decode("latin-1").removeprefix("\xef\xbb\xbf")
+    declared = _CHARSET.search(start) if is_html or _PAGE_START.match(start) else None
+    text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None)
+    if not is_html and not _PAGE_START.match(text[:4096]):
+        return text, skipped
+    require("documents", "reading HTML", ["selectolax"])
+    from lkv.context.html_text import html_text
 
     try:
-        reader = PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise DocumentError(f"{name} is locked with a password; give a copy without one.")
-        texts = [page.extract_text() for page in reader.pages]
-        fields = (reader.get_fields() or {}).items()
-        values = [(field, value.get("/V")) for field, value in fields]
-        lines = [f"{field}: {str(value).removeprefix('/')}" for field, value in values if value and value != "/Off"]
-        for page in reader.pages:
-            notes = [note.get_object() for note in page.get("/Annots") or []]
-            lines += [str(note["/Contents"]) for note in notes if "/Contents" in note]
-        empty = [str(number) for number, text in enumerate(texts, 1) if not text.strip()]
-        if empty and len(empty) < len(texts):
-            print(
-                f"{name}: no text on {len(empty)} pages ({', '.join(empty[:9])}); scans are not read", file=sys.stderr
-            )
-        if attached := list(reader.attachments):
-            print(f"{name}: attached files are not read ({', '.join(attached[:9])})", file=sys.stderr)
-        return "\n\n".join([*texts, "\n".join(lines)] if lines else texts)
-    except DependencyError as error:
-        raise DocumentError(
-            f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
-            "it to a new PDF."
-        ) from error
-    except DocumentError:
-        raise
-    except Exception as error:  # of any type, from KeyError to AssertionError
-        raise DocumentError(f"{name} is a damaged PDF ({error}); print it to a new PDF, or give its text.") from error
+        page, left_out = html_text(_as_html(text) if name.lower().endswith((".xhtml", ".xht")) else text)
+    except RecursionError as error:
+        raise DocumentError(f"{name} is nested too deeply to be read ({error}); give its text.") from None
+    return page, skipped + left_out
+
+
+def _as_html(page: str) -> str:
+    """XML's CDATA sections and empty elements as HTML, which has neither."""
+    page = re.sub(
+        r"<!\[CDATA\[(.*?)\]\]>",
+        lambda match: match[1].replace("&", "&amp;").replace("<", "&lt;"),
+        page,
+        flags=re.DOTALL,
+    )
+    void = "area|base|br|col|embed|hr|img|input|link|meta|source|track|wbr"
+    return re.sub(rf"<(?!(?:{void})\b)([a-zA-Z][\w:.-]*)((?:\s[^<>]*)?)/>", r"<\1\2></\1>", page)

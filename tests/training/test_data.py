@@ -311,7 +311,7 @@ def test_a_readme_beside_own_documents_is_one_of_them(tmp_path):
 
 def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_path, monkeypatch):
     find = extras.find_spec
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "inscriptis" else find(name))
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "selectolax" else find(name))
     (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
     (tmp_path / "page.html").write_text("<p>The key is under the third stone.</p>")
     (tmp_path / "empty.txt").write_text(" \n")
@@ -319,7 +319,7 @@ def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_pat
     assert said[0] == "used as text: notes.md" and "skipped (empty): empty.txt" in said
     needs = next(line for line in said if line.endswith(": page.html"))
     assert needs.startswith("skipped (needs `pip install") and "documents" in needs
-    with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*inscriptis"):
+    with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*selectolax"):
         Mixture(tmp_path, (100, 200))
 
 

@@ -1,0 +1,445 @@
+"""The text of an HTML page as a browser displays it, by the standard's parser and style sheet; imports no torch."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from selectolax.lexbor import LexborNode
+
+_SPACES = " \t\n\r\f"
+# Displayed as spaces, or not at all: soft hyphens, zero-width spaces, word joiners, byte order marks.
+_UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
+
+# Section "Rendering" of the standard: https://html.spec.whatwg.org/multipage/rendering.html
+_DISPLAYS = {
+    "none": "annotation annotation-xml area base basefont datalist defs desc link meta metadata noembed noframes "
+    "param rp selectedcontent source style title track",
+    "block": "address article aside body center dd details dialog div dt fieldset figcaption footer foreignObject form "
+    "frameset header hgroup html legend main nav optgroup option search section select summary text",
+    "spaced block": "blockquote dir dl figure h1 h2 h3 h4 h5 h6 hr listing menu ol p plaintext pre ul xmp",
+    "inline-block": "button input marquee meter output progress textarea",
+    "list-item": "li",
+    "table": "table",
+    "table-row": "tr",
+    "table-cell": "td th",
+    "table-row-group": "caption colgroup tbody tfoot thead",
+}
+_DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.split()}
+_DISPLAY_KEYWORDS = (None, "inherit", "initial", "revert", "unset")
+_LINE_BREAKS = {"inline": 0, "inline-block": 0, "contents": 0, "table-cell": 0, "spaced block": 2}  # else 1
+_PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
+_LISTS = ("dir", "menu", "ol", "ul")
+_NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
+_NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
+_SCRIPTED = ("msub", "msup", "msubsup", "munder", "mover", "munderover")
+_INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
+
+SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
+SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
+_NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
+_NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
+_MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
+_MAX_COLUMNS = 200  # of a table whose columns are aligned
+_MAX_CELL = 300  # characters of a cell of several lines that is put on one
+
+_MAX_DEPTH = 2000  # beyond it the parser takes quadratic time; browsers display 512 levels
+_TAG = re.compile(
+    r"<!--.*?-->|<(script|style|textarea)\b.*?</\1|<(/?)([a-z][\w-]*)[^<>]*?(/?)>", re.DOTALL | re.IGNORECASE
+)
+# Those that have no end tag, or are ended by the next one.
+_UNCOUNTED = frozenset(
+    "area base br col colgroup dd dt embed hr img input li link meta option p param rp rt source tbody td tfoot th "
+    "thead tr track wbr".split()
+)
+
+_Step: TypeAlias = "LexborNode | Callable[[], None]"
+
+
+def html_text(page: str) -> tuple[str, list[str]]:
+    """Return the text of a page, and in words how many scripts, images and the like it leaves out.
+
+    Blocks and rows of tables are lines, cells are separated by tabs, and list items have their markers.
+
+    Raises:
+        RecursionError: If its elements are nested too deeply.
+    """
+    _check_depth(page)
+    renderer = _Renderer()
+    renderer.render(page)
+    counts = sorted(renderer.left_out.items())
+    return renderer.text.value(), [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts]
+
+
+def _check_depth(page: str) -> None:
+    depth = 0
+    for match in _TAG.finditer(page):
+        if match[3] and match[3].lower() not in _UNCOUNTED and not match[4]:
+            depth = max(0, depth - 1) if match[2] else depth + 1
+            if depth > _MAX_DEPTH:
+                raise RecursionError(f"more than {_MAX_DEPTH} elements within one another")
+
+
+class _Text:
+    """A text that grows by pieces, and by line breaks and spaces that collapse."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._breaks = self._explicit_breaks = 0
+        self._has_space = False
+        self.marker = ""  # of a list item, in front of its first text
+
+    def write(self, text: str) -> None:
+        """Add text whose white space collapses."""
+        words = text.strip(_SPACES)
+        self._has_space |= text[:1] in _SPACES
+        if words:
+            self.write_verbatim(re.sub(f"[{_SPACES}]+", " ", words).translate(_UNSEEN))
+            self._has_space = text[-1] in _SPACES
+
+    def write_verbatim(self, text: str) -> None:
+        """Add text as it is."""
+        if not text:
+            return
+        if self._pieces and (breaks := max(self._breaks, self._explicit_breaks)):
+            self._pieces[-1] = self._pieces[-1].rstrip("\n")
+            self._pieces.append("\n" * min(breaks, 2))
+        elif self._has_space and self._pieces and not self._pieces[-1].endswith("\n"):
+            self._pieces.append(" ")
+        self._pieces.append(self.marker + text)
+        self._breaks = self._explicit_breaks = 0
+        self._has_space, self.marker = False, ""
+
+    def add_space(self) -> None:
+        self._has_space = True
+
+    def add_break(self) -> None:
+        self._explicit_breaks += 1
+
+    def separate(self, breaks: int) -> None:
+        """Put at least so many line breaks before what follows."""
+        self._breaks = max(self._breaks, breaks)
+
+    def last_character(self) -> str:
+        """Return the character that the next piece would follow without a gap."""
+        is_apart = self._has_space or self._breaks or self._explicit_breaks or not self._pieces
+        return "" if is_apart else self._pieces[-1][-1:]
+
+    def value(self) -> str:
+        return "".join(self._pieces).strip("\n")
+
+
+class _Cell(NamedTuple):
+    text: str
+    columns: int
+    rows: int
+
+
+class _List:
+    """The numbers of a list's items."""
+
+    def __init__(self, node: "LexborNode", depth: int) -> None:
+        attributes = node.attributes
+        items = len([child for child in node.iter() if child.tag == "li"])
+        self.indent = "  " * depth
+        self.kind = (attributes.get("type") or "1") if node.tag == "ol" else ""
+        self.step = -1 if "reversed" in attributes else 1
+        self.number = _integer(attributes.get("start"), items if self.step < 0 else 1)
+
+    def next_marker(self, value: str | None) -> str:
+        """The next item's marker; `value` is its own number, if any."""
+        if not self.kind:
+            return f"{self.indent}* "
+        number = _integer(value, self.number)
+        self.number = number + self.step
+        return f"{self.indent}{_format_number(number, self.kind)}. "
+
+
+class _Renderer:
+    """Renders without recursion, because pages nest as deeply as they like."""
+
+    def __init__(self) -> None:
+        self.text = _Text()
+        self.left_out: Counter[str] = Counter()
+        self._lists: list[_List] = []
+        self._tables: list[list[list[_Cell]]] = []
+        self._white_space = "normal"
+        self._outer_texts: list[_Text] = []
+        self._quotes = 0
+
+    def render(self, page: str) -> None:
+        from selectolax.lexbor import LexborHTMLParser
+
+        root = LexborHTMLParser(page.replace("\0", "")).root
+        steps: list[_Step] = [root] if root is not None else []
+        while steps:
+            step = steps.pop()
+            if callable(step):
+                step()
+            elif step.is_text_node:
+                self._write(step.text_content or "")
+            elif step.is_element_node:
+                steps.extend(reversed(self._enter(step)))
+
+    def _write(self, text: str) -> None:
+        if self._white_space in ("pre", "pre-wrap", "break-spaces"):
+            self.text.write_verbatim(text.translate(_UNSEEN))
+        elif self._white_space == "pre-line":
+            for number, line in enumerate(text.split("\n")):
+                if number:
+                    self.text.add_break()
+                self.text.write(line)
+        else:
+            self.text.write(text)
+
+    def _enter(self, node: "LexborNode") -> list[_Step]:
+        """Begin an element: its children, and what is to be done between and after them."""
+        tag, attributes = node.tag or "", node.attributes
+        style = _parse_style(node)
+        default = _DISPLAY.get(tag, "inline")
+        display = default if style.get("display") in _DISPLAY_KEYWORDS else style["display"]
+        if tag in _NOT_READ and not (tag == "template" and "shadowrootmode" in attributes):
+            self._skip(tag, attributes)
+            return _children(node) if tag == "object" else []  # whose content stands in for it
+        is_hidden = attributes.get("hidden", "until-found") != "until-found" or style.get("visibility") == "hidden"
+        if is_hidden or display == "none" or (tag == "dialog" and "open" not in attributes):
+            if default != "none" and (node.text() or "").strip():
+                self.left_out["hidden element"] += 1
+            return []
+        if node.parent is not None and re.search("flex|grid", _parse_style(node.parent).get("display", "")):
+            display = re.sub("^inline.*", "block", display)
+        is_nested_list = display == "spaced block" and tag in _LISTS and self._lists
+        has_row = self._tables and self._tables[-1]
+        if is_nested_list or (display == "table-cell" and not has_row):
+            display = "block" if is_nested_list else "inline-block"
+        return self._render_box(node, display, style)
+
+    def _skip(self, tag: str, attributes: dict[str, str | None]) -> None:
+        if page := attributes.get("srcdoc"):
+            self.text.separate(1)
+            self._write_page(page)
+            self.text.separate(1)
+        else:
+            self.left_out[_NOT_READ[tag]] += 1
+            if tag not in ("script", "template", "object"):
+                self.text.add_space()
+
+    def _write_page(self, page: str) -> None:
+        """Add the text of a page within this one."""
+        text, _ = html_text(page)
+        self.text.write_verbatim(text)
+
+    def _render_box(self, node: "LexborNode", display: str, style: dict[str, str]) -> list[_Step]:
+        breaks, white_space, lists = _LINE_BREAKS.get(display, 1), self._white_space, list(self._lists)
+
+        def separate() -> None:
+            if breaks:
+                self.text.separate(breaks)
+            elif display.startswith("inline-"):
+                self.text.add_space()
+
+        def leave() -> None:
+            separate()
+            self._white_space, self._lists = white_space, lists
+
+        separate()
+        self._white_space = style.get("white-space") or ("pre" if node.tag in _PREFORMATTED else white_space)
+        if display == "table":
+            self._tables.append([])
+            content = [*_children(node), self._write_table]
+        elif display == "table-cell":
+            content = self._render_cell(node)
+        else:
+            if display == "table-row" and self._tables:
+                self._tables[-1].append([])
+            content = self._render_content(node, display)
+        return [*content, leave]
+
+    def _render_content(self, node: "LexborNode", display: str) -> list[_Step]:
+        """What an element displays: its children, for most."""
+        tag, attributes, children = node.tag or "", node.attributes, _children(node)
+        if tag in _LISTS:
+            self._lists.append(_List(node, len(self._lists)))
+        elif display == "list-item":
+            current = self._lists[-1] if self._lists else _List(node, 0)
+            self.text.marker = current.next_marker(attributes.get("value"))
+        elif tag == "br":
+            self.text.add_break()
+        elif tag == "img":
+            self._write_image(attributes)
+        elif tag == "input":
+            self.text.write(_input_text(attributes))
+        elif tag in ("option", "optgroup"):
+            self.text.marker = "[x] " if "selected" in attributes else ""
+            self.text.write(attributes.get("label") or "")
+            return [] if tag == "option" and attributes.get("label") else children
+        elif tag == "q":
+            return self._render_quote(children)
+        elif tag == "sup":
+            return self._capture(children, self._write_superscript)
+        elif tag == "sub":
+            return self._capture(children, self._write_subscript)
+        elif tag == "rt":
+            return self._capture(children, lambda text: self.text.write_verbatim(f"({text})" if text else ""))
+        elif tag in ("mfrac", "mroot", "msqrt", *_SCRIPTED):
+            return self._render_formula(tag, [child for child in children if getattr(child, "is_element_node", False)])
+        elif tag == "template":  # a declarative shadow root
+            return _children(node.template_fragments()[0])
+        return children
+
+    def _capture(self, steps: Sequence[_Step], use: Callable[[str], None]) -> list[_Step]:
+        """Steps that render into a text of its own, with which `use` is then called."""
+
+        def begin() -> None:
+            self._outer_texts.append(self.text)
+            self.text = _Text()
+
+        def end() -> None:
+            text, self.text = self.text.value(), self._outer_texts.pop()
+            use(text)
+
+        return [begin, *steps, end]
+
+    def _write_image(self, attributes: dict[str, str | None]) -> None:
+        """Add an image's alternative text; an empty one marks decoration."""
+        if attributes.get("alt") is None and "alt" not in attributes:
+            self.left_out["image"] += 1
+        self.text.write(attributes.get("alt") or "")
+
+    def _render_quote(self, children: list[_Step]) -> list[_Step]:
+        opening, closing = ("\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}")
+        if self._quotes % 2:
+            opening, closing = "\N{LEFT SINGLE QUOTATION MARK}", "\N{RIGHT SINGLE QUOTATION MARK}"
+        self._quotes += 1
+
+        def end() -> None:
+            self._quotes -= 1
+            self.text.write_verbatim(closing)
+
+        self.text.write_verbatim(opening)
+        return [*children, end]
+
+    def _write_superscript(self, text: str) -> None:
+        is_raised_word = re.fullmatch("st|nd|rd|th|er|re|ère|ème|TM|SM", text)
+        self._write_script(text, "" if is_raised_word else "^", SUPERSCRIPTS)
+
+    def _write_subscript(self, text: str) -> None:
+        self._write_script(text, "_", SUBSCRIPTS)
+
+    def _write_script(self, text: str, sign: str, characters: dict[int, int]) -> None:
+        """Add a power, an index or a footnote's number: 10⁶, x_max and e^(2x), not the other numbers 106 and e2x."""
+        if all(ord(character) in characters for character in text):
+            self.text.write_verbatim(text.translate(characters))
+        elif not sign or not self.text.last_character() or not re.search(r"\w", text):
+            self.text.write(text)
+        else:
+            is_one = len(text) == 1 or re.fullmatch(r"\[.*\]|\w+" if sign == "_" else r"\[.*\]", text)
+            self.text.write_verbatim(sign + (text if is_one else f"({text})"))
+
+    def _render_formula(self, tag: str, children: list[_Step]) -> list[_Step]:
+        def write_operand(text: str) -> None:
+            self.text.write_verbatim(text if re.fullmatch(r"[\w.,]+", text) else f"({text})")
+
+        first, rest = children[:1], children[1:]
+        if tag == "mfrac":
+            over = [lambda: self.text.write_verbatim("/"), *self._capture(rest, write_operand)]
+            return [*self._capture(first, write_operand), *over]
+        if tag in ("msqrt", "mroot"):
+            index = self._capture(rest, self._write_superscript) if tag == "mroot" else []
+            radicand = first if tag == "mroot" else children
+            return [*index, lambda: self.text.write_verbatim("√"), *self._capture(radicand, write_operand)]
+        is_raised = [tag in ("msup", "mover"), True]
+        uses = [self._write_superscript if raised else self._write_subscript for raised in is_raised]
+        for child, use in zip(rest, uses, strict=False):
+            first += self._capture([child], use)
+        return first
+
+    def _render_cell(self, node: "LexborNode") -> list[_Step]:
+        columns = max(1, min(_integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
+        rows = _integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
+        row = self._tables[-1][-1]
+        return self._capture(_children(node), lambda text: row.append(_Cell(text, columns, rows)))
+
+    def _write_table(self) -> None:
+        lines = _table_lines(self._tables.pop())
+        self.text.write_verbatim("\n".join(line for line in lines if line.strip()))
+
+
+def _children(node: "LexborNode") -> list[_Step]:
+    children: list[_Step] = []
+    child = node.first_child
+    while child is not None:
+        children.append(child)
+        child = child.next
+    return children
+
+
+def _parse_style(node: "LexborNode") -> dict[str, str]:
+    """The declarations of an element's own attribute `style`."""
+    declarations = (part.partition(":") for part in (node.attributes.get("style") or "").lower().split(";"))
+    return {name.strip(): value.replace("!important", "").strip() for name, _, value in declarations if value.strip()}
+
+
+def _input_text(attributes: dict[str, str | None]) -> str:
+    kind = (attributes.get("type") or "text").lower()
+    if kind in ("checkbox", "radio"):
+        return "[x]" if "checked" in attributes else "[ ]"
+    if kind in _INPUTS_WITHOUT_TEXT:
+        return ""
+    label = {"submit": "Submit", "reset": "Reset", "image": "Submit"}.get(kind, "")
+    value = attributes.get("alt" if kind == "image" else "value")
+    return value or attributes.get("placeholder") or label
+
+
+def _integer(value: str | None, default: int) -> int:
+    """The number that an attribute begins with, as the standard reads it."""
+    match = re.match(rf"[{_SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
+    return int(match[1]) if match else default
+
+
+def _format_number(number: int, kind: str) -> str:
+    """A list item's number, by the list's attribute `type`."""
+    letters = ""
+    if kind in "aA" and number > 0:
+        while number > 0:
+            number, letter = divmod(number - 1, 26)
+            letters = chr(ord("a") + letter) + letters
+    elif kind in "iI" and 0 < number < 4000:
+        for numeral, value in zip(_NUMERALS, _NUMERAL_VALUES, strict=True):
+            letters += numeral * (number // value)
+            number %= value
+    else:
+        return str(number)
+    return letters.upper() if kind.isupper() else letters
+
+
+def _table_lines(rows: list[list[_Cell]]) -> list[str]:
+    """Rows of cells as lines, with empty cells where others reach over columns or rows."""
+    placed_rows: list[dict[int, str]] = []
+    taken: dict[int, int] = {}  # rows for which a column is taken
+    for row in rows:
+        column, placed, begun = 0, dict[int, str](), dict[int, int]()
+        for cell in row:
+            while taken.get(column):
+                column += 1
+            placed[column] = cell.text
+            begun |= dict.fromkeys(range(column, column + cell.columns), cell.rows)
+            column += cell.columns
+        placed_rows.append(placed)
+        taken = {column: number - 1 for column, number in (taken | begun).items() if number > 1}
+        taken = taken if len(taken) <= _MAX_COLUMNS else {}
+    columns = sorted(set[int]().union(*placed_rows))
+    is_aligned = len(columns) <= _MAX_COLUMNS
+    return [
+        _row_line([placed.get(column, "") for column in columns] if is_aligned else list(placed.values()))
+        for placed in placed_rows
+    ]
+
+
+def _row_line(texts: list[str]) -> str:
+    """The cells of a row on one line, or those of a layout one after the other."""
+    several = [text for text in texts if "\n" in text]
+    if any("\t" in text or len(text) > _MAX_CELL for text in several):
+        return "\n".join(text for text in texts if text)
+    return "\t".join(re.sub(r"\s*\n\s*", " ", text) for text in texts).rstrip("\t")

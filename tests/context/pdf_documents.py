@@ -1,0 +1,237 @@
+"""Small PDFs written by hand, with the text that a reader shows of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class PdfDocument(NamedTuple):
+    """A PDF, its text and what the reader leaves out."""
+
+    data: bytes
+    text: str
+    skipped: Sequence[str] = ()
+
+
+_TYPE1 = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica"
+_FONT = f"{_TYPE1} /Encoding /WinAnsiEncoding >>"
+
+
+def pdf(*contents: str, page: str = "", objects: Mapping[int, str] | None = None, catalog: str = "") -> bytes:
+    """Write a PDF.
+
+    Args:
+        contents: The content stream of each page.
+        page: More entries of every page.
+        objects: More objects by their number, from 100 on. Object 3 is the font F1.
+        catalog: More entries of the catalog.
+    """
+    numbered = {
+        1: f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
+        2: f"<< /Type /Pages /Kids [{' '.join(f'{10 + 2 * i} 0 R' for i in range(len(contents)))}] "
+        f"/Count {len(contents)} >>",
+        3: _FONT,
+    }
+    for i, content in enumerate(contents):
+        resources = "" if "/Resources" in page else "/Resources << /Font << /F1 3 0 R >> >>"
+        box = "/Type /Page /Parent 2 0 R /MediaBox [0 0 612 792]"
+        numbered[10 + 2 * i] = f"<< {box} {resources} {page} /Contents {11 + 2 * i} 0 R >>"
+        numbered[11 + 2 * i] = stream(content)
+    numbered |= objects or {}
+    out, places = bytearray(b"%PDF-1.7\n"), {}
+    for number, body in numbered.items():
+        places[number] = len(out)
+        out += f"{number} 0 obj\n{body}\nendobj\n".encode("latin-1")
+    start = len(out)
+    out += b"xref\n0 1\n0000000000 65535 f \n"
+    out += b"".join(b"%d 1\n%010d 00000 n \n" % (number, place) for number, place in sorted(places.items()))
+    out += b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (max(places) + 1, start)
+    return bytes(out)
+
+
+def stream(content: str, entries: str = "") -> str:
+    return f"<< /Length {len(content)} {entries} >>\nstream\n{content}\nendstream"
+
+
+def lines(*texts: str, x: int = 72, y: int = 700, size: int = 12) -> str:
+    """Content of lines, one below the other."""
+    return "".join(f"BT /F1 {size} Tf {x} {y - 14 * i} Td ({text}) Tj ET\n" for i, text in enumerate(texts))
+
+
+_LEFT = [
+    "The lamp was lit at dusk by the",
+    "keeper of the lighthouse, who",
+    "counted forty-two ships before",
+    "midnight came and the fog with it.",
+]
+_RIGHT = [
+    "In the morning the boat arrived", "with oil and bread for a month,", "and the keeper signed the log of",
+    "the harbour master with his name.",
+]  # fmt: skip
+_COLUMNS = "\n".join(_LEFT + _RIGHT)
+_IMAGE = stream("\x00", "/Type /XObject /Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8")
+_SCAN = "/Resources << /Font << /F1 3 0 R >> /XObject << /Im1 100 0 R >> >>"
+_LIGATURES = """/CIDInit /ProcSet findresource begin begincmap
+1 begincodespacerange <00> <FF> endcodespacerange
+2 beginbfchar <01> <FB01> <02> <FB03> endbfchar 1 beginbfrange <20> <7E> <0020> endbfrange endcmap end"""
+
+
+def _widget(entries: str) -> str:
+    return f"<< /Type /Annot /Subtype /Widget /Rect [0 0 90 20] {entries} >>"
+
+
+def _form(*fields: str) -> bytes:
+    references = " ".join(f"{100 + i} 0 R" for i in range(len(fields)))
+    return pdf(
+        lines("Application"),
+        page=f"/Annots [{references}]",
+        objects={100 + i: _widget(each) for i, each in enumerate(fields)},
+        catalog=f"/AcroForm << /Fields [{references}] >>",
+    )
+
+
+def _noted(annotation: str) -> bytes:
+    return pdf(
+        lines("The log"), page="/Annots [100 0 R]", objects={100: f"<< /Type /Annot /Rect [0 0 9 9] {annotation} >>"}
+    )
+
+
+_FONTS = "/Resources << /Font << /F1 3 0 R >> >>"
+
+
+def _side_by_side(left: list[str], right: list[str]) -> str:
+    """Content of two columns, written line by line."""
+    rows = enumerate(zip(left, right, strict=True))
+    return "".join(lines(a, y=700 - 14 * i) + lines(b, x=330, y=700 - 14 * i) for i, (a, b) in rows)
+
+
+def _xobject(content: str) -> str:
+    return stream(content, f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] {_FONTS}")
+
+
+PDFS = {
+    "lines": PdfDocument(
+        pdf(lines("The keeper counted.", "Forty-two steps.")), "The keeper counted.\nForty-two steps."
+    ),
+    "pages": PdfDocument(pdf(lines("one"), lines("two"), lines("three")), "one\n\ntwo\n\nthree"),
+    "columns, one after the other": PdfDocument(pdf(lines(*_LEFT) + lines(*_RIGHT, x=330)), _COLUMNS),
+    "columns, line by line": PdfDocument(
+        pdf(_side_by_side(_LEFT, _RIGHT)),
+        _COLUMNS,
+    ),
+    "columns below a title": PdfDocument(
+        pdf(
+            lines("The log of the lighthouse at the end of the world, in two columns of text", y=730, size=14)
+            + _side_by_side(_LEFT, _RIGHT)
+        ),
+        "The log of the lighthouse at the end of the world, in two columns of text\n" + _COLUMNS,
+    ),
+    "table": PdfDocument(
+        pdf(_side_by_side(["2022", "2023", "2024"], ["17", "18", "19"])),
+        "2022 17\n2023 18\n2024 19",
+    ),
+    "hyphens at line ends": PdfDocument(
+        pdf(lines("The light-", "house of the well-", "known keeper; well-known.")),
+        "The lighthouse of the well-known keeper; well-known.",
+    ),
+    "soft hyphens at line ends": PdfDocument(pdf(lines("The light\\255", "house.")), "The lighthouse."),
+    "a dash at a line's end": PdfDocument(
+        pdf(lines("From 1990-", "1995 and -", "5 degrees")), "From 1990-\n1995 and -\n5 degrees"
+    ),
+    "ligatures by ToUnicode": PdfDocument(
+        pdf(
+            "BT /F2 12 Tf 72 700 Td (\x01nd the o\x02ce) Tj ET",
+            page="/Resources << /Font << /F2 100 0 R >> >>",
+            objects={100: f"{_TYPE1} /ToUnicode 101 0 R >>", 101: stream(_LIGATURES)},
+        ),
+        "find the office",
+    ),
+    "ligatures by glyph names": PdfDocument(
+        pdf(
+            "BT /F2 12 Tf 72 700 Td (\x01nd the \x02ag) Tj ET",
+            page="/Resources << /Font << /F2 100 0 R >> >>",
+            objects={100: f"{_TYPE1} /Encoding << /Differences [1 /fi /fl] >> >>"},
+        ),
+        "find the flag",
+    ),
+    "words apart by offsets": PdfDocument(
+        pdf("BT /F1 12 Tf 72 700 Td [(The) -300 (k) 20 (eeper) -300 (counted)] TJ ET"), "The keeper counted"
+    ),
+    "letters placed one by one": PdfDocument(
+        pdf(
+            "".join(
+                f"BT /F1 12 Tf {x} 700 Td ({letter}) Tj ET\n"
+                for x, letter in zip((72, 74.7, 81.4, 91.4, 101.4, 108.1), "lamp42", strict=True)
+            )
+        ),
+        "lamp 42",
+    ),
+    "lines written from below": PdfDocument(pdf(lines("second", y=680) + lines("first", y=700)), "first\nsecond"),
+    "hexadecimal strings": PdfDocument(pdf("BT /F1 12 Tf 72 700 Td <5468652063616665> Tj ET"), "The cafe"),
+    "accents and the euro": PdfDocument(pdf(lines("Caf\\351 \\200 42")), "Café € 42"),
+    "escapes": PdfDocument(pdf(lines("f\\(x\\) = \\\\ 2")), "f(x) = \\ 2"),
+    "invisible text over a scan": PdfDocument(pdf("BT /F1 12 Tf 3 Tr 72 700 Td (recognised) Tj ET"), "recognised"),
+    "rotated page": PdfDocument(pdf(lines("one", "two"), page="/Rotate 90"), "one\ntwo"),
+    "text in a form XObject": PdfDocument(
+        pdf("/Fm1 Do", page="/Resources << /XObject << /Fm1 100 0 R >> >>", objects={100: _xobject(lines("inside"))}),
+        "inside",
+    ),
+    "text outside the page": PdfDocument(pdf(lines("seen") + lines("unseen", x=5000)), "seen"),
+    "superscript": PdfDocument(
+        pdf("BT /F1 12 Tf 72 700 Td (10) Tj 5 Ts /F1 7 Tf (6) Tj 0 Ts /F1 12 Tf ( lamps) Tj ET"), "10⁶ lamps"
+    ),
+    "scanned page": PdfDocument(
+        pdf(lines("one"), "q 612 0 0 792 0 0 cm /Im1 Do Q", lines("three"), page=_SCAN, objects={100: _IMAGE}),
+        "one\n\nthree",
+        ["the scanned page 2"],
+    ),
+    "empty page": PdfDocument(pdf(lines("one"), "", lines("three")), "one\n\nthree"),
+    "filled text field": PdfDocument(_form("/FT /Tx /T (height) /V (42 m)"), "Application\n\nheight: 42 m"),
+    "field in UTF-16": PdfDocument(_form("/FT /Tx /T (name) /V <FEFF00C900760061>"), "Application\n\nname: Éva"),
+    "field of several lines": PdfDocument(
+        _form("/FT /Tx /Ff 4096 /T (note) /V (one\\rtwo)"), "Application\n\nnote: one\ntwo"
+    ),
+    "empty field": PdfDocument(_form("/FT /Tx /T (height)"), "Application"),
+    "checkboxes": PdfDocument(
+        _form("/FT /Btn /T (paid) /V /Yes /AS /Yes", "/FT /Btn /T (late) /V /Off /AS /Off"), "Application\n\npaid: Yes"
+    ),
+    "choice": PdfDocument(_form("/FT /Ch /T (month) /V (May) /Opt [(April) (May)]"), "Application\n\nmonth: May"),
+    "choices": PdfDocument(
+        _form("/FT /Ch /Ff 2097152 /T (days) /V [(Monday) (Friday)]"), "Application\n\ndays: Monday, Friday"
+    ),
+    "field with its label": PdfDocument(
+        _form("/FT /Tx /T (f1) /TU (Height of the tower) /V (42 m)"), "Application\n\nHeight of the tower: 42 m"
+    ),
+    "field that was drawn": PdfDocument(
+        pdf(
+            lines("Application"),
+            page="/Annots [100 0 R]",
+            catalog="/AcroForm << /Fields [100 0 R] >>",
+            objects={
+                100: _widget("/FT /Tx /T (height) /V (42 m) /AP << /N 101 0 R >>"),
+                101: _xobject("BT /F1 9 Tf (42 m) Tj ET"),
+            },
+        ),
+        "Application\n\nheight: 42 m",
+    ),
+    "note": PdfDocument(_noted("/Subtype /Text /Contents (ask the keeper)"), "The log\n\nask the keeper"),
+    "free text": PdfDocument(_noted("/Subtype /FreeText /Contents (approved) /DA (/F1 9 Tf)"), "The log\n\napproved"),
+    "highlight with a comment": PdfDocument(
+        _noted("/Subtype /Highlight /QuadPoints [] /Contents (check this)"), "The log\n\ncheck this"
+    ),
+    "hidden note": PdfDocument(_noted("/Subtype /Text /F 2 /Contents (unseen)"), "The log"),
+    "link": PdfDocument(_noted("/Subtype /Link /A << /S /URI /URI (https://example.org) >>"), "The log"),
+    "attached file": PdfDocument(
+        pdf(
+            lines("The log"),
+            catalog="/Names << /EmbeddedFiles << /Names [(plan.txt) 100 0 R] >> >>",
+            objects={
+                100: "<< /Type /Filespec /F (plan.txt) /EF << /F 101 0 R >> >>",
+                101: stream("plan", "/Type /EmbeddedFile"),
+            },
+        ),
+        "The log",
+        ["the attached file plan.txt"],
+    ),
+    "damaged table of objects": PdfDocument(pdf(lines("one")).replace(b"startxref\n", b"startxref\n9"), "one"),
+    "junk before the header": PdfDocument(b"\r\n\xef\xbb\xbfjunk\n" + pdf(lines("one")), "one"),
+}
