@@ -321,7 +321,7 @@ class _Renderer:
         return [*children, end]
 
     def _write_superscript(self, text: str) -> None:
-        is_raised_word = re.fullmatch("st|nd|rd|th|er|re|ère|ème|TM|SM", text)
+        is_raised_word = re.fullmatch("st|[nr]d|th|er|re|ère|ème|TM|SM", text)
         self._write_script(text, "" if is_raised_word else "^", SUPERSCRIPTS)
 
     def _write_subscript(self, text: str) -> None:
