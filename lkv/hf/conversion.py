@@ -123,13 +123,10 @@ def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
         print(f"the converted model takes {size / 1e6:,.0f} MB of disk", file=sys.stderr)
         _without_quantization(model).save_pretrained(work)
         tokenizer.save_pretrained(work)
+        stats = {path: path.stat() for path in work.iterdir()}
         files = {
-            path.name: {
-                "size": path.stat().st_size,
-                "mtime_ns": path.stat().st_mtime_ns,
-                "sha256": file_digest(path),
-            }
-            for path in work.iterdir()
+            path.name: {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": file_digest(path)}
+            for path, stat in stats.items()
         }
         record = {"version": _VERSION, "source": source.name, "files": files}
         (work / _DONE).write_text(json.dumps(record), encoding="utf-8")
@@ -171,42 +168,44 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
-        unread = _unread_tensors(reader, model)
+        if not (missing := _missing_tensors(model, set(report["missing_keys"]))):
+            _check_unread(reader, model)
     except UnreadPartError as error:
-        raise _unread_error(source, str(error)) from error
+        raise ModelLoadError(
+            f"{source} holds {error}, which transformers does not read from GGUF, so that the model would compute "
+            "something else; give the folder or hub id of the model itself."
+        ) from error
     except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
         reason = shorten(str(error), 160) or type(error).__name__
         raise ModelLoadError(
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
             "reads, or the folder or hub id of the model itself."
         ) from error
-    missing = set(report["missing_keys"])
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        # Such a class has biases in every projection where a file has them in some; no bias is one of zeros.
-        biases = [name for name in missing if name.endswith(".bias")]
-        for name in biases:
-            torch.nn.init.zeros_(model.get_parameter(name))
-        missing.difference_update(biases)
     if missing:
         raise ModelLoadError(
             f"{source} lacks {len(missing)} of the model's tensors ({min(missing)}, ...); give the whole model, not "
             "one part of it."
         )
-    if unread:
-        raise _unread_error(source, unread[0])
-    _add_end_tokens(reader, model)
+    fields = [reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
+    add_end_tokens(model, [int(field.contents()) for field in fields if field is not None])
     return model, tokenizer
 
 
-def _unread_error(source: Path, part: str) -> ModelLoadError:
-    return ModelLoadError(
-        f"{source} holds {part}, which transformers does not read from GGUF, so that the model would compute "
-        "something else; give the folder or hub id of the model itself."
-    )
+def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
+    """The `missing` tensors but for biases, which such a class has in every projection where a file has them in some.
+
+    These are made zeros, as none is.
+    """
+    if not (getattr(model.config, "attention_bias", False) or getattr(model.config, "mlp_bias", False)):
+        return missing
+    biases = {name for name in missing if name.endswith(".bias")}
+    for name in biases:
+        torch.nn.init.zeros_(model.get_parameter(name))
+    return missing - biases
 
 
-def _unread_tensors(reader: Any, model: Any) -> list[str]:
-    """Name the tensors of a GGUF file that are not in `model`, by the names and sizes of its own tensors."""
+def _check_unread(reader: Any, model: Any) -> None:
+    """Raise UnreadPartError for a tensor of a GGUF file that is not in `model`, by names and sizes."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = reader.get_field("general.architecture").contents()
@@ -218,15 +217,15 @@ def _unread_tensors(reader: Any, model: Any) -> list[str]:
     for name, weight in {weight.data_ptr(): (name, weight) for name, weight in model.state_dict().items()}.values():
         if unread.pop(names.get_name(name, try_suffixes=(".weight", ".bias")), None) is None:
             joined += weight.numel()
-    return list(unread) if sum(unread.values()) > joined else []
+    if sum(unread.values()) > joined:
+        raise UnreadPartError(next(iter(unread)))
 
 
-def _add_end_tokens(reader: Any, model: Any) -> None:
-    """Let generation also end at the end of a turn (eot) and of a message (eom), where the file names them."""
-    fields = [reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
+def add_end_tokens(model: Any, ids: list[int]) -> None:
+    """Let generation also end at the tokens `ids`."""
     own = model.generation_config.eos_token_id
     own = [] if own is None else own if isinstance(own, list) else [own]
-    ends = list(dict.fromkeys([*own, *(int(field.contents()) for field in fields if field is not None)]))
+    ends = list(dict.fromkeys([*own, *ids]))
     model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
 
 

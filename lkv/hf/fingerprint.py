@@ -68,8 +68,7 @@ def read_directions(
     empty fingerprint. Under tensor parallelism every process of the group must call this.
     """
     norms = norms or {}
-    places: list[str] = []
-    parts: list[Tensor] = []
+    directions = []
     for name, weight in _matrices(weights, layers):
         height, columns = _shape(weight)
         norm = _norm_before(name, norms)
@@ -77,22 +76,16 @@ def read_directions(
         rows = _rows(weight, row_numbers)
         if rows is None:
             continue
+        label = re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)  # from the layer's index on
+        if norm is not None:
+            label += f" * {norm.rpartition('.')[2]}"
         for number, row in enumerate(row_numbers):
             blocks = max(1, columns // _WIDTH)
             start = _WIDTH * min(blocks - 1, blocks * (number + 1) // (_ROWS + 1))
             part = rows[number, start : start + _WIDTH].float()
-            label = re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)  # from the layer's index on
             if norm is not None:
                 part = part * norms[norm][start : start + _WIDTH].to(part)
-                label += f" * {norm.rpartition('.')[2]}"
-            places.append(f"{label}[{row}, {start}:{start + len(part)}]")
-            parts.append(part.to(parts[0].device if parts else part.device))
-    # One copy from the device for all of them.
-    values = torch.cat(parts).tolist() if parts else []
-    directions = []
-    for position, part in zip(places, parts, strict=True):
-        directions.append(encode_direction(position, values[: len(part)]))
-        values = values[len(part) :]
+            directions.append(encode_direction(f"{label}[{row}, {start}:{start + len(part)}]", part.tolist()))
     return tuple(direction for direction in directions if direction)
 
 
@@ -122,7 +115,8 @@ def read_adapters(model: nn.Module) -> str:
         active = getattr(layer, "merged_adapters", None) or getattr(layer, "active_adapters", None)
         active = active or getattr(layer, "active_adapter", None) or []
         names = {active} if isinstance(active, str) else set(active)
-        scales = [float(scale) for name, scale in sorted(_scales(layer).items()) if name in names]
+        scaling = getattr(layer, "scaling", None)  # some kinds of adapters have no such factor
+        scales = [float(scaling[name]) for name in sorted(names & set(scaling))] if isinstance(scaling, dict) else []
         values.append(torch.tensor(scales, dtype=torch.bfloat16, device="cpu"))
         for name, weight in sorted(layer.named_parameters()):
             if not name.startswith("base_layer.") and names & set(name.split(".")):
@@ -140,12 +134,6 @@ def check_same_adapters(before: str, now: str) -> None:
             "the text was compressed with other adapters than those active in the model; activate the same ones, or "
             "compress the text again."
         )
-
-
-def _scales(layer: Any) -> dict[str, float]:
-    """What each adapter of a layer is multiplied by; empty for kinds of adapters without such a factor."""
-    scaling = getattr(layer, "scaling", None)
-    return scaling if isinstance(scaling, dict) else {}
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:

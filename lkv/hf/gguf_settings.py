@@ -94,19 +94,14 @@ def apply_settings(config: Any, reader: Any) -> None:
     }
     if hasattr(text, "rope_parameters"):
         _apply_rope(text, unread, factors)
-    _check_rest(prefix, unread, factors)
+    changes = [name for name, value in unread.items() if value not in _NEUTRAL.get(name, (0, "", "none"))]
+    for part in (*factors, *(prefix + name for name in changes)):
+        raise UnreadPartError(part)
     type(config).from_dict(config.to_dict())  # the class checks its own values, as it will when the folder is read
 
 
 def _head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
-def _check_rest(prefix: str, unread: dict[str, Any], factors: dict[str, Any]) -> None:
-    """Raise UnreadPartError for the first setting or tensor that is left and not neutral."""
-    changes = (name for name, value in unread.items() if value not in _NEUTRAL.get(name, (0, "", "none")))
-    for part in (*factors, *(prefix + name for name in changes)):
-        raise UnreadPartError(part)
 
 
 def _apply_window(text: Any, unread: dict[str, Any], longest: int) -> None:

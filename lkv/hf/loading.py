@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lkv.errors import ModelLoadError, PromptError
-from lkv.hf.conversion import convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.devices import find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder, is_path
@@ -164,11 +164,9 @@ def add_turn_end(model: Any, tokenizer: Any) -> None:
         return
     with suppress(PromptError):  # a template that carries no second question
         ids = encode(tokenizer, next_turn_parts(tokenizer)[0].lstrip())[:1]
-        own = model.generation_config.eos_token_id
-        own = [] if own is None else own if isinstance(own, list) else [own]
         token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
-        if token is not None and token.special and ids[0] not in (*own, tokenizer.unk_token_id):
-            model.generation_config.eos_token_id = [*own, ids[0]] if own else ids[0]
+        if token is not None and token.special and ids[0] != tokenizer.unk_token_id:
+            add_end_tokens(model, ids)
 
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
