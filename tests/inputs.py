@@ -365,7 +365,7 @@ def _remove(path: Path) -> None:
 
 def _good_files(folder: Path) -> Path:
     """One good file of each kind."""
-    from tests.hf.test_gguf import write_gguf
+    from tests.hf.gguf_files import write_gguf
 
     folder.mkdir()
     (folder / "text.txt").write_text("a few words of text. " * 40)

@@ -227,7 +227,7 @@ class Kills:
         }
         kinds = kinds or tuple(table)
         if "conversions" in kinds:
-            from tests.hf.test_gguf import write_gguf
+            from tests.hf.gguf_files import write_gguf
 
             write_gguf(folder / "tiny.gguf")
         for kind in ("trainings", "evaluations", "conversions"):

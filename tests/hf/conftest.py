@@ -1,7 +1,8 @@
-"""A stand-in for flash attention, which runs on CPUs."""
+"""A stand-in for flash attention, which runs on CPUs, and a cache folder of a test's own."""
 
 import inspect
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,3 +51,9 @@ def flash_attention(monkeypatch):
     monkeypatch.setattr(modeling, "_lazy_imports", found)
     monkeypatch.setattr(modeling, "_loaded_implementation", None)
     return names
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"

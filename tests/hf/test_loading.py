@@ -69,15 +69,6 @@ def test_only_auto_and_other_devices_than_the_cpu_need_accelerate(tmp_path, monk
         load_model(saved, device="gpu")
 
 
-def test_without_accelerate_weights_are_moved_to_their_device(tmp_path, monkeypatch):
-    saved = str(save_model(tmp_path / "model"))
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    model, _ = load_model(saved, torch.float32, device=torch.device("meta"))
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    model, _ = load_model(saved, torch.float32)
-    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

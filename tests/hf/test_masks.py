@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 from lkv.cache.ragged_cache import RaggedCache
@@ -245,15 +244,7 @@ def test_models_with_flash_attention_are_served(flash_attention, family, impleme
     model, rows = build(family, torch.float32), [ids(1, length, seed) for seed, length in enumerate(lengths)]
     expected = [model(row).logits[0] for row in rows]
     model.config._attn_implementation_internal = implementation
-    for _ in range(2 if path == next(iter(PATHS)) else 1):
-        cache = RaggedCache(model, method="knorm", retention=1.0, **options)
-        for row, stock in zip(read(model, cache, rows, cuts), expected, strict=True):
-            torch.testing.assert_close(row, stock, atol=1e-4, rtol=1e-4)
-        # A cache of transformers' own, in the same model.
-        torch.testing.assert_close(
-            model(rows[0], **cache_argument(DynamicCache(config=model.config))).logits[0],
-            expected[0],
-            atol=1e-4,
-            rtol=1e-4,
-        )
+    cache = RaggedCache(model, method="knorm", retention=1.0, **options)
+    for row, stock in zip(read(model, cache, rows, cuts), expected, strict=True):
+        torch.testing.assert_close(row, stock, atol=1e-4, rtol=1e-4)
     assert set(flash_attention) == {implementation}

@@ -5,7 +5,6 @@ import json
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -85,18 +84,6 @@ def test_stock_generation_is_the_same_before_patched_and_after(family, implement
     with attention_patched(model):
         check()
     check()
-
-
-def test_threads_with_and_without_an_lkv_cache():
-    model = tiny_llama(dtype=torch.float32)
-    expected = [read_with_lkv(model)[0], model.generate(IDS, **GREEDY)]
-
-    def run(number):
-        return read_with_lkv(model)[0] if number % 2 == 0 else model.generate(IDS, **GREEDY)
-
-    with ThreadPoolExecutor(4) as pool:
-        for number, out in enumerate(pool.map(run, range(16))):
-            assert torch.equal(out, expected[number % 2])
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
