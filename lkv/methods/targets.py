@@ -243,44 +243,34 @@ class TierTarget(RetentionTarget):
 
     def protected_entries(self, tokens: int) -> int:
         """As in `RetentionTarget`: all or none, as they are in the best precision in use."""
+        best, _ = self._spend(tokens)
         precisions = self.table.precisions
-        is_in = precisions.index(self.precision) >= precisions.index(self._best_precision(tokens))
-        return self.protected if is_in else 0
+        return self.protected if precisions.index(self.precision) >= precisions.index(best) else 0
 
     def shares(self, tokens: int) -> dict[Precision, float]:
         """For each precision, the fraction of the unprotected text that is stored in it or a better one."""
-        bits = self._bits(tokens)
-        if bits is None:
-            return dict.fromkeys(self.table.precisions, 1.0)
-        # The rest of the text is stored in what the protected tokens leave, in the precisions of the whole text.
-        row = self._row(bits, tokens)
-        bits -= self.protected * self.shape.entry_bits(self._best_precision(tokens)) if self.protected else 0
-        fractions = self._fractions(max(0.0, bits) / max(1, tokens), row)
-        share, shares = 0.0, {}
-        for precision in self.table.precisions:
-            share = min(1.0, share + fractions.get(precision, 0.0))
-            shares[precision] = share
-        return shares
+        _, fractions = self._spend(tokens)
+        precisions = self.table.precisions
+        totals = itertools.accumulate(fractions.get(precision, 0.0) for precision in precisions)
+        return {precision: min(1.0, total) for precision, total in zip(precisions, totals, strict=True)}
 
-    def _bits(self, tokens: int) -> float | None:
-        """Bits of one head's entries, without the basis of its k; None where all fit as the model computes them."""
-        shape = self.shape
-        full = 16 * shape.itemsize * shape.head_dim * max(1, tokens + self.protected)
-        share, nbytes = self.memory.share, self.memory.nbytes
-        total = share * full if share is not None else 8 * (nbytes or 0) / max(1, shape.heads)
-        return None if total >= full else max(0.0, total - shape.basis_bits)
-
-    def _best_precision(self, tokens: int) -> Precision:
-        """The best precision of a text's entries."""
-        bits = self._bits(tokens)
-        if bits is None:
-            return self.table.precisions[0]
-        fractions = self._fractions(bits / max(1, tokens + self.protected), self._row(bits, tokens))
-        return next((each for each in self.table.precisions if fractions.get(each, 0) > 0), self.table.precisions[0])
-
-    def _row(self, bits: float, tokens: int) -> TierRow:
-        """The row of the table for the whole text, of `tokens` tokens and the protected ones, and `bits` of a head."""
-        return self.table.row(bits / max(1, tokens + self.protected) / (2 * self.shape.head_dim))
+    def _spend(self, tokens: int) -> tuple[Precision, dict[Precision, float]]:
+        """The best precision in use, and the fraction of the unprotected text in each precision."""
+        shape, memory, precisions = self.shape, self.memory, self.table.precisions
+        whole = max(1, tokens + self.protected)
+        full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head, as the model computes them
+        bits = memory.share * full if memory.share is not None else 8 * (memory.nbytes or 0) / max(1, shape.heads)
+        if bits >= full:
+            return precisions[0], {precisions[0]: 1.0}
+        bits = max(0.0, bits - shape.basis_bits)
+        row = self.table.row(bits / whole / (2 * shape.head_dim))
+        fractions = self._fractions(bits / whole, row)
+        best = next((each for each in precisions if fractions.get(each, 0) > 0), precisions[0])
+        if self.protected:
+            # The rest of the text is stored in what the protected tokens leave, in the precisions of the whole text.
+            rest = max(0.0, bits - self.protected * shape.entry_bits(best))
+            fractions = self._fractions(rest / max(1, tokens), row)
+        return best, fractions
 
     def _fractions(self, bits: float, row: TierRow) -> dict[Precision, float]:
         """The fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
