@@ -141,7 +141,7 @@ class TieredStore(KVStore):
             out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks)
             self.count_appended(key.shape[2])
             return out
-        append(key, value, kv)
+        append(key, value, kv._replace(quantized=()))  # of which the rows of a batch may have more than attention takes
         self.count_appended(key.shape[2])
         return ragged_attention(query, self.attention_view(), scale, sinks=sinks)
 
