@@ -112,6 +112,11 @@ def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: 
     return value
 
 
+def require_texts(row: Row, position: str, *names: str) -> list[str]:
+    """The texts of some fields. Raises DataError where one is missing or no text."""
+    return [require_field(row, name, str, position) for name in names]
+
+
 def require_pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
     """The two items of an entry of the field `name`. Raises DataError for anything else."""
     if not isinstance(value, list) or len(value) != 2:

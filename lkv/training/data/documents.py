@@ -4,11 +4,11 @@ A row's columns decide how it is read: a set's own files and the hub's Parquet d
 set, from (position, row) pairs to items; sets whose files have no rows have one in `FILE_READERS`.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,20 @@ from typing import Any, NamedTuple
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, DocumentError, MissingPackageError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
-from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, split_lines
+from lkv.utils.data_files import (
+    Row,
+    read_records,
+    read_text,
+    replace_lone_surrogates,
+    require_field,
+    require_texts,
+    split_lines,
+)
 from lkv.utils.extras import install_command
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
-_VALIDATION_SHARE = 20  # one item in 20 is held out
+_HELD_OUT_SHARE = 20  # one item in so many is held out
 _LEAST_HELD_OUT_CHARS = 2000  # of a text that is held out alone, where one has so many
 LocatedRows = Iterable[tuple[str, Row]]
 
@@ -78,7 +86,7 @@ def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
     Questions over the same passages are on the same side.
     """
     texts = [_text_read(item) for item in items]
-    held_out = {text for text in texts if _is_in_share(text)}
+    held_out = {text for text in texts if _is_in_held_out_share(text)}
     # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but never the
     # longest, nor one of a few words where there are others.
     if len(held_out) in (0, len({*texts})):
@@ -95,10 +103,8 @@ def _text_read(item: Item) -> str:
     return item_texts(item)[0]
 
 
-def _is_in_share(text: str) -> bool:
-    """Whether a text is of the one in `_VALIDATION_SHARE` that is held out."""
-    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % _VALIDATION_SHARE == 0
+def _is_in_held_out_share(text: str) -> bool:
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) % _HELD_OUT_SHARE == 0
 
 
 def read_dataset(
@@ -173,7 +179,7 @@ def musique(rows: LocatedRows) -> Iterator[MultiHopQuestion]:
         paragraphs = require_field(row, "paragraphs", list, position)
         passages = tuple(Passage(p["title"], p["paragraph_text"]) for p in paragraphs)
         needed = frozenset(i for i, p in enumerate(paragraphs) if p["is_supporting"])
-        question, answer = (require_field(row, name, str, position) for name in ("question", "answer"))
+        question, answer = require_texts(row, position, "question", "answer")
         yield MultiHopQuestion(question, answer, passages, needed)
 
 
@@ -181,7 +187,7 @@ def fairytale(rows: LocatedRows) -> Iterator[Passage]:
     """FairytaleQA's whole tales with questions."""
     for position, row in rows:
         pairs = [(q["question"], q["answers"][0]) for q in require_field(row, "qas", list, position) if q["answers"]]
-        name, story = (require_field(row, name, str, position) for name in ("name", "story"))
+        name, story = require_texts(row, position, "name", "story")
         yield Passage(name, story, tuple(pairs))
 
 
@@ -248,9 +254,7 @@ def qmsum(rows: LocatedRows) -> Iterator[Meeting]:
 def mts_dialog(rows: LocatedRows) -> Iterator[Passage]:
     """MTS-Dialog: doctor-patient dialogues, each with the note that summarises it."""
     for position, row in rows:
-        header, note, dialogue = (
-            require_field(row, name, str, position) for name in ("section_header", "section_text", "dialogue")
-        )
+        header, note, dialogue = require_texts(row, position, "section_header", "section_text", "dialogue")
         yield Passage("", dialogue, ((header, note),))
 
 
@@ -306,9 +310,7 @@ def user_rows(rows: LocatedRows) -> Iterator[Passage]:
         if "text" in row:
             yield Passage("", require_field(row, "text", str, position))
         else:
-            question, answer, context = (
-                require_field(row, name, str, position) for name in ("question", "answer", "context")
-            )
+            question, answer, context = require_texts(row, position, "question", "answer", "context")
             yield Passage("", context, ((question, answer),))
 
 
