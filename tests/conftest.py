@@ -1,6 +1,7 @@
-"""Small random models and a policy for them."""
+"""Small random models, a policy for them, and training data."""
 
 import os
+import random
 import signal
 from pathlib import Path
 from unittest.mock import patch
@@ -99,3 +100,37 @@ def own_registry():
     registry.budgets(), registry.selectors()  # registered once, when they are imported
     with patch.dict(registry.METHODS), patch.dict(registry._BUDGETS), patch.dict(registry._SELECTORS):
         yield
+
+
+@pytest.fixture
+def data_folder(tmp_path):
+    """A small folder of training data, with made-up rows in the official fields."""
+    from tests.ruler import write_lines
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "near", "some", "old", "river"]
+    rng = random.Random(0)
+
+    def text(count):
+        return " ".join(rng.choice(words) for _ in range(count)) + "."
+
+    write_lines(
+        folder / "squad_train_subset.jsonl.gz",
+        [
+            {"title": f"T_{i}", "context": f"{text(60)} Key {i}.", "question": f"Which? {i}", "answers": [f"Key {i}"]}
+            for i in range(80)
+        ],
+    )  # fmt: skip
+    write_lines(
+        folder / "hotpotqa_train_200.jsonl.gz",
+        [
+            {"question": f"Q{i}", "answer": f"A{i}", "supporting_facts": [["P0", 0], ["P3", 0]],
+             "context": [[f"P{j}", [text(30), f" A{i} here."]] for j in range(6)]}
+            for i in range(40)
+        ],
+    )  # fmt: skip
+    for number in range(40):
+        (folder / f"story{number}.txt").write_text(text(900))
+        (folder / f"tool{number}.py").write_text("\n".join(f"def f{k}(x):\n    return x + {k}" for k in range(80)))
+    return folder

@@ -59,13 +59,14 @@ class Train(_Settings, ModelOptions):
         settings.pop("preset", None)
         check_data_folder(self.data)
         from lkv.training.processes import select_device
-        from lkv.training.train_policy import train_policy
+        from lkv.training.train_policy import prepare, train_policy
 
         if self.device:
             select_device(self.device)
-        train_policy(
+        setup = prepare(
             preset, settings, self.model, self.data, self.out, self.init, self.revision, self.track, self.spread
         )
+        train_policy(setup)
 
 
 def _read(path: Path) -> dict[str, Any]:

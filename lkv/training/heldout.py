@@ -146,10 +146,8 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     retentions = list(dict.fromkeys(row["retention"] for row in rows))
     lines = [f"{'KL / agreement on held-out texts':34}" + "".join(f"R = {retention:<14g}" for retention in retentions)]
     for name in dict.fromkeys(row["method"] for row in rows):
-        cells = {
-            row["retention"]: f"{format_kl(row['kl'])} / {row['agreement']:.2f}"
-            for row in rows if row["method"] == name
-        }  # fmt: skip
+        named = [row for row in rows if row["method"] == name]
+        cells = {row["retention"]: f"{format_kl(row['kl'])} / {row['agreement']:.2f}" for row in named}
         lines.append(f"{_BASELINES[name]:34}" + "".join(f"{cells[retention]:18}" for retention in retentions))
     return "\n".join(lines)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -223,7 +223,7 @@ def defer_interrupt() -> Iterator[threading.Event]:
         return
     previous = signal.getsignal(signal.SIGINT)
 
-    def handle(*_: Any) -> None:
+    def handle(*_: object) -> None:
         event.set()
         signal.signal(signal.SIGINT, previous)
         print("\nstopping after this step; interrupt again to stop at once", file=sys.stderr)

@@ -59,9 +59,8 @@ class TrainingSetup:
     accelerator: "Accelerator"
 
 
-def train_policy(*arguments: Any, **options: Any) -> Policy:
-    """Train a policy, or resume its training, and save it under out/policy; arguments are those of `prepare`."""
-    setup = prepare(*arguments, **options)
+def train_policy(setup: TrainingSetup) -> Policy:
+    """Train a policy, or resume its training, and save it in the folder `policy` of the run's folder."""
     is_main = setup.accelerator.is_main_process
     with lock_folder(setup.out) if is_main else nullcontext():
         policy = build(setup).run(setup.accelerator.log)

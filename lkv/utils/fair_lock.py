@@ -2,7 +2,6 @@
 
 import threading
 from collections import deque
-from typing import Any
 
 
 class FairLock:
@@ -18,7 +17,7 @@ class FairLock:
             self._waiting.append(ticket)
             self._changed.wait_for(lambda: self._waiting[0] is ticket)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._waiting.popleft()
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Split prompts into a context, which is compressed before any question is known, and its continuation."""
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lkv.errors import PromptError
 
@@ -61,9 +61,11 @@ def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
     return between, after
 
 
-def _apply_template(tokenizer: Any, turns: list[dict[str, str]]) -> str:
+def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, str]]) -> str:
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        return str(
+            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        )
     # Templates refuse with errors of Jinja's that have any message.
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
@@ -76,7 +78,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
     """Tokenise `text` without special tokens, which the template already holds.
 
     Raises PromptError if the tokenizer has no tokens for it.
@@ -90,7 +92,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         ) from error
 
 
-def bos_ids(tokenizer: Any) -> list[int]:
+def bos_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The id that the tokenizer itself puts before a text, if any; base models expect it."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [] if bos is None or tokenizer("a")["input_ids"][:1] != [bos] else [bos]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import Row, read_json, read_records, require_field, require_pair
@@ -27,7 +27,7 @@ class HotpotQuestion(NamedTuple):
     supporting_titles: frozenset[str]
 
 
-def _require_text(value: Any, name: str, position: str) -> str:
+def _require_text(value: object, name: str, position: str) -> str:
     """A text of the field `name`, or of an entry with its text. Raises DataError for anything else."""
     text = value.get("text") if isinstance(value, dict) else value
     if not isinstance(text, str):
@@ -35,7 +35,7 @@ def _require_text(value: Any, name: str, position: str) -> str:
     return text
 
 
-def _join_paragraph(title: Any, sentences: Any, position: str) -> tuple[str, str]:
+def _join_paragraph(title: object, sentences: object, position: str) -> tuple[str, str]:
     """A title and the text of its sentences. Raises DataError where they are none."""
     parts = [sentences] if isinstance(sentences, str) else sentences or []
     if not isinstance(parts, list):

@@ -20,9 +20,9 @@ from lkv.utils.data_files import read_records, split_lines
 from tests.ruler import write_lines
 
 
-def test_samples_are_a_function_of_seed_and_index(folder):
-    one, two = Mixture(folder, (100, 400), seed=3), Mixture(folder, (100, 400), seed=3)
-    other = Mixture(folder, (100, 400), seed=4)
+def test_samples_are_a_function_of_seed_and_index(data_folder):
+    one, two = Mixture(data_folder, (100, 400), seed=3), Mixture(data_folder, (100, 400), seed=3)
+    other = Mixture(data_folder, (100, 400), seed=4)
     assert [one.sample(i, 2) for i in range(20)] == [two.sample(i, 2) for i in reversed(range(20))][::-1]
     assert [one.sample(i, 2) for i in range(20)] != [other.sample(i, 2) for i in range(20)]
     assert set(one.names) == {"squad", "multihop", "prose", "code", "python", "facts"}
@@ -31,9 +31,9 @@ def test_samples_are_a_function_of_seed_and_index(folder):
 
 
 @pytest.mark.parametrize("builtin", [(), ("articles",)])
-def test_validation_texts_are_never_trained_on(folder, builtin):
+def test_validation_texts_are_never_trained_on(data_folder, builtin):
     """Paragraphs of a data set, and the passages that several questions share."""
-    training = Mixture(None if builtin else folder, (100, 2000), builtin=builtin or ("python",))
+    training = Mixture(None if builtin else data_folder, (100, 2000), builtin=builtin or ("python",))
     texts = [
         {text for i in range(300) for text in side.sample(i, 1).context.split("\n\n") if builtin or "Key" in text}
         for side in (training, training.held_out())
@@ -61,12 +61,12 @@ def test_no_text_stands_twice_in_a_context():
     assert used == {"articles", "prose", "tales"}
 
 
-def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_factory):
-    assert Mixture(folder, (100, 400)).weights == {
+def test_python_and_facts_are_at_most_half_beside_a_long_text(data_folder, tmp_path_factory):
+    assert Mixture(data_folder, (100, 400)).weights == {
         "squad": 18, "multihop": 10, "prose": 5, "code": 8, "python": 10, "facts": 20
     }  # fmt: skip
     prose = tmp_path_factory.mktemp("prose")
-    for path in folder.glob("story*.txt"):
+    for path in data_folder.glob("story*.txt"):
         (prose / path.name).write_bytes(path.read_bytes())
     mixture = Mixture(prose, (100, 400))
     assert mixture.own_chars > 100_000 and {*mixture.weights} == {"prose", "python", "facts"}
@@ -75,8 +75,8 @@ def test_python_and_facts_are_at_most_half_beside_a_long_text(folder, tmp_path_f
         assert side.weights["facts"] == 2 * side.weights["python"]
 
 
-def test_questions_can_be_answered_from_their_context(folder):
-    mixture, checked = Mixture(folder, (100, 400)), 0
+def test_questions_can_be_answered_from_their_context(data_folder):
+    mixture, checked = Mixture(data_folder, (100, 400)), 0
     for index in range(200):
         item = mixture.sample(index, 1)
         if item.source in ("squad", "multihop", "facts"):
@@ -188,8 +188,8 @@ def test_texts_without_spaces_are_repeated_and_continued_in_part(text):
     assert len(context) > 2500 and len(following.target) < 600  # not cut at the only line end, far before
 
 
-def test_of_texts_with_spaces_words_are_repeated(folder):
-    text = (folder / "story0.txt").read_text()
+def test_of_texts_with_spaces_words_are_repeated(data_folder):
+    text = (data_folder / "story0.txt").read_text()
     words = text.split(" ")
     for seed in range(20):
         start = random.Random(seed).randint(0, len(words) - 54)
@@ -246,11 +246,11 @@ def test_half_a_surrogate_pair_stops_no_training(tmp_path):
     assert [*split_text("na\udcefve.py", half)] == [Passage("na?ve.py", half.replace("\ud83d", "?"))]
 
 
-def test_the_held_out_items_are_chosen_by_what_they_say(folder):
+def test_the_held_out_items_are_chosen_by_what_they_say(data_folder):
     """Whatever type or file an item comes from: a paragraph of the nested file is held out as that of the flat one."""
-    nested = folder.parent / "official"
+    nested = data_folder.parent / "official"
     nested.mkdir()
-    flat = gzip.decompress((folder / "squad_train_subset.jsonl.gz").read_bytes())
+    flat = gzip.decompress((data_folder / "squad_train_subset.jsonl.gz").read_bytes())
     rows = [json.loads(line) for line in flat.splitlines()]
     articles = [
         {"title": row["title"], "paragraphs": [
@@ -260,26 +260,26 @@ def test_the_held_out_items_are_chosen_by_what_they_say(folder):
     ]  # fmt: skip
     (nested / "train-v1.1.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     parts = []
-    for path, kind in ((folder / "squad_train_subset.jsonl.gz", folder), (nested / "train-v1.1.json", nested)):
-        items = read_dataset("squad", [path], kind)
+    for path in (data_folder / "squad_train_subset.jsonl.gz", nested / "train-v1.1.json"):
+        items = read_dataset("squad", [path], path.parent)
         assert len(items) == 80
         parts.append({item.text for item in split_held_out(items, True)})
     assert parts[0] == parts[1] and 0 < len(parts[0]) < 20
 
 
-def test_every_file_is_named_taken_or_left(folder):
+def test_every_file_is_named_taken_or_left(data_folder):
     names = "README.md", "dev-v1.1.json", "picture.png", "trec_train_5500.label.gz", "mmlu_test.jsonl", "mmlu_val.jsonl"
     for name in (*names, "mmlu_dev_test.jsonl.gz", "mmlu_auxiliary_train.jsonl"):
-        (folder / name).write_bytes(b"")
-    (folder / "mine.jsonl").write_text(
+        (data_folder / name).write_bytes(b"")
+    (data_folder / "mine.jsonl").write_text(
         '{"context": "The key is in the well.", "question": "Where?", "answer": "there"}\n'
     )
     for name in ("test/own_questions.jsonl", "data/validation/rows.jsonl", "latest/more.jsonl"):
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_bytes((folder / "mine.jsonl").read_bytes())
-    found = index_folder(folder, ["squad", "hotpotqa", "mmlu", "own", "text", "code"])
-    assert found.used["mmlu"] == [folder / "mmlu_auxiliary_train.jsonl", folder / "mmlu_dev_test.jsonl.gz"]
-    assert found.used["own"] == [folder / "latest/more.jsonl", folder / "mine.jsonl"]
+        (data_folder / name).parent.mkdir(parents=True)
+        (data_folder / name).write_bytes((data_folder / "mine.jsonl").read_bytes())
+    found = index_folder(data_folder, ["squad", "hotpotqa", "mmlu", "own", "text", "code"])
+    assert found.used["mmlu"] == [data_folder / "mmlu_auxiliary_train.jsonl", data_folder / "mmlu_dev_test.jsonl.gz"]
+    assert found.used["own"] == [data_folder / "latest/more.jsonl", data_folder / "mine.jsonl"]
     assert len(found.used["text"]) == len(found.used["code"]) == 40
     assert {path.name: why for path, why in found.skipped.items()} == {
         "README.md": "describes the data sets",
@@ -292,7 +292,7 @@ def test_every_file_is_named_taken_or_left(folder):
         "trec_train_5500.label.gz": "not used by this recipe",
     }
     said = "\n".join(found.lines())
-    every = {path for path in folder.rglob("*") if path.is_file()}
+    every = {path for path in data_folder.rglob("*") if path.is_file()}
     assert {*found.skipped, *(path for paths in found.used.values() for path in paths)} == every
     assert (
         "squad: squad_train_subset.jsonl.gz" in said
@@ -324,17 +324,17 @@ def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])
-def test_data_that_is_not_recognised_is_refused(folder, name):
-    (folder / name).write_text('{"passage": "of other columns"}\n')
+def test_data_that_is_not_recognised_is_refused(data_folder, name):
+    (data_folder / name).write_text('{"passage": "of other columns"}\n')
     with pytest.raises(DataError, match=rf"holds data that is not recognised: {name}; give the files their official"):
-        Mixture(folder, (100, 400))
+        Mixture(data_folder, (100, 400))
 
 
-def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
-    (folder / "squad_train_subset.jsonl.gz").rename(folder / "strange.jsonl.gz")
+def test_a_map_of_names_says_what_each_file_is(data_folder, tmp_path_factory):
+    (data_folder / "squad_train_subset.jsonl.gz").rename(data_folder / "strange.jsonl.gz")
     names = tmp_path_factory.mktemp("map") / "map.json"
     names.write_text('{"squad": "strange.jsonl.gz"}')
-    mixture = Mixture(folder, (100, 400), names=read_name_map(names))
+    mixture = Mixture(data_folder, (100, 400), names=read_name_map(names))
     assert set(mixture.names) == {"squad", "python", "facts"}
     for text, message in (
         ('["squad"]', "is not a map of names"),
@@ -345,13 +345,13 @@ def test_a_map_of_names_says_what_each_file_is(folder, tmp_path_factory):
         with pytest.raises(DataError, match=message):
             read_name_map(names)
     with pytest.raises(DataError, match="names the set 'trec', which this recipe does not read; give sets of squad, "):
-        Mixture(folder, (100, 400), names={"trec": "strange.jsonl.gz"})
+        Mixture(data_folder, (100, 400), names={"trec": "strange.jsonl.gz"})
     elsewhere = names.with_name("elsewhere.jsonl.gz")
-    elsewhere.write_bytes((folder / "strange.jsonl.gz").read_bytes())
-    mixture = Mixture(folder, (100, 400), names={"squad": str(elsewhere)})
+    elsewhere.write_bytes((data_folder / "strange.jsonl.gz").read_bytes())
+    mixture = Mixture(data_folder, (100, 400), names={"squad": str(elsewhere)})
     assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
     with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
-        Mixture(folder, (100, 400), names={"squad": "nothing.gz"})
+        Mixture(data_folder, (100, 400), names={"squad": "nothing.gz"})
 
 
 def test_texts_of_our_own_answer_their_questions():

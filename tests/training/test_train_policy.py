@@ -31,7 +31,7 @@ def short_warm_start(monkeypatch):
     monkeypatch.setattr("lkv.training.warm_start._HEAD_UPDATES", 20)
 
 
-def test_the_stages_of_a_training_one_by_one(tmp_path, folder):
+def test_the_stages_of_a_training_one_by_one(tmp_path, data_folder):
     model, out = save_model(tmp_path / "model"), tmp_path / "out"
     weights = (model / "model.safetensors").rename(tmp_path / "weights")
     overrides = {
@@ -42,16 +42,16 @@ def test_the_stages_of_a_training_one_by_one(tmp_path, folder):
         "validation_samples": 1,
         "warmup_contexts": 2,
     }
-    setup = prepare("paper-cpu", overrides, str(model), folder, out)
+    setup = prepare("paper-cpu", overrides, str(model), data_folder, out)
     assert setup.config.steps == 1 and setup.shape.layers == 3
     weights.rename(model / "model.safetensors")  # which nothing has read so far
     before = build(setup).policy.tokens.output.detach().clone()
-    policy = train_policy("paper-cpu", overrides, str(model), folder, out)
+    policy = train_policy(prepare("paper-cpu", overrides, str(model), data_folder, out))
     assert not torch.equal(policy.tokens.output, before)
     card = Policy.from_pretrained(out / "policy").card
     assert card["data_digest"] == setup.data.digest and card["model"] == "model"  # not where it is on this machine
     with pytest.raises(TrainingError, match=r"other settings \(lr "):
-        prepare("paper-cpu", overrides | {"lr": 0.5}, str(model), folder, out)
+        prepare("paper-cpu", overrides | {"lr": 0.5}, str(model), data_folder, out)
 
 
 @pytest.mark.parametrize("positions", [512, 2048, 8192, 131_072])
@@ -81,13 +81,13 @@ def test_lengths_beyond_the_positions_are_refused():
             resolve_config(preset, chosen, 8192, CPU)
 
 
-def test_the_default_preset_is_that_of_the_device(tmp_path, folder, monkeypatch):
+def test_the_default_preset_is_that_of_the_device(tmp_path, data_folder, monkeypatch):
     model = str(save_model(tmp_path / "model"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as with --device cpu beside a GPU
-    config = prepare(None, {"retention_high": 0.4}, model, folder, tmp_path / "out").config
+    config = prepare(None, {"retention_high": 0.4}, model, data_folder, tmp_path / "out").config
     assert (config.retention_low, config.retention_high, config.dtype) == (0.03, 0.4, "float32")
     with pytest.raises(TrainingError, match=r"retention_low is 0\.6 and retention_high 0\.5"):
-        prepare(None, {"retention_low": 0.6}, "no/such", folder, tmp_path / "other")
+        prepare(None, {"retention_low": 0.6}, "no/such", data_folder, tmp_path / "other")
 
 
 def test_each_process_of_a_machine_takes_its_own_device(monkeypatch):
@@ -114,14 +114,14 @@ def train(model, data, out, *more):
     return main(["train", "--model", str(model), "--data", str(data), "--out", str(out), *more])
 
 
-def test_settings_come_from_a_file_and_options_win(tmp_path, folder, capsys):
+def test_settings_come_from_a_file_and_options_win(tmp_path, data_folder, capsys):
     model = save_model(tmp_path / "model")
     file = tmp_path / "run.toml"
     file.write_text(
         "preset = 'cpu'\nsteps = 9\nmax_tokens = 120\nmin_tokens = 60\nbatch = 2\nbeta = 0.25\nposition = true\n"
         "checkpoint_every = 1\nmax_continuation = 60\nvalidation_samples = 2\nwarmup_contexts = 2\ndtype = 'float32'\n"
     )
-    assert train(model, folder, tmp_path / "out", "--config", str(file), "--steps", "2", "--no-position") == 0
+    assert train(model, data_folder, tmp_path / "out", "--config", str(file), "--steps", "2", "--no-position") == 0
     said = json.loads((tmp_path / "out" / "policy" / "config.json").read_text())["card"]["training"]
     assert (said["steps"], said["beta"], said["position"], said["lr"]) == (2, 0.25, False, PRESETS["cpu"].lr)
     told = capsys.readouterr().err
@@ -151,21 +151,21 @@ def test_a_file_of_settings_that_cannot_be_is_named_before_the_model_loads(tmp_p
     assert message in error and len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
-def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, folder, capsys):
+def test_lengths_are_checked_against_the_model_before_its_weights_load(tmp_path, data_folder, capsys):
     model = save_model(tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"not read")
-    assert train(model, folder, tmp_path / "out", "--preset", "paper") == 2
+    assert train(model, data_folder, tmp_path / "out", "--preset", "paper") == 2
     assert "are more than the 512 positions of this model" in capsys.readouterr().err
 
 
-def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(tmp_path, folder):
+def test_a_policy_that_cannot_be_started_from_is_refused_before_the_model_loads(tmp_path, data_folder):
     model, other = save_model(tmp_path / "model"), tmp_path / "other"
     (model / "model.safetensors").write_bytes(b"not read")
     Policy(inspect_model(tiny_llama()), inputs=ScorerInputs("unrotated")).save_pretrained(other)
     settings = {"min_tokens": 60, "max_tokens": 120}
     with pytest.raises(TrainingError, match="does not hold the parameters of a policy with these inputs"):
-        prepare("paper-cpu", settings, str(model), folder, tmp_path / "out", init=other)
-    assert prepare("paper-cpu", settings | {"key": "unrotated"}, str(model), folder, tmp_path / "out", init=other)
+        prepare("paper-cpu", settings, str(model), data_folder, tmp_path / "out", init=other)
+    assert prepare("paper-cpu", settings | {"key": "unrotated"}, str(model), data_folder, tmp_path / "out", init=other)
 
 
 def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
@@ -175,14 +175,14 @@ def test_a_run_to_start_from_gives_the_card_of_all_its_stages(tmp_path):
     assert initialize_from(Policy(policy.spec), tmp_path) == card | {"step": 5, "training": asdict(config)}
 
 
-def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, folder):
+def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, data_folder):
     """Given that folder, every command takes the policy in it, and not the trained one in the folder policy below."""
     Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"already holds a policy, .*; give another --out"):
-        prepare("paper-cpu", {}, "no/such", folder, tmp_path, init=tmp_path)
+        prepare("paper-cpu", {}, "no/such", data_folder, tmp_path, init=tmp_path)
 
 
-def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, folder):
+def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, data_folder):
     saved = save_model(tmp_path / "model")
     model = build_family("HunYuanDenseV1", torch.float32, vocab_size=300)
     for weight in model.parameters():
@@ -190,7 +190,7 @@ def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(
             torch.nn.init.uniform_(weight, 0.2, 2.2)
     model.save_pretrained(saved)
     setup = prepare(
-        "cpu", {"min_tokens": 60, "max_tokens": 120, "validation_samples": 1}, str(saved), folder, tmp_path / "out"
+        "cpu", {"min_tokens": 60, "max_tokens": 120, "validation_samples": 1}, str(saved), data_folder, tmp_path / "out"
     )
     with pytest.raises(UnsupportedModelError, match="in a way that `lkv train --attention learned` cannot undo"):
         build(setup)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lkv.errors import DataError
-from lkv.training.data.documents import item_texts
+from lkv.training.data.documents import ItemT, item_texts
 from lkv.utils.data_files import read_json, read_member, read_records, read_text, split_lines
 
 NGRAM_WORDS = 13  # long enough that chance does not make two texts share them
 OVERLAP_SHARE = 0.1  # of a text's n-grams
 _SHORT_WORDS = 6  # per n-gram of a text that is shorter than an n-gram
+Hashes = NDArray[np.uint64]
 _WORD = re.compile(r"\w+")
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
@@ -72,7 +74,7 @@ class NgramOverlap:
         shared = float((evaluated[places] == grams).mean())
         return float(shared == 1.0) if is_short else shared
 
-    def clean(self, name: str, items: list[Any]) -> list[Any]:
+    def clean(self, name: str, items: list[ItemT]) -> list[ItemT]:
         """The items of the set `name` that do not overlap."""
         shares = [max(map(self.share, item_texts(item)), default=0.0) for item in items]
         clean = [item for item, share in zip(items, shares, strict=True) if share < self._share]
@@ -89,7 +91,7 @@ class NgramOverlap:
         }
         return {"n": self._n, "share": self._share, "files": self.files, "removed": True, "sets": sets}
 
-    def _hash_words(self, text: str) -> Any:
+    def _hash_words(self, text: str) -> Hashes:
         """A 64-bit hash of each word."""
         words = _WORD.findall(text.lower())
         for word in {word for word in words if word not in self._word_hashes}:
@@ -97,7 +99,7 @@ class NgramOverlap:
             self._word_hashes[word] = int.from_bytes(digest, "big")
         return np.fromiter((self._word_hashes[word] for word in words), np.uint64, len(words))
 
-    def _hash_grams(self, words: Any, size: int) -> Any:
+    def _hash_grams(self, words: Hashes, size: int) -> Hashes:
         """A 64-bit hash of each n-gram of `size` words, given the words' hashes."""
         count = max(0, len(words) - size + 1)
         total = np.zeros(count, np.uint64)
@@ -130,7 +132,7 @@ def read_strings(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read ({error}); give the official file of the evaluated set.") from error
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

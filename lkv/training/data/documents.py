@@ -11,7 +11,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, DocumentError, MissingPackageError
@@ -67,6 +67,7 @@ class ShortQuestion(NamedTuple):
 
 
 Item = Passage | MultiHopQuestion | Meeting | ShortQuestion
+ItemT = TypeVar("ItemT", bound=Item)
 
 
 def item_texts(item: Item) -> list[str]:
@@ -80,7 +81,7 @@ def item_texts(item: Item) -> list[str]:
     return [item.text, *(question for question, _ in item.questions)]
 
 
-def split_held_out(items: Sequence[Any], validation: bool) -> list[Any]:
+def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
     """The items that training never sees, or the others; an item's text decides, not its file.
 
     Questions over the same passages are on the same side.
@@ -379,12 +380,12 @@ def _own_texts() -> dict[str, list[dict[str, Any]]]:
     return json.loads(resources.files("lkv.training.data").joinpath("texts.json").read_text(encoding="utf-8"))
 
 
-ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Any]]] = {
+ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Item]]] = {
     "hotpotqa": hotpot, "2wiki": hotpot, "musique": musique, "fairytaleqa": fairytale, "squality": squality,
     "squad": lambda rows: squad_passages(squad_questions(rows)), "narrativeqa": narrativeqa, "multi_news": multi_news,
     "qmsum": qmsum, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code_files, "own": user_rows,
 }  # fmt: skip
-FILE_READERS: dict[str, Callable[[Path, Path], Iterable[Any]]] = {
+FILE_READERS: dict[str, Callable[[Path, Path], Iterable[Item]]] = {
     "wikitext2": wikitext,
     "text": text_pieces,
     "code": text_pieces,

@@ -8,13 +8,15 @@ import copy
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lkv.errors import DataError
 from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import (
+    Item,
+    ItemT,
     Meeting,
     MultiHopQuestion,
     Passage,
@@ -50,7 +52,9 @@ from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
 
-BUILTIN_TEXTS = {  # what every installation has, of Python and of LKV: title, licence and reader
+BUILTIN_TEXTS: dict[
+    str, tuple[str, str, Callable[[], Iterable[Item]]]
+] = {  # what every installation has, of Python and of LKV: title, licence and reader
     "python": ("Python standard library", "PSF", read_standard_library),
     "manual": ("Python's language reference in pydoc_data", "PSF", read_python_manual),
     "tales": ("stories, letters and essays of LKV's own", "Apache-2.0", read_own_stories),
@@ -105,7 +109,7 @@ class Mixture:
         self._lengths, self._texts, self._overlap = Lengths(*lengths), tuple(texts), overlap
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}
-        items: dict[str, list[Any]] = {}
+        items: dict[str, list[Item]] = {}
         unreadable: dict[Path, str] = {}
         for source, (_, _, sets) in _SOURCES.items():
             items[source] = []
@@ -117,7 +121,7 @@ class Mixture:
         self.index = self.index.skip(unreadable)
         items["prose"] += self._clean("texts", [piece for text in texts for piece in split_text("", text)])
         for name in builtin:
-            own: list[Any] = [*BUILTIN_TEXTS[name][2]()]
+            own = list(BUILTIN_TEXTS[name][2]())
             self.builtin_counts[name] = len(own)
             items[name] = self._clean(name, own)
         own_items = (item for source, group in items.items() if source not in BUILTIN_SOURCES for item in group)
@@ -125,7 +129,7 @@ class Mixture:
         self._all_items = items
         self._select(f"{seed}-train", is_held_out=False)
 
-    def _clean(self, name: str, items: list[Any]) -> list[Any]:
+    def _clean(self, name: str, items: list[ItemT]) -> list[ItemT]:
         """The items that do not overlap with evaluated texts."""
         return self._overlap.clean(name, items) if self._overlap else items
 
