@@ -14,7 +14,8 @@ import pandas as pd
 
 from experiments.common import RESULTS
 from experiments.report.names import CATEGORIES, FULL
-from experiments.report.results_frame import Pair, Results, Scores, Unit, method_pairs, read_results
+from experiments.report.results_frame import Pair, Results, read_results
+from experiments.report.scores import Scores, Unit, method_pairs
 from experiments.result_file import write_results
 from lkv.errors import ReportError
 from lkv.hf.loading import DEFAULT

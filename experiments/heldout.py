@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,6 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
         return [row for name in names for row in data_files.read_json_lines(sample / f"{name}.jsonl.gz")]
 
     code = [row["context"] + row["input"] for row in rows_of("lcc", "repobench-p")]
-    prose = rows_of(*_LONGBENCH)
 
     def prose_qa(rng: random.Random, tokens: int) -> Case:
         packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
@@ -108,21 +108,22 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
         text, (following, _) = split_to_continue(rng, [rng.choice(code)], size)
         return text, [following]
 
-    def longbench(rng: random.Random, tokens: int) -> Case:
-        size = int(tokens * CHARS_PER_TOKEN)
-        for _ in range(_DRAWS):
-            row = rng.choice(prose)
-            start = rng.randint(0, max(0, len(row["context"]) - size - 400))
-            text = row["context"][start : start + size]
-            following = row["context"][start + size : start + size + 400]
-            continuations = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
-            continuations += [Continuation(None, following)] if following else []
-            if continuations:  # a whole text without a question has none
-                return text, continuations
-        raise DataError(f"of {_DRAWS} LongBench texts none has a question or is longer than {tokens:,} tokens.")
-
     single = {"prose QA": prose_qa, "multi-hop QA": multihop_qa, "stories": stories, "meetings": meeting}
-    return {**single, "code": code_lines, "LongBench text": longbench}
+    return {**single, "code": code_lines, "LongBench text": partial(_longbench_text, rows_of(*_LONGBENCH))}
+
+
+def _longbench_text(prose: list[dict[str, Any]], rng: random.Random, tokens: int) -> Case:
+    size = int(tokens * CHARS_PER_TOKEN)
+    for _ in range(_DRAWS):
+        row = rng.choice(prose)
+        start = rng.randint(0, max(0, len(row["context"]) - size - 400))
+        text = row["context"][start : start + size]
+        following = row["context"][start + size : start + size + 400]
+        continuations = [Continuation(row["input"], row["answers"][0])] if row["input"] else []
+        continuations += [Continuation(None, following)] if following else []
+        if continuations:  # a whole text without a question has none
+            return text, continuations
+    raise DataError(f"of {_DRAWS} LongBench texts none has a question or is longer than {tokens:,} tokens.")
 
 
 class Needles(NamedTuple):

@@ -7,12 +7,14 @@ the full contexts, by concurrency, in unlimited and in equal memory), "first tok
 "compression" (reading and compressing a text by reading it), "fit" (contexts in 1 GB).
 """
 
+import argparse
 import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -109,6 +111,23 @@ def ratio_row(about: dict[str, Any], what: str, unit: str, ratios: list[float], 
     return {**about, "what": what, "unit": unit, "baseline": "full", **mean, **more}
 
 
+def compare_throughput(
+    ours: Engine, full: Engine, numbers: Sequence[int], clients: int, options: argparse.Namespace
+) -> tuple[list[float], dict[str, float]]:
+    """The ratios of throughput, and the tokens a second of both, for answers about the texts `numbers`."""
+
+    def answer_all(engine: Engine, is_full: bool) -> None:
+        for start in range(0, len(numbers), clients):
+            group = numbers[start : start + clients]
+            engine.ask("answer", numbers=group, length=options.length, is_full=is_full)
+
+    runs = {"lkv": partial(answer_all, ours, False), "full": partial(answer_all, full, True)}
+    took = interleaved(runs, options.repeats, warmups=1)
+    count = len(numbers) * options.length * options.repeats
+    rates = {name: count / sum(seconds) for name, seconds in took.items()}
+    return [*map(truediv, took["full"], took["lkv"])], rates
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--engine"]:
         run_engine(json.loads(sys.stdin.readline()))
@@ -137,13 +156,11 @@ def main() -> None:
             for method, values in (("lkv", sizes), ("full", full_sizes))
         ]
         unread = iter(range(options.contexts, len(texts)))
-        took = interleaved(
-            {
-                "lkv": lambda: ours.ask("make", number=next(unread)),
-                "full": partial(ours.ask, "read", number=options.contexts),
-            },
-            options.repeats, warmups=1,
-        )  # fmt: skip
+        runs: dict[str, Callable[[], Any]] = {
+            "lkv": lambda: ours.ask("make", number=next(unread)),
+            "full": partial(ours.ask, "read", number=options.contexts),
+        }
+        took = interleaved(runs, options.repeats, warmups=1)
         unit = "time to read and compress a text by time to read it, mean of pairs"
         rows.append(ratio_row(about, "compression", unit, [*map(truediv, took["lkv"], took["full"])]))
         equal = pages + _SPARE + int(sum(sizes) / page_bytes)
@@ -155,18 +172,8 @@ def main() -> None:
             for clients in options.concurrency if memory == "unlimited" else (16,):
                 numbers = [number % options.contexts for number in range(max(4, clients))]
                 draw.shuffle(numbers)
-                groups = [numbers[start : start + clients] for start in range(0, len(numbers), clients)]
-
-                def answer_all(engine: Engine, is_full: bool, groups: list[list[int]] = groups) -> None:
-                    for group in groups:
-                        engine.ask("answer", numbers=group, length=options.length, is_full=is_full)
-
-                runs = {"lkv": partial(answer_all, ours, False), "full": partial(answer_all, full, True)}
-                took = interleaved(runs, options.repeats, warmups=1)
                 unit = "tokens a second by those of full contexts in vLLM's prefix cache, mean of pairs"
-                count = len(numbers) * options.length * options.repeats
-                rates = {name: count / sum(seconds) for name, seconds in took.items()}
-                ratios = [*map(truediv, took["full"], took["lkv"])]
+                ratios, rates = compare_throughput(ours, full, numbers, clients, options)
                 more = {"memory": memory, "concurrency": clients, "rate": rates["lkv"], "full_rate": rates["full"]}
                 rows.append(ratio_row(about, "throughput", unit, ratios, **more))
             if memory == "unlimited":

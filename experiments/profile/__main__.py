@@ -10,7 +10,7 @@ from experiments.result_file import write_results
 from lkv.cli.command import option
 from lkv.cli.main import main
 from lkv.cli.options import (
-    DEVICE,
+    GPU_DEVICE,
     Dtype,
     MethodName,
     PolicyOptions,
@@ -42,7 +42,7 @@ class Profile(PolicyOptions, RunOptions):
     new_tokens: PositiveInt = option("tokens generated after each context", 16)
     repeats: PositiveInt = option("timed rounds, after a warm-up round", 3)
     dtype: Dtype | None = option("dtype of the model (default: bfloat16 on CUDA, else float32)")
-    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    device: str | None = GPU_DEVICE
     chunk: PositiveInt | None = option("read the context in chunks of this many tokens")
     streaming: bool = option("evict after every chunk (needs --chunk)", False)
     seed: int = option("seed of tokens and random weights", 0)

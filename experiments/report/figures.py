@@ -12,12 +12,12 @@ import pandas as pd
 from experiments.report import names
 from experiments.report.names import AVERAGE, FULL, RULES, SELECTORS, is_lkv, method_label
 from experiments.report.profile_table import ProfileResults
-from experiments.report.results_frame import DEFAULT_RETENTION, MEMORY
 from experiments.report.tables import MEASURED, PUBLISHED, Table
-from lkv.errors import ReportError
+from lkv.errors import DEFAULT_RETENTION, ReportError
 from lkv.methods.registry import COMPENSATION, find_method
 from lkv.utils import files
 from lkv.utils.extras import optional_import
+from lkv.utils.journal import MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -271,6 +271,13 @@ def _plot_grid(table: Table) -> "Figure":
     return figure
 
 
+def _published_sizes(model: str) -> dict[str, Any]:
+    if sizes := names.paper_numbers()["memory"].get(model):
+        return sizes
+    name = names.paper_models()[model]
+    raise ReportError(f"the paper prints no memory sizes with {name}; use --published llama-3.1-8b.")
+
+
 def plot_memory(profile: ProfileResults, published: str = "", weights: bool = False) -> "Figure":
     """Peak memory where it was measured, and bytes of k and v, over context length; all scales linear, from 0.
 
@@ -289,14 +296,8 @@ def plot_memory(profile: ProfileResults, published: str = "", weights: bool = Fa
         if "weight_bytes" not in frame:
             raise ReportError("the profile does not state the bytes of the weights; measure it again.")
         frame["peak_bytes"] += frame.weight_bytes
-    points: dict[str, float] = {}
-    paper: dict[str, Any] = {}
-    if published and published in profile.model.lower():
-        paper = names.paper_numbers()["memory"].get(published, {})
-        if not paper:
-            name = names.paper_models()[published]
-            raise ReportError(f"the paper prints no memory sizes with {name}; use --published llama-3.1-8b.")
-        points = {method: size * 2**30 for method, size in paper["kv_gib"].items()}  # its "25.0 GB at 200k" are GiB
+    paper = _published_sizes(published) if published and published in profile.model.lower() else {}
+    points = {method: size * 2**30 for method, size in paper.get("kv_gib", {}).items()}  # "25.0 GB at 200k" are GiB
     figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
     all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     styles = method_styles(names.sort_methods(frame.method))

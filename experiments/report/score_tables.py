@@ -5,21 +5,13 @@ from dataclasses import dataclass, replace
 
 from experiments.report import names
 from experiments.report.names import AVERAGE, FULL, RULES, SELECTORS, method_label, part_label
-from experiments.report.results_frame import (
-    DEFAULT_RETENTION,
-    MEMORY,
-    Pair,
-    Results,
-    Scores,
-    Unit,
-    at_one_retention,
-    method_pairs,
-    retentions_of,
-)
+from experiments.report.results_frame import Pair, Results
+from experiments.report.scores import Scores, Unit, at_one_retention, method_pairs, retentions_of
 from experiments.report.tables import PUBLISHED, Cell, Column, Table, TableRow, add_rows, make_table
-from lkv.errors import ReportError
+from lkv.errors import DEFAULT_RETENTION, ReportError
 from lkv.evaluation.statistics import MIN_SAMPLES
 from lkv.methods.registry import find_method
+from lkv.utils.journal import MEMORY
 
 _SHARE = "of full, %"
 _GAIN = "gain over uniform"
@@ -74,15 +66,7 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         "difference.",
     ]
     if results.amount == MEMORY:
-        notes.append("memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each.")
-        shares = results.frame.groupby(["method", "retention"])["bytes"].mean()
-        excesses = [
-            f"{method} {shares[method, budget]:.3g} at {budget:g}"
-            for method, budget in pairs
-            if method != FULL and shares[method, budget] > 1.05 * budget
-        ]
-        if excesses:
-            notes.append(f"What these methods keep at least takes more bytes than the budget: {', '.join(excesses)}.")
+        notes += _describe_memory(results, pairs)
     if scores.against:
         notes.append(
             f"Differences are to {method_label(scores.against)}, on the same samples: an interval without 0 shows one."
@@ -108,6 +92,20 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
         caption=f"{header['model']}; {results.amount} = {', '.join(f'{r:g}' for r in amounts)}; "
         f"n = {sum(scores.sizes)} samples",
     )
+
+
+def _describe_memory(results: Results, pairs: Sequence[Pair]) -> list[str]:
+    """Notes on budgets of bytes."""
+    notes = ["memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each."]
+    shares = results.frame.groupby(["method", "retention"])["bytes"].mean()
+    excesses = [
+        f"{method} {shares[method, budget]:.3g} at {budget:g}"
+        for method, budget in pairs
+        if method != FULL and shares[method, budget] > 1.05 * budget
+    ]
+    if excesses:
+        notes.append(f"What these methods keep at least takes more bytes than the budget: {', '.join(excesses)}.")
+    return notes
 
 
 def _describe_draws(sizes: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lkv.cli.command import option
 from lkv.cli.options import (
     DEFAULT_MEMORY,
+    PATTERN_FILE,
     Memory,
     MethodName,
     PolicyOptions,
@@ -48,7 +49,7 @@ class Ask(PolicyOptions, RunOptions):
         metavar="[FILE] [QUESTION ...]",
     )
     method: MethodName = option("a name from `lkv methods`, or full", "lkv")
-    pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
+    pattern: Path | None = PATTERN_FILE
     chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
     memory: Memory | None = option(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.cli.command import option
 from lkv.cli.options import (
-    DEVICE,
+    GPU_DEVICE,
+    PATTERN_FILE,
     Memory,
     MethodName,
     PolicyOptions,
@@ -53,13 +54,13 @@ class Eval(PolicyOptions, RunOptions):
     ladder: bool = option(f"retentions {', '.join(map(str, LADDER))}", False)
     preset: Literal["kvpress"] | None = option("retentions and protocol of a leaderboard")
     protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]
-    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    device: str | None = GPU_DEVICE
     policy: tuple[str, ...] = option(  # type: ignore[assignment]
         "folder or Hub id (default: the model's, shipped or fitted); several, with names, are compared",
         (),
         metavar="[NAME=]PATH",
     )
-    pattern: Path | None = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
+    pattern: Path | None = PATTERN_FILE
     pattern_by: Literal["attention", "kvpress"] = option(
         "how the pattern is estimated: attention outside the window, or as in kvpress", "attention"
     )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lkv.cli.command import option
-from lkv.cli.options import DEVICE, Dtype, RunOptions
+from lkv.cli.options import GPU_DEVICE, Dtype, RunOptions
 
 
 class Fit(RunOptions):
@@ -24,7 +24,7 @@ class Fit(RunOptions):
     minutes: float = option("how long it may take", 10.0, gt=0)
     out: Path | None = option("folder for the policy (default: in the cache, where it is found for this model)")
     dtype: Dtype | None = option("dtype of the model (default: the faster one of float32 and bfloat16)")
-    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    device: str | None = GPU_DEVICE
 
     def run(self) -> None:
         """Load the model and fit a policy, or continue where an earlier call was interrupted."""

@@ -17,6 +17,8 @@ from lkv.version import __version__
 if TYPE_CHECKING:
     from lkv.cli.command import Command
 
+    Commands = type[Command] | dict[str, type[Command]]  # one command, or its actions by name
+
 # The class of each, or several by the name of the action, is in the module of the same name unless _MODULES has it.
 COMMANDS = {
     "ask": "ask questions about a document from a compressed cache",
@@ -45,7 +47,7 @@ _IRRELEVANT_LOGGERS = ("torchao", "torch.utils._pytree")
 
 def main(
     arguments: Sequence[str] | None = None,
-    command: "type[Command] | dict[str, type[Command]] | None" = None,
+    command: "Commands | None" = None,
     program: str = "lkv",
 ) -> int:
     """Run the command line.
@@ -111,16 +113,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def parse_arguments(
-    words: Sequence[str], command: "type[Command] | dict[str, type[Command]] | None" = None, program: str = "lkv"
-) -> "Command":
+def parse_arguments(words: Sequence[str], command: "Commands | None" = None, program: str = "lkv") -> "Command":
     """Return the command that a command line describes, validated. Raises LkvError for a wrong value."""
-    parser = build_parser(words) if command is None else _build_own_parser(command, program)
+    parser = _build_parser(words, command, program)
     options, rest = parser.parse_known_args(words)
     # argparse splits positional words around options; `ask` takes its questions on both sides of them.
-    if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
-        options.parser.error(_describe_unrecognized(rest, options.parser))
     if rest:
+        if not hasattr(options, "words") or any(word.startswith("-") for word in rest):
+            options.parser.error(_describe_unrecognized(rest, options.parser))
         options.words += rest
     from lkv.cli.command import build_command
 
@@ -137,28 +137,24 @@ def _describe_unrecognized(rest: Sequence[str], parser: argparse.ArgumentParser)
     return f"unrecognized arguments: {' '.join(rest)}; {hint}`{parser.prog} --help` lists what it takes"
 
 
-def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser for a command line; it has the options of the commands that occur in `words` alone."""
-    parser = argparse.ArgumentParser(
-        prog="lkv", description="Learned KV cache eviction for transformers models.", epilog=_EPILOG
-    )
+def _build_parser(words: Sequence[str], command: "Commands | None", program: str) -> argparse.ArgumentParser:
+    """Return the parser for a command line; that of `lkv` has the options of the commands that occur in `words`."""
+    if command is not None:
+        parser = argparse.ArgumentParser(prog=program, epilog=_EPILOG)
+        _add_command(parser, command)
+        return parser
+    description = "Learned KV cache eviction for transformers models."
+    parser = argparse.ArgumentParser(prog=program, description=description, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"lkv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, line in COMMANDS.items():
         subparser = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".", epilog=_EPILOG)
-        if name not in words:
-            continue
-        _add_command(subparser, find_command(name))
+        if name in words:
+            _add_command(subparser, find_command(name))
     return parser
 
 
-def _build_own_parser(command: "type[Command] | dict[str, type[Command]]", program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, epilog=_EPILOG)
-    _add_command(parser, command)
-    return parser
-
-
-def _add_command(parser: argparse.ArgumentParser, command: "type[Command] | dict[str, type[Command]]") -> None:
+def _add_command(parser: argparse.ArgumentParser, command: "Commands") -> None:
     from lkv.cli.command import add_arguments
 
     if isinstance(command, dict):
@@ -169,7 +165,7 @@ def _add_command(parser: argparse.ArgumentParser, command: "type[Command] | dict
         add_arguments(parser, command)
 
 
-def find_command(name: str) -> "type[Command] | dict[str, type[Command]]":
+def find_command(name: str) -> "Commands":
     """Import the class of a command, or its classes by action."""
     return getattr(import_module(f"lkv.cli.{_MODULES.get(name, name)}"), name.capitalize())
 

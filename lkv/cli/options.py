@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _KVPRESS_PIECE = 4096  # tokens per piece of a text whose pattern is estimated as kvpress does
 DEFAULT_MEMORY = "10%"
-DEVICE = "device the model runs on, such as cpu, cuda, cuda:1 or mps"
+_DEVICE = "device the model runs on, such as cpu, cuda, cuda:1 or mps"
 
 
 def check_method(name: str) -> str:
@@ -47,6 +47,9 @@ Retention = Annotated[float, AfterValidator(check_retention)]
 Memory = Annotated[str, AfterValidator(check_memory)]
 MethodName = Annotated[str, AfterValidator(check_method)]
 Dtype = Literal["float32", "bfloat16", "float16"]
+# Fields of several commands.
+GPU_DEVICE: Any = option(f"{_DEVICE} (default: a GPU if any)")
+PATTERN_FILE: Any = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
 
 
 class ModelOptions(Command):
@@ -67,7 +70,7 @@ class RunOptions(ModelOptions):
     """Which model is loaded, in which dtype, and where it runs."""
 
     dtype: Dtype | None = option("dtype of the model (default: as stored)")
-    device: str | None = option(f"{DEVICE} (default: cpu)")
+    device: str | None = option(f"{_DEVICE} (default: cpu)")
 
     def load_model(self, device: str | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         """Load model and tokenizer; `device` is the default of --device."""
@@ -156,7 +159,17 @@ def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pat
 def load_pattern(
     path: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", estimate: str = "attention"
 ) -> list[list[float]]:
-    """Read DuoAttention's pattern, [layers][KV heads], from a .tsv file, or estimate it on a text."""
+    """Read DuoAttention's pattern from a .tsv file, or estimate it on a text.
+
+    Args:
+        path: The .tsv file, or a UTF-8 text file.
+        model: The model whose heads it is of.
+        tokenizer: Its tokenizer.
+        estimate: How it is estimated, see `estimate_retrieval_heads`.
+
+    Returns:
+        The share of each head, [layers][KV heads].
+    """
     from lkv.hf.attention import patch_attention
     from lkv.methods.budgets import read_pattern
     from lkv.utils.prompts import encode_context

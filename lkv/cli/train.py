@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from lkv.cli.command import option
-from lkv.cli.options import DEVICE, ModelOptions
+from lkv.cli.options import GPU_DEVICE, ModelOptions
 from lkv.errors import TrainingError, describe_invalid_value
 from lkv.training.config import PRESETS, SETTINGS
 
@@ -44,7 +44,7 @@ class Train(_Settings, ModelOptions):
     spread: Literal["no", "devices", "processes"] = option(
         "a model larger than one GPU: over all devices of one process, or over processes", "no"
     )
-    device: str | None = option(f"{DEVICE} (default: a GPU if any)")
+    device: str | None = GPU_DEVICE
     config: Path | None = option("TOML file with any of the settings below")
 
     def run(self) -> None:

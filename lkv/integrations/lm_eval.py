@@ -9,7 +9,7 @@ This is the harness's own command line, with `lkv` registered; in Python, import
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
 from lkv.integrations.splitting import ContextSplit, common_prefix_length
-from lkv.methods.method import Method
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
@@ -73,55 +72,6 @@ class TaskStatistics:
         }
 
 
-@dataclass(frozen=True)
-class LKVSettings:
-    """What `--model_args` of `--model lkv` takes beside the arguments of `hf`.
-
-    Args:
-        method: As in `lkv.compress`; "full" for the uncompressed cache.
-        retention: As in `lkv.compress`.
-        policy: As in `lkv.compress`.
-        bits: As in `lkv.compress`.
-        context_field: Where the context ends, see `ContextSplit`.
-        question_marker: Where the question begins, see `ContextSplit`.
-        window: The tokens of the question if neither is known, see `ContextSplit`.
-        min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
-            cannot compress.
-        tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
-            context, or more bytes than its entries need.
-    """
-
-    method: str = "lkv"
-    retention: float = DEFAULT_RETENTION
-    policy: Any = None
-    bits: int | None = None
-    context_field: str | None = None
-    question_marker: str | None = None
-    window: int = 64
-    min_context: int = 64
-    tolerance: float = 0.0
-
-    def __post_init__(self) -> None:
-        if type(self.min_context) is not int or self.min_context < 1:
-            raise IntegrationError(
-                f"min_context is {self.min_context!r}, but it is a number of tokens: give 1 or more."
-            )
-
-    @property
-    def max_retention(self) -> float:
-        """The largest share of a context's entries that a method may keep."""
-        return 1.0 if self.method == FULL else self.retention + self.tolerance
-
-    def split(self) -> ContextSplit:
-        """Return how prompts are split into context and question."""
-        return ContextSplit(self.context_field, self.question_marker, self.window)
-
-    def summary(self) -> dict[str, Any]:
-        """Return the settings that the results state."""
-        retention = None if self.method == FULL else self.retention
-        return {"method": self.method, "retention": retention, "bits": self.bits}
-
-
 @register_model("lkv")
 class LKVLM(HFLM):
     """The harness's transformers model, which compresses the context of each prompt before it reads the question.
@@ -129,13 +79,20 @@ class LKVLM(HFLM):
     Prompts are read one at a time.
     """
 
-    def __init__(self, pretrained: Any, batch_size: Any = 1, **options: Any):
+    def __init__(
+        self, pretrained: Any, batch_size: Any = 1, min_context: int = 64, tolerance: float = 0.0, **options: Any
+    ):
         """Load the model.
 
         Args:
             pretrained: As in the harness's `hf`.
             batch_size: Accepted, and always 1.
-            options: The fields of `LKVSettings`, and what the harness's `hf` takes.
+            min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
+                cannot compress.
+            tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
+                context, or more bytes than its entries need.
+            options: `method`, `retention`, `policy` and `bits` of `CompressionRequest`, the fields of `ContextSplit`,
+                and what the harness's `hf` takes.
 
         Raises:
             IntegrationError: For options that exclude each other. Also what `RaggedCache` raises.
@@ -145,18 +102,22 @@ class LKVLM(HFLM):
                 "--model lkv takes decoders that compute in the dtype of their weights: leave out backend and "
                 "mixed_precision_dtype, and give dtype=bfloat16, for example."
             )
-        names = {each.name for each in fields(LKVSettings)}
-        settings = LKVSettings(**{name: value for name, value in options.items() if name in names})
-        self._settings, self._split = settings, settings.split()
+        if type(min_context) is not int or min_context < 1:
+            raise IntegrationError(f"min_context is {min_context!r}, but it is a number of tokens: give 1 or more.")
+        self._split = ContextSplit(**_take(options, "context_field", "question_marker", "window"))
+        is_full = options.get("method") == FULL
+        if is_full:
+            options.pop("retention", None)  # it keeps everything
+        self._request = CompressionRequest(**_take(options, "method", "retention", "policy", "bits"))
+        self._retention = self._request.retention or (1.0 if is_full else DEFAULT_RETENTION)
+        self._tolerance, self._min_context = tolerance, min_context
         loading = {"use_safetensors": True} if isinstance(pretrained, str) else {}
-        loading |= {name: value for name, value in options.items() if name not in names}
-        super().__init__(pretrained, batch_size=1, **loading)
+        super().__init__(pretrained, batch_size=1, **loading | options)
         patch_attention(self.model)
-        method: str | Method = FULL
-        if settings.method != FULL:
-            request = CompressionRequest(method=settings.method, retention=settings.retention, policy=settings.policy)
-            method = resolve_method(request, self.model, self.tokenizer)
-        self._request = CompressionRequest(method=method, bits=settings.bits)
+        self._resolved_request = self._request
+        if not is_full:  # once, not for each context
+            method = resolve_method(self._request, self.model, self.tokenizer)
+            self._resolved_request = CompressionRequest(method=method, bits=self._request.bits)
         self._statistics: dict[str, TaskStatistics] = {}
         self._question: list[int] | None = None  # ids after the context of the current request
         self._task = ""
@@ -198,7 +159,9 @@ class LKVLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """The harness's information, and under "lkv" the settings and how the contexts of each task were compressed."""
         tasks = {task: statistics.summary() for task, statistics in self._statistics.items()}
-        return {**super().get_model_info(), "lkv": {**self._settings.summary(), "tasks": tasks}}
+        method, bits = self._request.method, self._request.bits
+        settings = {"method": method, "retention": None if method == FULL else self._retention, "bits": bits}
+        return {**super().get_model_info(), "lkv": {**settings, "tasks": tasks}}
 
     def _progress(self, requests: list[Any], is_quiet: bool) -> Iterator[Any]:
         return iter(tqdm(requests, disable=is_quiet or self.rank != 0, desc="Running requests on compressed contexts"))
@@ -256,7 +219,7 @@ class LKVLM(HFLM):
         if context_tokens >= 0 and ids[0, context_tokens:].tolist() != self._question:
             raise IntegrationError(f"{self._task}: the harness cut the question off; leave truncation=True out.")
         context = None
-        if context_tokens >= self._settings.min_context:
+        if context_tokens >= self._min_context:
             context = self._compress(ids[0, :context_tokens].tolist())
         self._statistics[self._task].add(max(0, context_tokens), context)
         if context is None:
@@ -273,10 +236,14 @@ class LKVLM(HFLM):
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
             with suppress(PromptError):  # the method needs a longer text, or a shorter one
-                context = compress_ids(self.model, self.tokenizer, ids, self._request)
-                check_size(context, self._settings.max_retention, self._task)
+                context = compress_ids(self.model, self.tokenizer, ids, self._resolved_request)
+                check_size(context, self._retention + self._tolerance, self._task)
                 self._last = context
         return self._last
+
+
+def _take(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: options.pop(name) for name in names if name in options}
 
 
 def check_size(context: Context, max_retention: float, task: str) -> None:

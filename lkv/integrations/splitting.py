@@ -23,31 +23,33 @@ class ContextSplit:
     """How to split a prompt into its context and its question.
 
     Args:
-        field: The context ends where the text of this field of the task's document ends; it includes all text before.
-        marker: A regular expression; the question begins at its last match.
-        window: Without `field` and `marker`, and for tasks that are not in `TASKS`: the tokens of the question.
+        context_field: The context ends where the text of this field of the task's document ends; it includes all text
+            before.
+        question_marker: A regular expression; the question begins at its last match.
+        window: Without the two, and for tasks that are not in `TASKS`: the tokens of the question.
     """
 
-    field: str | None = None
-    marker: str | None = None
+    context_field: str | None = None
+    question_marker: str | None = None
     window: int = 64
 
     def __post_init__(self) -> None:
-        if self.field is not None and self.marker is not None:
+        if self.context_field is not None and self.question_marker is not None:
             raise IntegrationError("context_field and question_marker both define the end of the context: give one.")
         if type(self.window) is not int or self.window < 1:
             raise IntegrationError(f"window is {self.window!r}, but a question has at least one token: give 1 or more.")
         try:
-            re.compile(self.marker or "")
+            re.compile(self.question_marker or "")
         except (re.error, TypeError) as error:
-            raise IntegrationError(f"question_marker {self.marker!r} is no regular expression ({error}).") from error
+            problem = f"question_marker {self.question_marker!r} is no regular expression ({error})."
+            raise IntegrationError(problem) from error
 
     def context_end(self, task: str, prompt: str, document: Mapping[str, Any]) -> tuple[str, int | None]:
         """Return ("field" or "marker", how many characters of `prompt` are context), or ("window", None).
 
         Raises IntegrationError if the document lacks the field, or the prompt lacks its text or the marker.
         """
-        field, marker = self.field, self.marker
+        field, marker = self.context_field, self.question_marker
         if field is None and marker is None:
             field, marker = next(((f, m) for name, f, m in TASKS if re.fullmatch(name, task)), (None, None))
         if field is not None:

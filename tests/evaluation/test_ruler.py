@@ -109,13 +109,11 @@ def test_needles(sources, task, length, seed):
     assert example.answer_prefix.endswith("text are" if plural else "text is")
 
 
-def test_the_haystack_is_noise_or_the_essay_from_its_start_or_another_text(sources):
+def test_the_haystack_is_noise_or_the_essay_from_its_start(sources):
     noise = one("niah_single_1", 2000, 0, sources).context.split("\n")[1:-1]
     assert sorted(Counter(noise).values())[0] == 1 and len(Counter(noise)) == 2
     context = one("niah_multikey_1", 3000, 0, sources).context.split("\n", 1)[1]
     assert ESSAY.startswith(NEEDLE.sub("", context).replace("  ", " ").strip())
-    text = "Apples are red. Pears are green. Plums are blue."  # in its place, and repeated where it is too short
-    assert one("niah_single_2", 1500, 0, Sources(haystack=text)).context.count(text) > 20
 
 
 @pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_single_2"])

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from lkv.errors import DataError, MissingPackageError
 from lkv.evaluation.ruler import TASKS, Sources, check_sources, make_examples
-from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, split_sentences, word_list
+from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, SENTENCE_END, word_list
 from tests.ruler import ESSAY, hotpot_rows, one, squad_data, words, write_lines, write_sources
 
 
@@ -21,7 +21,7 @@ def sources(tmp_path_factory):
 
 
 def test_sentences():
-    assert split_sentences('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
+    assert SENTENCE_END.split('He said "no." Then he left! Did 3.5 help? "Yes." 7 did (once). e.g. this') == [
         'He said "no.', "Then he left!", "Did 3.5 help?", '"Yes.', "7 did (once). e.g. this"
     ]  # fmt: skip
 
@@ -63,7 +63,8 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
         return str(path)
 
-    hub = Sources(haystack=ESSAY, download=download)
+    (tmp_path / "essay.txt").write_text(ESSAY)
+    hub = Sources(tmp_path / "essay.txt", download=download)
     assert one("niah_single_1", 2000, 5, hub) == one("niah_single_1", 2000, 5, sources) and not asked
     for task in ("qa_1", "qa_2", "qa_1", "niah_single_2"):
         assert one(task, 2000, 5, hub) == one(task, 2000, 5, sources)
@@ -99,8 +100,9 @@ def test_missing_sources_are_refused_before_any_example(tmp_path):
         Sources.from_folder(tmp_path / "nowhere")
     with pytest.raises(DataError, match="there is no file"):
         one("qa_1", 1000, 0, Sources(squad=tmp_path / "squad.json"))
+    (tmp_path / "blank.txt").write_text(" \n")
     with pytest.raises(DataError, match="has no text to hide needles in"):
-        one("niah_single_2", 1000, 0, Sources(haystack=" \n"))
+        one("niah_single_2", 1000, 0, Sources(tmp_path / "blank.txt"))
 
 
 def test_a_haystack_of_one_s_own(tmp_path):
@@ -108,6 +110,8 @@ def test_a_haystack_of_one_s_own(tmp_path):
     path.write_text("A text of my own. It ends.")
     for sources in (Sources.from_folder(tmp_path, path), Sources(path)):
         assert sources.words == tuple("A text of my own. It ends.".split())
+    # Repeated where it is too short.
+    assert one("niah_single_2", 1500, 0, sources).context.count("A text of my own.") > 20
 
 
 def test_questions_whose_documents_are_absent_are_not_asked(tmp_path):

@@ -35,8 +35,8 @@ def test_ruler_question_is_found_by_its_marker(task):
 def test_options_take_precedence_over_known_tasks_and_others_use_the_window():
     document = {"context": CONTEXT, "question": "Boats?"}
     for options, by, rest in (
-        ({"field": "question"}, "field", "\nAnswer:"),
-        ({"marker": r"Question: \w+\?"}, "marker", "Question: Boats?\nAnswer:"),
+        ({"context_field": "question"}, "field", "\nAnswer:"),
+        ({"question_marker": r"Question: \w+\?"}, "marker", "Question: Boats?\nAnswer:"),
     ):
         split_by, end = ContextSplit(**options).context_end("longbench_qasper", LONGBENCH, document)
         assert split_by == by and LONGBENCH[end:] == rest
@@ -46,11 +46,11 @@ def test_options_take_precedence_over_known_tasks_and_others_use_the_window():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"field": "passage"}, "no text in a field 'passage'; its fields are context, question"),
-        ({"field": "context"}, "text of the field 'context' unchanged; give question_marker"),
-        ({"marker": "Frage:"}, "is not in the prompt; give context_field"),
-        ({"field": "context", "marker": "Question"}, "give one"),
-        ({"marker": "("}, "no regular expression"),
+        ({"context_field": "passage"}, "no text in a field 'passage'; its fields are context, question"),
+        ({"context_field": "context"}, "text of the field 'context' unchanged; give question_marker"),
+        ({"question_marker": "Frage:"}, "is not in the prompt; give context_field"),
+        ({"context_field": "context", "question_marker": "Question"}, "give one"),
+        ({"question_marker": "("}, "no regular expression"),
         *(({"window": window}, "at least one token") for window in (0, 1.5, "8")),
     ],
 )

@@ -10,10 +10,9 @@ from lkv.errors import EvaluationError
 from lkv.evaluation.example import Example
 from lkv.evaluation.ruler import tasks as ruler_tasks
 from lkv.evaluation.ruler.sources import Sources
-from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, NIAH, QUESTION_TASKS, QUESTIONS, TASKS, ExampleTemplate
+from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, QUESTION_TASKS, TASKS, ExampleTemplate
 from lkv.utils.prompts import chat_template_parts, encode
 
-_TEMPLATES = {"vt": ruler_tasks.VARIABLE_TRACKING, "cwe": ruler_tasks.COMMON_WORDS, "fwe": ruler_tasks.FREQUENT_WORDS}
 # A first token, and one for each of the four places where texts that are tokenised separately meet.
 _RESERVED_TOKENS = 5
 
@@ -25,6 +24,14 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
     They fall short of it by at most length / 256, or one unit of the task (a line, a word, a document) if that is more;
     five tokens are reserved where the texts meet. An example depends on the task, the length, the tokenizer, the seed
     and its own number, never on `count`. Questions whose needed documents exceed the length are skipped.
+
+    Args:
+        task: One of `TASKS`.
+        length: The most tokens of an example.
+        count: How many examples.
+        tokenizer: The model's.
+        sources: Where essays and questions are read.
+        seed: Another seed makes other examples.
 
     Raises:
         EvaluationError: For an unknown task, and a length that is too short or too long for it.
@@ -53,18 +60,17 @@ def check_sources(tasks: Sequence[str], sources: Sources) -> None:
 
 
 def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: int) -> Iterator[Example]:
-    prompt = _TEMPLATES.get(task) or (NIAH if task in NEEDLE_TASKS else QUESTIONS)
-    fixed_tokens = sum(_count(tokenizer, part) for part in chat_template_parts(tokenizer))
-    fixed_tokens += _RESERVED_TOKENS + prompt.max_new_tokens
+    fixed_tokens = _RESERVED_TOKENS + sum(_count(tokenizer, part) for part in chat_template_parts(tokenizer))
     number, too_long = 0, []
     for template in _templates(task, length, tokenizer, sources, f"{task}-{length}-{seed}"):
-        other_tokens = fixed_tokens + _count(tokenizer, template.question + template.answer_prefix)
+        prompt, ask, prefix = template.prompt, template.question, template.answer_prefix
+        other_tokens = fixed_tokens + prompt.max_new_tokens + _count(tokenizer, ask + prefix)
         count_tokens = partial(_count_context, tokenizer, template)
         fit = largest_fit(count_tokens, length - other_tokens, template.min_units, template.max_units)
         total = other_tokens + fit.tokens
         if total > length:
             too_long.append(total)
-            if prompt is QUESTIONS:
+            if task in QUESTION_TASKS:
                 continue
             break
         if fit.units == template.max_units and total < length - length // 256:
@@ -72,7 +78,7 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
                 f"all {fit.units} documents for {task} have {total} tokens, fewer than the length of {length}; "
                 "give a larger set or a shorter length."
             )
-        context, ask, prefix = template.render_context(fit.units), template.question, template.answer_prefix
+        context = template.render_context(fit.units)
         parts = ("ruler", task, number, context, ask, prefix, template.answers, prompt.max_new_tokens, prompt.metric)
         yield Example(*parts, length=length)
         number += 1
@@ -93,11 +99,9 @@ def _templates(task: str, length: int, tokenizer: Any, sources: Sources, seed: s
     elif task == "fwe":
         make = partial(ruler_tasks.frequent_words_template, length=length)
     elif task == "vt":
-        demo = largest_fit(
-            lambda lines: _count(tokenizer, ruler_tasks.chain_demo(lines)),
-            ruler_tasks.DEMO_TOKENS,
-            ruler_tasks.MIN_CHAIN_LINES,
-        )
+        # The solved example has as many noise lines as fit.
+        count_demo = lambda lines: _count(tokenizer, ruler_tasks.chain_demo(lines))  # noqa: E731
+        demo = largest_fit(count_demo, ruler_tasks.DEMO_TOKENS, ruler_tasks.MIN_CHAIN_LINES)
         make = partial(ruler_tasks.chain_template, demo_lines=demo.units)
     else:
         needles = NEEDLE_TASKS[task]
@@ -118,10 +122,15 @@ def largest_fit(
 ) -> LengthFit:
     """Find the most units whose tokens, which grow with the units, stay within `limit`.
 
-    The search ends early once less than 1/256 of `limit` is left. If `min_units` exceed the limit, they are returned.
-    Interpolation finds a long text in about five tokenisations, a third of what bisection takes; every third guess
-    doubles or bisects, which bounds the search where tokens do not grow evenly. Its guesses determine the examples, so
-    that another search would make other ones.
+    The search ends early once less than 1/256 of `limit` is left. Interpolation finds a long text in about five
+    tokenisations, a third of what bisection takes; every third guess doubles or bisects, which bounds the search where
+    tokens do not grow evenly. Its guesses determine the examples, so that another search would make other ones.
+
+    Args:
+        count_tokens: Returns the tokens of a number of units.
+        limit: The most tokens; if `min_units` exceed it, they are returned.
+        min_units: The fewest units.
+        max_units: The most units; None for any number.
     """
     target, enough = limit - limit // 512, limit - limit // 256
     low = first = LengthFit(min_units, count_tokens(min_units))

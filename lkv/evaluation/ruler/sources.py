@@ -32,7 +32,8 @@ class QuestionSet(NamedTuple):
 class _DatasetFile(NamedTuple):
     title: str
     patterns: tuple[str, ...]  # of local files
-    hub: tuple[str, str]  # repository and file
+    repository: str
+    name: str  # in the repository
     revision: str
 
 
@@ -40,13 +41,15 @@ _DATASET_FILES = {
     "squad": _DatasetFile(
         "SQuAD's validation file (dev-v2.0.json)",
         ("dev-v2.0.json", "*quad*.json", "*quad*.json.gz", "*quad*.parquet"),
-        ("rajpurkar/squad_v2", "squad_v2/validation-00000-of-00001.parquet"),
+        "rajpurkar/squad_v2",
+        "squad_v2/validation-00000-of-00001.parquet",
         "3ffb306f725f7d2ce8394bc1873b24868140c412",
     ),
     "hotpot": _DatasetFile(
         "HotpotQA's validation file (hotpot_dev_distractor_v1.json)",
         ("*hotpot_*.json", "*hotpot_*.json.gz", "*hotpot_*.jsonl.gz", "*hotpot_*.parquet"),  # not LongBench's hotpotqa
-        ("hotpotqa/hotpot_qa", "distractor/validation-00000-of-00001.parquet"),
+        "hotpotqa/hotpot_qa",
+        "distractor/validation-00000-of-00001.parquet",
         "1908d6afbbead072334abe2965f91bd2709910ab",
     ),
 }
@@ -58,7 +61,6 @@ class Sources:
 
     Args:
         essays: A text file, a JSON file with the field "text", or a folder of .txt files.
-        haystack: A text to use instead of `essays`.
         squad: A file in SQuAD's format; None downloads it from the hub.
         hotpot: A file in HotpotQA's format; None downloads it from the hub.
         download: Replaces `hf_hub_download`.
@@ -68,7 +70,6 @@ class Sources:
     """
 
     essays: Path | None = None
-    haystack: str | None = None
     squad: Path | None = None
     hotpot: Path | None = None
     download: Callable[..., str] = hf_hub_download
@@ -87,49 +88,42 @@ class Sources:
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")
         essays = essays or _first_match(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
         squad, hotpot = (_first_match(folder, _DATASET_FILES[name].patterns) for name in ("squad", "hotpot"))
-        return cls(essays, None, squad, hotpot, download)
+        return cls(essays, squad, hotpot, download)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
         """The words of the haystack."""
-        if self.haystack is not None:
-            text, source = self.haystack, "the haystack"
-        elif self.essays is None:
+        if self.essays is None:
             raise DataError(
                 "this task hides its needles in essays, which have no official place on the hub: put "
                 "PaulGrahamEssays.json or a folder essays with .txt files into the folder with RULER's sources, or "
                 "name a text file or such a folder with --haystack."
             )
-        else:
-            source = str(self.essays)
-            files = sorted(self.essays.glob("*.txt")) if self.essays.is_dir() else [self.essays]
-            text = "\n".join(_read_essay(path) for path in files)
-        if not text.split():
-            raise DataError(f"{source} has no text to hide needles in.")
-        return tuple(text.split())
+        files = sorted(self.essays.glob("*.txt")) if self.essays.is_dir() else [self.essays]
+        words = tuple(word for path in files for word in _read_essay(path).split())
+        if not words:
+            raise DataError(f"{self.essays} has no text to hide needles in.")
+        return words
 
     def questions(self, name: str) -> QuestionSet:
         """The question set "squad" or "hotpot"."""
         if name not in self._question_sets:
             read, path = (_read_squad, self.squad) if name == "squad" else (_read_hotpot, self.hotpot)
-            self._question_sets[name] = read(self._path(name, path))
+            self._question_sets[name] = read(path or self._download(_DATASET_FILES[name]))
         return self._question_sets[name]
 
     @cached_property
     def _question_sets(self) -> dict[str, QuestionSet]:
         return {}
 
-    def _path(self, name: str, path: Path | None) -> Path:
-        file = _DATASET_FILES[name]
-        if path is not None:
-            return path
-        repository, name = file.hub
+    def _download(self, file: _DatasetFile) -> Path:
+        where = {"repo_id": file.repository, "filename": file.name, "revision": file.revision}
         try:
-            return Path(self.download(repo_id=repository, filename=name, repo_type="dataset", revision=file.revision))
+            return Path(self.download(**where, repo_type="dataset"))
         # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
         except Exception as error:
             raise DataError(
-                f"{name} of the hub's data set {repository} cannot be downloaded "
+                f"{file.name} of the hub's data set {file.repository} cannot be downloaded "
                 f"({type(error).__name__}: {error}); put {file.title} into the folder "
                 f"with RULER's sources, as one of {', '.join(file.patterns)}."
             ) from error

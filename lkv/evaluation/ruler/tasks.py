@@ -99,7 +99,7 @@ TASKS = (*NEEDLE_TASKS, "vt", "cwe", "fwe", *QUESTION_TASKS)
 # Needles lie at some of 40 depths between the first and the last sentence of an essay.
 _DEPTHS = tuple(round(100 * i / 39) for i in range(40))
 # A full stop, an optional closing mark, white space, and what can begin a sentence.
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]?\s+(?=[\"'(\[]?[A-Z0-9])")
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]?\s+(?=[\"'(\[]?[A-Z0-9])")
 
 _HOPS = 4  # assignments of a variable chain after the first
 _LETTERS, _DEMO_LETTERS = 5, 3  # of a variable's name
@@ -118,6 +118,7 @@ class ExampleTemplate(NamedTuple):
     The same number always gives the same text, and more units a longer one.
     """
 
+    prompt: PromptTemplate
     render_context: Callable[[int], str]
     question: str
     answer_prefix: str
@@ -169,6 +170,7 @@ def needle_template(seed: str, task: NeedleTask, essay: Sequence[str]) -> Exampl
         for text in (NIAH.context, NIAH.question, NIAH.prefix)
     )
     return ExampleTemplate(
+        NIAH,
         render_context=lambda units: context.format(context=haystack(units), **fields),
         question=question.format(**fields),
         answer_prefix=prefix.format(**fields),
@@ -177,14 +179,9 @@ def needle_template(seed: str, task: NeedleTask, essay: Sequence[str]) -> Exampl
     )
 
 
-def split_sentences(text: str) -> list[str]:
-    """Split `text` at full stops before a capital letter or a digit."""
-    return _SENTENCE_END.split(text)
-
-
 def _insert_at_depths(essay: Sequence[str], words: int, needles: list[str], depths: list[int]) -> str:
     repeats = -(-words // len(essay))
-    sentences = split_sentences(" ".join((list(essay) * repeats)[:words]))
+    sentences = SENTENCE_END.split(" ".join((list(essay) * repeats)[:words]))
     cuts = [0, *(len(sentences) * depth // 100 for depth in depths), len(sentences)]
     pieces = []
     for i, needle in enumerate(needles):
@@ -205,6 +202,7 @@ def chain_template(seed: str, demo_lines: int) -> ExampleTemplate:
     names, value = _chain(rng, _LETTERS, used)
     question, prefix = _chain_question(value)
     return ExampleTemplate(
+        VARIABLE_TRACKING,
         render_context=lambda units: demo + _chain_text(random.Random(f"{seed}-places"), units, names, value),
         question=question,
         answer_prefix=prefix,
@@ -264,8 +262,9 @@ def common_words_template(seed: str, length: int) -> ExampleTemplate:
         listed = _numbered_list(random.Random(f"{seed}-order"), words[:units] + pairs, frequent, rare)
         return solved + context.format(context=listed)
 
+    answers = tuple(words[:_COMMON])
     return ExampleTemplate(
-        render_context, COMMON_WORDS.question, COMMON_WORDS.prefix, tuple(words[:_COMMON]), min_units=_COMMON + 1
+        COMMON_WORDS, render_context, COMMON_WORDS.question, COMMON_WORDS.prefix, answers, min_units=_COMMON + 1
     )
 
 
@@ -290,8 +289,9 @@ def frequent_words_template(seed: str, length: int) -> ExampleTemplate:
         random.Random(f"{seed}-order").shuffle(words)
         return FREQUENT_WORDS.context.format(context=" ".join(words))
 
+    question, prefix = FREQUENT_WORDS.question, FREQUENT_WORDS.prefix
     return ExampleTemplate(
-        render_context, FREQUENT_WORDS.question, FREQUENT_WORDS.prefix, tuple(ranked[1:4]), min_units=_MIN_CODED_WORDS
+        FREQUENT_WORDS, render_context, question, prefix, tuple(ranked[1:4]), min_units=_MIN_CODED_WORDS
     )
 
 
@@ -320,6 +320,7 @@ def _question_template(seed: str, question: Question, documents: Sequence[str]) 
         return QUESTIONS.context.format(context="\n\n".join(texts))
 
     return ExampleTemplate(
+        QUESTIONS,
         render_context,
         QUESTIONS.question.format(query=question.text),
         QUESTIONS.prefix,
