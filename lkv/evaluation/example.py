@@ -58,7 +58,7 @@ class Prompt:
     context: list[int]  # compressed
     question: list[int]  # from the end of the context to where generation starts
     truncated: bool
-    answer_lost: bool  # by truncation, see `is_answer_lost`
+    answer_lost: bool  # by truncation, see `_is_answer_lost`
 
 
 def make_prompt(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol: str, max_positions: int) -> Prompt:
@@ -95,12 +95,12 @@ def make_prompt(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol
     if len(context) <= free:
         return Prompt(context, question, truncated=False, answer_lost=False)
     head, tail = context[: (free + 1) // 2], context[len(context) - free // 2 :]
-    texts = [str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (context, head, tail)]
-    return Prompt(head + tail, question, truncated=True, answer_lost=is_answer_lost(example, texts[:1], texts[1:]))
+    whole, *left = [str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in (context, head, tail)]
+    return Prompt(head + tail, question, truncated=True, answer_lost=_is_answer_lost(example, whole, left))
 
 
-def is_answer_lost(example: Example, before: list[str], after: list[str]) -> bool:
-    """Whether truncation from the texts `before` to the texts `after` removed the answer.
+def _is_answer_lost(example: Example, context: str, left: list[str]) -> bool:
+    """Whether truncation of the context to the texts `left` removed the answer.
 
     True if a true answer occurs in the context, and none that does occurs in what is left of it or in the question.
     Answers are matched as whole words, ignoring case and kinds of white space. Always False where answers are not words
@@ -109,8 +109,8 @@ def is_answer_lost(example: Example, before: list[str], after: list[str]) -> boo
     if example.metric not in _EXTRACTIVE_METRICS:
         return False
     answers = [answer for answer in example.answers if answer.strip(" .").lower() not in ("", *_VERDICTS)]
-    present = [answer for answer in answers if _occurs(answer, before)]
-    return bool(present) and not any(_occurs(answer, [*after, example.question]) for answer in present)
+    present = [answer for answer in answers if _occurs(answer, [context])]
+    return bool(present) and not any(_occurs(answer, [*left, example.question]) for answer in present)
 
 
 def _surrounding_texts(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol: str) -> tuple[str, str, list]:

@@ -66,8 +66,8 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
     if _definitions()[task]["metric"] == "rouge_l":
         require_rouge()
     path = _download() if folder is None else _find_file(task, Path(folder))
-    lines = islice(_lines(path, task), count)
-    examples = [_make_example(task, number, _parse_row(line, position), position) for number, line, position in lines]
+    rows = islice(_read_rows(path, task), count)
+    examples = [_make_example(task, number, row, position) for number, (row, position) in enumerate(rows)]
     if not examples:
         raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
     return examples
@@ -97,8 +97,8 @@ def _find_file(task: str, folder: Path) -> Path:
     raise DataError(f"{folder} holds none of {', '.join(names)}; give the folder with LongBench's files.")
 
 
-def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
-    """(row number, line, position in the file) of each line that is not blank."""
+def _read_rows(path: Path, task: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The row of each line that is not blank, with its position in the file."""
     try:
         with ExitStack() as stack:
             file: TextIO
@@ -109,9 +109,10 @@ def _lines(path: Path, task: str) -> Iterator[tuple[int, str, str]]:
                 file = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
             else:
                 file = stack.enter_context(path.open(encoding="utf-8"))
-            lines = ((line_number, line) for line_number, line in enumerate(read_lines(file, path), 1) if line.strip())
-            for number, (line_number, line) in enumerate(lines):
-                yield number, line, f"{path}, line {line_number}"
+            for number, line in enumerate(read_lines(file, path), 1):
+                if line.strip():
+                    position = f"{path}, line {number}"
+                    yield _parse_row(line, position), position
     except KeyError as error:
         raise DataError(f"{path} holds no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
     except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error) as error:

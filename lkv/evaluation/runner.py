@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from lkv.errors import CacheError, DataError, PromptError
-from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction, generate_greedily
+from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction
 from lkv.evaluation.example import Example, Prompt, make_prompt
 from lkv.evaluation.metrics import score
 from lkv.evaluation.sample_journal import SampleJournal
@@ -51,7 +51,6 @@ class EvaluationConfig:
         pattern_source: Where the pattern is from, for tables ("estimated on ...").
         model_name: What the results call the model (default: its own name).
         seed: The seed that made the examples; recorded only.
-        timed_samples: On how many examples of each task and length the full cache alone is timed.
         max_rows: How many methods x retentions run as one batch; less memory with fewer.
         make_prompt: Makes the prompt of an example; replace it for examples of your own.
         score: Scores the answer to an example, in 0..100.
@@ -67,7 +66,6 @@ class EvaluationConfig:
     by_memory: bool = False
     model_name: str | None = None
     seed: int = 0
-    timed_samples: int = 2
     max_rows: int = 64
     make_prompt: Callable[..., Prompt] = make_prompt
     score: Callable[[Example, str], float] = score
@@ -119,13 +117,11 @@ def evaluate(
         )
         missing = {key: _missing_methods(grid, journal.done.get(key)) for key in named}
         pending = {key: methods for key, methods in missing.items() if methods is not None}
-        timed = _first_of_each_task(named, config.timed_samples)
         share = _share_of(list(pending), state.process_index, state.num_processes)
         with evaluation_mode(model):
             for key in tqdm(share, desc=str(header["suite"]), unit="sample", disable=not state.is_main_process):
                 line = journal.done.get(key)
-                should_time = key in timed and line is None
-                measured = run_example(model, tokenizer, named[key], pending[key], config, should_time)
+                measured = run_example(model, tokenizer, named[key], pending[key], config)
                 journal.add({"key": key} | (measured if line is None else _extend(line, measured)))
         journal.finish(list(named))
 
@@ -137,7 +133,6 @@ def run_example(
     example: Example,
     grid: MethodGrid,
     config: EvaluationConfig,
-    time_full_cache: bool = False,
 ) -> Record:
     """Measure the full cache and the methods of `grid` on one example.
 
@@ -147,11 +142,10 @@ def run_example(
         example: What to measure on.
         grid: The methods.
         config: How prompts are made and scored.
-        time_full_cache: Whether the full cache alone is timed too.
 
     Returns:
         The example's line of the file: `rows` (one a method and retention: answer, score, fidelity to the full cache,
-        memory), `skipped` methods with the reason, and timings. Where memory runs out, fewer methods run at a time.
+        memory), `skipped` methods with the reason, and seconds. Where memory runs out, fewer methods run at a time.
     """
     line: Record = {"task": example.task, "length": example.length, "number": example.number}
     line |= _digest_example(example)
@@ -164,17 +158,13 @@ def run_example(
     max_rows = 1 if grid.is_memory else min(config.max_rows, 1 + len(grid.pairs))
     while True:
         try:
-            measured = _run_methods(model, tokenizer, example, prompt, grid, config, max_rows)
-            break
+            return line | _run_methods(model, tokenizer, example, prompt, grid, config, max_rows)
         except (MemoryError, RuntimeError, CacheError) as error:
             if max_rows == 1 or not devices.is_out_of_memory(error):
                 raise
         # After the exception is gone, and with it the tensors of its frames.
         max_rows = (max_rows + 1) // 2
         devices.release(input_device(model))
-    if time_full_cache:
-        measured["seconds"]["full"] = _time_full_cache(model, tokenizer, example, prompt)
-    return line | measured
 
 
 def _run_methods(
@@ -187,7 +177,8 @@ def _run_methods(
     max_rows: int,
 ) -> Record:
     """All rows of an example, in batches of `max_rows`."""
-    device, stop_ids = input_device(model), _stop_ids(tokenizer, example)
+    device = input_device(model)
+    stop_ids = encode(tokenizer, "\n")[-1:] if example.stop_at_newline else []
     started = devices.synchronised_clock(device)
     layers = read_prompt(model, torch.tensor([prompt.context], device=device), queries=grid.required_queries)
     prefilled = devices.synchronised_clock(device)
@@ -224,7 +215,7 @@ def _run_methods(
         "prompt_tokens": len(prompt.context),
         "truncated": prompt.truncated,
         "answer_lost": prompt.answer_lost,
-        "seconds": {name: round(value, 4) for name, value in seconds.items()} | {"full": None},
+        "seconds": {name: round(value, 4) for name, value in seconds.items()},
         "rows": rows,
         "skipped": [method._asdict() for method in skipped],
     }
@@ -239,24 +230,6 @@ def _reference_answer(tokenizer: Any, example: Example, question: list[int]) -> 
     before = tokenizer.decode(question[-1:], skip_special_tokens=True)
     space = " " if before and not before[-1].isspace() else ""
     return encode(tokenizer, space + text)[: example.max_new_tokens]
-
-
-def _stop_ids(tokenizer: Any, example: Example) -> list[int]:
-    return encode(tokenizer, "\n")[-1:] if example.stop_at_newline else []
-
-
-def _time_full_cache(model: Any, tokenizer: Any, example: Example, prompt: Prompt) -> float | None:
-    """Seconds to read the prompt and answer with transformers' own cache; None if memory runs out."""
-    device = input_device(model)
-    started = devices.synchronised_clock(device)
-    try:
-        ids = prompt.context + prompt.question
-        generate_greedily(model, [ids], example.max_new_tokens, _stop_ids(tokenizer, example))
-    except (MemoryError, RuntimeError) as error:
-        if not devices.is_out_of_memory(error):
-            raise
-        return None
-    return round(devices.synchronised_clock(device) - started, 4)
 
 
 def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
@@ -335,14 +308,6 @@ def _share_of(keys: Sequence[str], rank: int, world_size: int) -> list[str]:
         group = keys[start : start + world_size]
         share += random.Random(start).sample(group, len(group))[rank : rank + 1]
     return share
-
-
-def _first_of_each_task(named: dict[str, Example], count: int) -> set[str]:
-    """The keys of the first `count` examples of each task and length, the same in a resumed run."""
-    keys: dict[tuple[str, int | None], list[str]] = {}
-    for key, example in named.items():
-        keys.setdefault((example.task, example.length), []).append(key)
-    return {key for task_keys in keys.values() for key in task_keys[:count]}
 
 
 def _digest_example(example: Example) -> dict[str, str]:

@@ -210,13 +210,6 @@ def test_reading_shows_its_progress(folder, asked, monkeypatch):
     assert line in said and re.search(rf"reading .*% \|.*of {len(TEXT)} tokens", said)
 
 
-def test_help_says_which_budget_applies_by_default(capsys):
-    with pytest.raises(SystemExit):
-        main(["ask", "--help"])
-    words = " ".join(capsys.readouterr().out.split())
-    assert "(default: 10% without --retention and --bits)" in words and "(default: 0.15 with --bits)" in words
-
-
 def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypatch, tmp_path):
     class Input(io.StringIO):
         buffer = io.BytesIO(TEXT.encode())

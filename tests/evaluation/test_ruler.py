@@ -286,17 +286,6 @@ def test_the_search_is_bounded_where_sizes_do_not_grow_evenly(curve):
     assert len(asked) <= 60
 
 
-def test_a_long_text_is_measured_a_few_times(sources):
-    asked = []
-
-    def counting(text, add_special_tokens=True):
-        asked.append(len(text))
-        return words(text)
-
-    make_examples("niah_multikey_1", 131_072, 1, counting, sources)
-    assert sum(chars > 100_000 for chars in asked) <= 6
-
-
 @pytest.fixture(scope="module")
 def merging():
     """A byte-pair tokenizer with a chat template, trained on text like the tasks' own."""

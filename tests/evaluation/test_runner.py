@@ -221,12 +221,6 @@ def test_wrong_configs_are_refused_before_anything_runs(model, policy, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_full_cache_is_timed_on_the_first_examples_of_each_task(model, policy, tmp_path):
-    _, lines = run(model, policy, tmp_path / "x.jsonl", make_examples(3), ["lkv"], timed_samples=2)
-    assert [line["seconds"]["full"] is not None for line in lines] == [line["number"] < 2 for line in lines]
-    assert all(line["seconds"]["prefill"] > 0 and line["seconds"]["methods"] > 0 for line in lines)
-
-
 def test_several_policies_in_one_table(model, policy, tmp_path):
     torch.manual_seed(9)
     other = Policy(policy.spec).requires_grad_(False)

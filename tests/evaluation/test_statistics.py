@@ -67,14 +67,6 @@ def test_a_task_of_one_sample_varies_as_the_others_do():
     assert 0.9 <= hits / 400 <= 0.98  # 0.93 to 0.94 in 1,500 draws; drawing whole tasks: 1.0
 
 
-def test_macro_interval_is_that_of_the_normal_limit():
-    random = np.random.default_rng(3)
-    groups = [random.normal(50, 10, 400), random.normal(20, 5, 100)]
-    error = 0.5 * np.sqrt(sum(group.var() / len(group) for group in groups))
-    mean = macro_mean(groups)
-    assert (mean.high - mean.low) == pytest.approx(2 * 1.96 * error, rel=0.08)
-
-
 def test_share_of_the_full_cache_draws_both_together():
     own, full = [[10.0, 30.0], [50.0]], [[20.0, 60.0], [100.0]]
     assert ratio_of_macro_means(own, full)[:3] == pytest.approx((0.5, 0.5, 0.5))  # paired: half in every draw

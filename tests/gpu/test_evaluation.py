@@ -20,7 +20,6 @@ if find_compiler() is None:
 
 def evaluated(model, out, methods=("knorm", "keydiff", "snapkv", "h2o", "tova", "streaming-llm"), **options):
     """Rows of 18 caches beside each other, which take more memory than the one prompt read."""
-    options = {"timed_samples": 0} | options
     config = EvaluationConfig(methods, [0.5, 0.3, 0.2], make_prompt=make_prompt, score=score, **options)
     evaluate(model, Letters(), make_examples(1, ("alpha",), tokens=90), config, out)
     return [json.loads(line)["rows"] for line in out.read_text().splitlines()[1:]]
@@ -100,13 +99,6 @@ def test_memory_may_run_out_in_every_stage_of_an_evaluation(
     unused = failing_once(monkeypatch, STAGES[stage], allocations)
     assert evaluated(on_fake, tmp_path / "b.jsonl") == expected_rows
     assert not unused and tries == [19, 10]  # with half of the rows
-
-
-def test_the_full_cache_that_finds_no_memory_is_not_timed(on_fake, tmp_path, monkeypatch):
-    failing_once(monkeypatch, "lkv.evaluation.runner._time_full_cache", 3)
-    evaluated(on_fake, tmp_path / "a.jsonl", timed_samples=1)
-    row = json.loads((tmp_path / "a.jsonl").read_text().splitlines()[1])
-    assert row["seconds"]["full"] is None and len(row["rows"]) == 19
 
 
 def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, tmp_path, monkeypatch):
