@@ -75,53 +75,6 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
     assert [bool(story["text"]) for story in stories] == first and 10 <= sum(first) < len(stories) == 20
 
 
-def test_a_split_with_too_few_rows_neither_hides_nor_doubles_others(tmp_path):
-    rows = list(rows_of("mmlu", 40))
-
-    def load(repository, stop=None, **options):
-        return Stream(rows[:10] if options["split"] == "auxiliary_train" else rows, stop)
-
-    with pytest.raises(DataError, match="went dead"):
-        download_rows("mmlu", tmp_path, 60, load=lambda *a, **o: load(*a, stop=15, **o))
-    path, _ = download_rows("mmlu", tmp_path, 60, load=load)
-    first = [row for _, row in read_records(path)]
-    assert first[:10] == rows[:10] and len(first) == 40 and all(row in rows for row in first)
-    assert download_rows("mmlu", tmp_path, 60, load=None)[0] == path  # as many as there are were asked for before
-    download_rows("mmlu", tmp_path, 100, load=load)
-    assert [row for _, row in read_records(path)] == [*rows[:10], *rows]
-    assert download_rows("mmlu", tmp_path, 9000, load=None)[0] == path  # there are no more
-    other = "b" * 40
-    assert download_rows("mmlu", tmp_path, 60, other, load=load) == (path, other)
-    assert [row for _, row in read_records(path)] == first
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["mmlu.about.json", "mmlu.jsonl"]
-
-
-def test_datasets_streams_what_is_read(tmp_path, folder):
-    """The real library over Parquet files, as it streams the hub's: rows of the whole split, and of files far apart."""
-    import datasets
-
-    files = list((folder / "hotpot").rglob("*.parquet"))
-
-    def load(repository, split, revision, streaming, **options):
-        cache = str(tmp_path / "cache")
-        paths = {split: [str(file) for file in files]}
-        return datasets.load_dataset("parquet", data_files=paths, split=split, streaming=streaming, cache_dir=cache)
-
-    path, _ = download_rows("hotpotqa", tmp_path / "out", 12, load=load)
-    rows = list(rows_of("hotpotqa"))
-    numbers = [rows.index(row) for _, row in read_records(path)]
-    assert len(set(numbers)) == 12 and numbers == sorted(numbers) and max(numbers) >= len(rows) - 8
-
-    files = [tmp_path / f"{number:02}.parquet" for number in range(40)]
-    for number, file in enumerate(files):
-        code = [{"content": f"print({number}, {line})", "max_stars_repo_path": "a.py"} for line in range(9)]
-        datasets.Dataset.from_list(code).to_parquet(file)
-    path, _ = download_rows("the_stack", tmp_path / "stack", 4 * 32, load=load)
-    texts = [row["content"] for _, row in read_records(path)]
-    expected = [f"print({number * 40 // 16}, {line})" for number in range(16) for line in range(2)]
-    assert texts == expected * 4
-
-
 def test_a_build_from_the_hub_alone(tmp_path):
     names = {hub.repository: name for name, hub in HUB_SOURCES.items()}
 

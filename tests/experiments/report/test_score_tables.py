@@ -317,21 +317,6 @@ def test_fidelity_by_task(tmp_path):
         table_of(tmp_path, "fidelity", lines)
 
 
-def test_a_method_that_could_not_run_at_a_length_costs_no_samples(tmp_path):
-    lines = many(suite="ruler", lengths=(2048, 4096), methods=("duo", "lkv"))
-    for item in lines:
-        if item["length"] == 2048:
-            item["rows"] = [own for own in item["rows"] if own["method"] != "duo"]
-    table = table_of(tmp_path, "ruler", lines, suite="ruler")
-    duo, lkv = (cells(table, method, "R = 0.15") for method in ("duo", "lkv"))
-    at_4k = [item for item in lines if item["length"] == 4096]
-    assert duo["2,048 tokens"] is None and duo["Avg."] is None and duo["of full, %"] is None
-    assert duo["4,096 tokens"].value == pytest.approx(mean_of_means(values(at_4k, "duo")))
-    assert lkv["Avg."].value == pytest.approx(mean_of_means(values(lines, "lkv"))) and lkv["Avg."].n == len(lines)
-    assert any(note.startswith("duo at R = 0.15 is not there for niah_single_1 at 2,048") for note in table.notes)
-    assert not any("left out" in note for note in table.notes)
-
-
 def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, capsys):
     rows = [row("full", 1.0, 90.0), row("lkv", 0.1, 80.0, realised=0.638), row("lkv", 0.05, 60.0, realised=0.2)]
     lines = [line("trec", number, rows) for number in range(5)]
