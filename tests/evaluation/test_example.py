@@ -178,25 +178,15 @@ TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}[assistant]\n\n{% endif %}",
         "[end][assistant]\n\n",
     ),
-    "qwen2": (
-        "{% if messages[0]['role'] != 'system' %}[system\nBe helpful.]\n{% endif %}" + _TURNS + "[{{ m['role'] }}\n"
-        "{{ m['content'] }}]\n{% endfor %}{% if add_generation_prompt %}[assistant\n{% endif %}",
-        "]\n[assistant\n",
-    ),
     "qwen3": (
         _TURNS + "[{{ m['role'] }}\n{{ m['content'] }}]\n{% endfor %}{% if add_generation_prompt %}[assistant\n"
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
         "]\n[assistant\n<think>\n\n</think>\n\n",
     ),
-    "mistral": ("<s>" + _TURNS + "[INST] {{ m['content'] }} [/INST]{% endfor %}", " [/INST]"),
     "gemma": (
         "<s>" + _TURNS + "<turn>{{ m['role'] }}\n{{ m['content'] | trim }}</turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<turn>model\n{% endif %}",
         "</turn>\n<turn>model\n",
-    ),
-    "phi": (
-        _TURNS + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}{{ '<|assistant|>\n' }}",
-        "<|end|>\n<|assistant|>\n",
     ),
     "none": (None, "\nAnswer:"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import StaticLayer
 
 from dev import gpu_check
-from experiments import gpu_steps, quantised_decode, static_cache
+from experiments import gpu_steps, static_cache
 from lkv.hf.attention import patch_attention
 from tests.conftest import tiny_llama
 
@@ -68,18 +68,6 @@ def test_without_a_gpu_it_says_so(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_check"])
     with pytest.raises(SystemExit, match="PyTorch sees no CUDA device"):  # a sentence, so that the status is 1
         runpy.run_path(gpu_check.__file__, run_name="__main__")
-
-
-def test_decoding_over_codes_is_measured(tmp_path, monkeypatch):
-    """The command that `gpu_check` runs, on a CPU and a tiny shape."""
-    monkeypatch.setattr(quantised_decode, "read_config", lambda name: tiny_llama().config)
-    out = tmp_path / "quantised_decode.json"
-    words = "--config tiny --tokens 64 --dtype float32 --threads 1 --repeats 2 --out"
-    quantised_decode.main([*words.split(), str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["bits"] for row in rows] == [None, 8, 4, 3]
-    sizes = [row["nbytes"] for row in rows]
-    assert sizes == sorted(set(sizes), reverse=True) and all(row["device"] == "cpu" for row in rows)
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, softmax_scale):
