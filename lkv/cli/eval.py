@@ -1,7 +1,6 @@
 """lkv eval: measure methods side by side on RULER or LongBench."""
 
 from collections.abc import Callable, Collection, Sequence
-from difflib import get_close_matches
 from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +76,7 @@ class Eval(PolicyOptions, RunOptions):
 
     def run(self) -> None:
         """Measure, and print the table."""
+        from lkv.evaluation import longbench, ruler
         from lkv.methods.registry import PATTERN
         from lkv.utils.extras import require
         from lkv.utils.files import check_writable_file
@@ -96,7 +96,10 @@ class Eval(PolicyOptions, RunOptions):
         paths = _parse_policies(self.policy)
         for path in paths.values():
             check_policy_exists(path)
-        tasks = _check_tasks(self.suite, self.tasks)
+        suite: Any = longbench if self.suite == "longbench" else ruler
+        for task in self.tasks:
+            suite.check_task(task)
+        tasks = tuple(dict.fromkeys(self.tasks)) or suite.TASKS
         methods = _name_policies(self.methods, paths)
         check_policy_is_read(self, self.methods)
         check_pattern(methods, self.pattern)
@@ -193,17 +196,6 @@ def _name_policies(methods: Sequence[str], policies: Collection[str]) -> list[st
         is_each = names and not names_one and POLICY in find_needs(method)
         named += [f"{method}@{each}" for each in names] if is_each else [method]
     return list(dict.fromkeys(named))
-
-
-def _check_tasks(suite: str, tasks: Sequence[str]) -> Sequence[str]:
-    from lkv.evaluation import longbench, ruler
-
-    available = ruler.TASKS if suite == "ruler" else longbench.TASKS
-    for task in tasks:
-        if task not in available:
-            near = get_close_matches(task, available, n=2) or available
-            raise LkvError(f"there is no {suite} task {task!r}; did you mean {' or '.join(map(repr, near))}?")
-    return tuple(dict.fromkeys(tasks)) or tuple(available)
 
 
 def _read_longbench(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:

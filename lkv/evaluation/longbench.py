@@ -57,10 +57,7 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
         DataError: For an unknown task, and files that are missing or malformed.
         MissingPackageError: If the metric of the task needs a package that is missing.
     """
-    if task not in TASKS:
-        near = get_close_matches(task, TASKS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(TASKS)}."
-        raise DataError(f"there is no LongBench task {task!r}; {hint} (The five Chinese tasks are left out.)")
+    check_task(task)
     if count is not None and count < 1:
         raise DataError(f"count is {count}, but at least 1 row of {task} is needed; give None for all.")
     if _definitions()[task]["metric"] == "rouge_l":
@@ -71,6 +68,14 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
     if not examples:
         raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
     return examples
+
+
+def check_task(task: str) -> None:
+    """Raise DataError for a task that is not one of `TASKS`."""
+    if task not in TASKS:
+        near = get_close_matches(task, TASKS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(TASKS)}."
+        raise DataError(f"there is no LongBench task {task!r}; {hint} (The five Chinese tasks are left out.)")
 
 
 @cache

@@ -37,9 +37,7 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
         EvaluationError: For an unknown task, and a length that is too short or too long for it.
         DataError: For a source that is missing or malformed.
     """
-    if task not in TASKS:
-        near = get_close_matches(task, TASKS, 3) or TASKS
-        raise EvaluationError(f"RULER has no task {task!r}; did you mean {', '.join(near)}?")
+    check_task(task)
     if count < 1:
         raise EvaluationError(f"count is {count}, but at least 1 example of {task} is needed.")
     examples = list(islice(_generate(task, length, tokenizer, sources, seed), count))
@@ -48,6 +46,13 @@ def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: S
             f"{task} has only {len(examples)} questions that fit {length} tokens, not {count}; ask for fewer."
         )
     return examples
+
+
+def check_task(task: str) -> None:
+    """Raise EvaluationError for a task that is not one of `TASKS`."""
+    if task not in TASKS:
+        near = get_close_matches(task, TASKS, 3) or TASKS
+        raise EvaluationError(f"RULER has no task {task!r}; did you mean {', '.join(near)}?")
 
 
 def check_sources(tasks: Sequence[str], sources: Sources) -> None:
