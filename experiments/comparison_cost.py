@@ -6,13 +6,17 @@ Every call measures anew: times of another machine, day or number of threads do 
 """
 
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.common import parse_options, save_rows
 from lkv.evaluation import ruler
+from lkv.evaluation.comparison import generate_greedily
+from lkv.evaluation.example import Example, make_prompt
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
@@ -38,13 +42,22 @@ def main() -> None:
             for example in ruler.make_examples(task, tokens, options.samples, tokenizer, sources, 0)
         ]
         for name, methods in _SETS.items():
-            config = EvaluationConfig(methods, [0.15], policy=default_policy(), timed_samples=options.samples)
+            config = EvaluationConfig(methods, [0.15], policy=default_policy())
             with tempfile.TemporaryDirectory() as folder:
                 lines = Path(folder) / "samples.jsonl"
                 evaluate(model, tokenizer, examples, config, lines)
                 samples = read_samples(lines)[1]
             parts = ("prefill", "methods", "full")
-            seconds = np.array([[sample["seconds"][part] for part in parts] for sample in samples])
+            seconds = np.array(
+                [
+                    [
+                        sample["seconds"]["prefill"],
+                        sample["seconds"]["methods"],
+                        full_seconds(model, tokenizer, example),
+                    ]
+                    for sample, example in zip(samples, examples, strict=True)
+                ]
+            )
             total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
             resamples = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
             low, high = np.quantile(resamples[0] / resamples[1], [0.025, 0.975])
@@ -54,6 +67,14 @@ def main() -> None:
             rows.append(row | {f"{part}_seconds": seconds[:, i].mean() for i, part in enumerate(parts)})
             print(rows[-1], flush=True)
     save_rows(options, "comparison_cost", rows)
+
+
+def full_seconds(model: Any, tokenizer: Any, example: Example) -> float:
+    """The time to read a prompt and answer with transformers' own cache."""
+    prompt = make_prompt(example, tokenizer, "kvpress", model.config.max_position_embeddings)
+    started = time.perf_counter()
+    generate_greedily(model, [prompt.context + prompt.question], example.max_new_tokens)
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":
