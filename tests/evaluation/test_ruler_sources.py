@@ -40,7 +40,7 @@ def test_the_official_json_forms_are_read(tmp_path, sources):
         assert one(task, 2000, 5, plain) == one(task, 2000, 5, sources)
 
 
-def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
+def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources, monkeypatch):
     asked = []
 
     def download(repo_id, filename, repo_type, revision):
@@ -64,7 +64,8 @@ def test_the_hub_s_parquet_files_give_the_same_examples(tmp_path, sources):
         return str(path)
 
     (tmp_path / "essay.txt").write_text(ESSAY)
-    hub = Sources(tmp_path / "essay.txt", download=download)
+    monkeypatch.setattr(f"{Sources.__module__}.hf_hub_download", download)
+    hub = Sources(tmp_path / "essay.txt")
     assert one("niah_single_1", 2000, 5, hub) == one("niah_single_1", 2000, 5, sources) and not asked
     for task in ("qa_1", "qa_2", "qa_1", "niah_single_2"):
         assert one(task, 2000, 5, hub) == one(task, 2000, 5, sources)
@@ -78,14 +79,15 @@ def no_hub(**_):
     raise ConnectionError("no route")
 
 
-def test_missing_sources_are_refused_before_any_example(tmp_path):
+def test_missing_sources_are_refused_before_any_example(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{Sources.__module__}.hf_hub_download", no_hub)
     downloads = r"{} cannot be downloaded \(ConnectionError: no route\); put {}.* as one of {}"
     complaints = {
         "essay": "or name a text file or such a folder with --haystack",
         "qa_1": downloads.format("rajpurkar/squad_v2", "SQuAD's validation file", r"dev-v2\.0\.json"),
         "qa_2": downloads.format("hotpotqa/hotpot_qa", "HotpotQA's validation file", r".*hotpot_"),
     }
-    for empty in (Sources.from_folder(tmp_path, download=no_hub), Sources(download=no_hub)):
+    for empty in (Sources.from_folder(tmp_path), Sources()):
         for task in TASKS:
             needs_essay = NEEDLE_TASKS[task].haystack == "essay" if task in NEEDLE_TASKS else False
             if complaint := complaints.get("essay" if needs_essay else task):

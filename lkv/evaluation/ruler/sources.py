@@ -1,6 +1,6 @@
 """RULER's source texts: local files, or the data sets' own files on the hub."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,7 +63,6 @@ class Sources:
         essays: A text file, a JSON file with the field "text", or a folder of .txt files.
         squad: A file in SQuAD's format; None downloads it from the hub.
         hotpot: A file in HotpotQA's format; None downloads it from the hub.
-        download: Replaces `hf_hub_download`.
 
     Raises:
         DataError: Where a text is read, with the file, the position and the field.
@@ -72,12 +71,9 @@ class Sources:
     essays: Path | None = None
     squad: Path | None = None
     hotpot: Path | None = None
-    download: Callable[..., str] = hf_hub_download
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, essays: Path | None = None, download: Callable[..., str] = hf_hub_download
-    ) -> "Sources":
+    def from_folder(cls, folder: Path, essays: Path | None = None) -> "Sources":
         """Find the files of a folder.
 
         These are PaulGrahamEssays*.json(.gz) or a folder essays (unless `essays` is given), *quad* and *hotpot_*; files
@@ -88,7 +84,7 @@ class Sources:
             raise DataError(f"there is no folder {folder}; give one with RULER's source files.")
         essays = essays or _first_match(folder, ("PaulGrahamEssays*.json", "PaulGrahamEssays*.json.gz", "essays"))
         squad, hotpot = (_first_match(folder, _DATASET_FILES[name].patterns) for name in ("squad", "hotpot"))
-        return cls(essays, squad, hotpot, download)
+        return cls(essays, squad, hotpot)
 
     @cached_property
     def words(self) -> tuple[str, ...]:
@@ -109,24 +105,25 @@ class Sources:
         """The question set "squad" or "hotpot"."""
         if name not in self._question_sets:
             read, path = (_read_squad, self.squad) if name == "squad" else (_read_hotpot, self.hotpot)
-            self._question_sets[name] = read(path or self._download(_DATASET_FILES[name]))
+            self._question_sets[name] = read(path or _download(_DATASET_FILES[name]))
         return self._question_sets[name]
 
     @cached_property
     def _question_sets(self) -> dict[str, QuestionSet]:
         return {}
 
-    def _download(self, file: _DatasetFile) -> Path:
-        where = {"repo_id": file.repository, "filename": file.name, "revision": file.revision}
-        try:
-            return Path(self.download(**where, repo_type="dataset"))
-        # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
-        except Exception as error:
-            raise DataError(
-                f"{file.name} of the hub's data set {file.repository} cannot be downloaded "
-                f"({type(error).__name__}: {error}); put {file.title} into the folder "
-                f"with RULER's sources, as one of {', '.join(file.patterns)}."
-            ) from error
+
+def _download(file: _DatasetFile) -> Path:
+    where = {"repo_id": file.repository, "filename": file.name, "revision": file.revision}
+    try:
+        return Path(hf_hub_download(**where, repo_type="dataset"))
+    # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
+    except Exception as error:
+        raise DataError(
+            f"{file.name} of the hub's data set {file.repository} cannot be downloaded "
+            f"({type(error).__name__}: {error}); put {file.title} into the folder "
+            f"with RULER's sources, as one of {', '.join(file.patterns)}."
+        ) from error
 
 
 def _first_match(folder: Path, patterns: tuple[str, ...]) -> Path | None:
