@@ -114,9 +114,8 @@ class Sources:
 
 
 def _download(file: _DatasetFile) -> Path:
-    where = {"repo_id": file.repository, "filename": file.name, "revision": file.revision}
     try:
-        return Path(hf_hub_download(**where, repo_type="dataset"))
+        return Path(hf_hub_download(file.repository, file.name, repo_type="dataset", revision=file.revision))
     # Whatever stopped the download (no network, no such file, no access), the remedy is the same.
     except Exception as error:
         raise DataError(
