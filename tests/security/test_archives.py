@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from lkv.errors import DataError
-from lkv.evaluation.longbench import _lines
+from lkv.evaluation.longbench import _read_rows
 from lkv.training.data.decontamination import read_strings
 from lkv.utils import data_files
 from lkv.utils.data_files import read_json, read_json_lines, read_text
@@ -31,7 +31,7 @@ def test_gzip_files_of_nothing_but_zeros_are_refused(tmp_path):
         with pytest.raises(DataError, match=r"a\.json\.gz holds more than 200 bytes for each of its own; get the file"):
             read(bomb)
     lines = compressed(tmp_path / "a.jsonl.gz", b" " * 2**22)
-    for read in (read_json_lines, lambda path: _lines(path, "a")):
+    for read in (read_json_lines, lambda path: _read_rows(path, "a")):
         with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
             list(read(lines))
 
@@ -42,7 +42,7 @@ def test_members_of_zip_archives_are_bounded(tmp_path):
     with pytest.raises(DataError, match="more than 200 bytes for each of its own"):
         list(read_strings(tmp_path / "a.zip"))
     with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
-        list(_lines(tmp_path / "a.zip", "a"))
+        list(_read_rows(tmp_path / "a.zip", "a"))
 
 
 def test_what_people_compress_is_read(tmp_path):
