@@ -203,7 +203,7 @@ def fidelity(
     ]
     options: dict[str, Any] = {"policy": policy, "pattern": pattern_of(model)}
     if hasattr(runner, "EvaluationConfig"):
-        config = runner.EvaluationConfig(methods, RETENTIONS, timed_samples=0, **options)
+        config = runner.EvaluationConfig(methods, RETENTIONS, **options)
         runner.evaluate(model, tokenizer, examples, config, out)
     else:
         runner.evaluate(model, tokenizer, examples, methods, RETENTIONS, out, timed=0, **options)
