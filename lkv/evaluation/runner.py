@@ -168,8 +168,8 @@ def run_example(
 
 
 def _run_methods(
-    model: Any,
-    tokenizer: Any,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
     example: Example,
     prompt: Prompt,
     grid: MethodGrid,
@@ -202,9 +202,9 @@ def _run_methods(
             fidelities = [predictions.row(index).fidelity_to(full) for index in range(len(batch))]
             del predictions
         answers = comparison.generate(prompt.question[-1:], example.max_new_tokens, stop_ids, last=True)
-        del comparison  # frees its memory before the next batch, or the full cache alone, takes its own
+        del comparison  # frees its memory before the next batch takes its own
         for row, kept_count, answer, fidelity in zip(batch, kept_entries, answers, fidelities, strict=True):
-            text = tokenizer.decode(answer, skip_special_tokens=True)
+            text = str(tokenizer.decode(answer, skip_special_tokens=True))
             nbytes = nbytes_of_batch if grid.is_memory and row.name != FULL else kept_count * entry_nbytes
             memory = {"nbytes": nbytes, "full_nbytes": full_entries * entry_nbytes}
             line = {"method": row.name, "retention": row.retention, "realised": round(kept_count / full_entries, 6)}
@@ -221,7 +221,7 @@ def _run_methods(
     }
 
 
-def _reference_answer(tokenizer: Any, example: Example, question: list[int]) -> list[int]:
+def _reference_answer(tokenizer: "PreTrainedTokenizerBase", example: Example, question: list[int]) -> list[int]:
     """Ids of the true answer as a continuation of the prompt, at most as long as an answer may be."""
     # Some tasks ask for all the answers; elsewhere they are different wordings of one.
     text = ", ".join(example.answers if example.metric == "string_match_all" else example.answers[:1])
@@ -248,7 +248,7 @@ def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
     return named
 
 
-def _header(model: Any, grid: MethodGrid, config: EvaluationConfig, named: dict[str, Example]) -> Record:
+def _header(model: "PreTrainedModel", grid: MethodGrid, config: EvaluationConfig, named: dict[str, Example]) -> Record:
     """The first line of the file: all settings that results depend on."""
     policy, pattern, policies = config.policy, config.pattern, config.policies
     tiers = {name: own.card["tiers"] for name, own in {"": policy, **policies}.items() if own and own.card.get("tiers")}

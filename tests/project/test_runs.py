@@ -108,21 +108,3 @@ def test_the_rehearsal_s_models_and_data_are_read_as_real_ones(name, tmp_path, c
     assert (
         "unrecognised" not in said and json.loads((tmp_path / "built" / "build.json").read_text())["recipe"] == "loom"
     )
-
-
-def test_budget_policies_are_written(tmp_path, monkeypatch, model, policy):
-    ids = [3 + i * 7919 % 60 for i in range(500)]
-    monkeypatch.setattr(budget_policies, "load_model", lambda name: (model, None))
-    monkeypatch.setattr(budget_policies, "default_policy", lambda: policy)
-    monkeypatch.setattr(budget_policies, "encode_context", lambda tokenizer, text: ids if text == "A text." else [])
-    text = tmp_path / "text.txt"
-    text.write_text("A text.")
-    arguments = ["--text", str(text), "--tokens", "480", "--retention", "0.9", "--out", str(tmp_path)]
-    assert budget_policies.main(arguments) == 0
-    rows = json.loads((tmp_path / "budget_policies.json").read_text())["rows"]
-    assert len(rows) == 5 * 3 * 2 and {row["tokens"] for row in rows} == {480}
-    for method in budget_policies.METHODS:
-        own = [row["value"] for row in rows if row["method"] == method]
-        assert np.mean(own) == pytest.approx(0.9, abs=0.07)  # Duo: whole heads only
-    assert {row["value"] for row in rows if row["method"] == "duo"} == {1.0, 384 / 480}  # all, or sinks and recent ones
-    assert (tmp_path / "budget_policies.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lkv.errors import EvaluationError
 from lkv.evaluation.example import Example
@@ -13,11 +13,16 @@ from lkv.evaluation.ruler.sources import Sources
 from lkv.evaluation.ruler.tasks import NEEDLE_TASKS, QUESTION_TASKS, TASKS, ExampleTemplate
 from lkv.utils.prompts import chat_template_parts, encode
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # A first token, and one for each of the four places where texts that are tokenised separately meet.
 _RESERVED_TOKENS = 5
 
 
-def make_examples(task: str, length: int, count: int, tokenizer: Any, sources: Sources, seed: int = 0) -> list[Example]:
+def make_examples(
+    task: str, length: int, count: int, tokenizer: "PreTrainedTokenizerBase", sources: Sources, seed: int = 0
+) -> list[Example]:
     """Make the first `count` examples of a task at `length` tokens.
 
     Context, chat template, question, answer prefix and the tokens to generate take at most `length` tokens together.
@@ -64,7 +69,9 @@ def check_sources(tasks: Sequence[str], sources: Sources) -> None:
             _ = sources.words
 
 
-def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: int) -> Iterator[Example]:
+def _generate(
+    task: str, length: int, tokenizer: "PreTrainedTokenizerBase", sources: Sources, seed: int
+) -> Iterator[Example]:
     fixed_tokens = _RESERVED_TOKENS + sum(_count(tokenizer, part) for part in chat_template_parts(tokenizer))
     number, too_long = 0, []
     for template in _templates(task, length, tokenizer, sources, f"{task}-{length}-{seed}"):
@@ -94,7 +101,9 @@ def _generate(task: str, length: int, tokenizer: Any, sources: Sources, seed: in
         )
 
 
-def _templates(task: str, length: int, tokenizer: Any, sources: Sources, seed: str) -> Iterator[ExampleTemplate]:
+def _templates(
+    task: str, length: int, tokenizer: "PreTrainedTokenizerBase", sources: Sources, seed: str
+) -> Iterator[ExampleTemplate]:
     make: Callable[[str], ExampleTemplate]
     if name := QUESTION_TASKS.get(task):
         yield from ruler_tasks.question_templates(seed, sources.questions(name))
@@ -167,9 +176,9 @@ def largest_fit(
     return low
 
 
-def _count(tokenizer: Any, text: str) -> int:
+def _count(tokenizer: "PreTrainedTokenizerBase", text: str) -> int:
     return len(encode(tokenizer, text))
 
 
-def _count_context(tokenizer: Any, template: ExampleTemplate, units: int) -> int:
+def _count_context(tokenizer: "PreTrainedTokenizerBase", template: ExampleTemplate, units: int) -> int:
     return _count(tokenizer, template.render_context(units))
