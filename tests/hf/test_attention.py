@@ -1,8 +1,6 @@
-"""Patching a model's attention: undone without a trace, safe after errors, and the same under PEFT."""
+"""Patching a model's attention: undone without a trace, and safe after errors."""
 
 import threading
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import nn
 from transformers import (
     CLIPVisionConfig,
     DynamicCache,
-    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -26,19 +23,12 @@ from transformers import (
 
 import lkv
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.context.compression import compress
-from lkv.context.context import Context
-from lkv.errors import CacheError, ContextFileError, UnsupportedModelError
+from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.attention import attention_patched, patch_attention, unpatch_attention
-from lkv.hf.spec import inspect_model, unwrap_model
 from lkv.hf.state import get_patch, has_waiting_layer
 from tests.conftest import tiny_llama
-from tests.context.test_compression import Words
 
 IDS = torch.arange(3, 53)[None]
-TEXT = " ".join(["one two three four five six"] * 10)
-# peft 0.21 asks transformers 5.24 by a deprecated name.
-peft_warns = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 def generated(model, policy):
@@ -166,223 +156,3 @@ def test_unsupported_architectures_are_refused():
     }.items():
         with pytest.raises(UnsupportedModelError, match=reason):
             patch_attention(model)
-
-
-class LoraLinear(nn.Module):
-    """A linear layer with two adapters, as PEFT's tuners build it."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base_layer, self.lora_A, self.lora_B = base, nn.ModuleDict(), nn.ModuleDict()
-        self.active_adapters, self.disable_adapters, self.merged_adapters = ["first"], False, []
-        self.scaling = {"first": 1.0, "second": 1.0}
-        for seed, name in enumerate(("first", "second"), 1):
-            torch.manual_seed(seed)
-            self.lora_A[name] = nn.Linear(base.in_features, 2, bias=False, dtype=base.weight.dtype)
-            self.lora_B[name] = nn.Linear(2, base.out_features, bias=False, dtype=base.weight.dtype)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    def forward(self, x):
-        out = self.base_layer(x)
-        for name in [] if self.disable_adapters else self.active_adapters:
-            out = out + self.scaling[name] * self.lora_B[name](self.lora_A[name](x))
-        return out
-
-
-class Wrapper(nn.Module):
-    """Hands on to the module named `inner` what it does not have itself."""
-
-    inner: str
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__(self.inner), name)
-
-
-class LoraModel(Wrapper):
-    """PEFT's tuner, which puts adapters into the model."""
-
-    inner = "model"
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        for layer in model.model.layers:
-            layer.self_attn.k_proj = LoraLinear(layer.self_attn.k_proj)
-
-    def forward(self, *args, **kwargs):
-        return self.model.forward(*args, **kwargs)
-
-
-class PeftModel(Wrapper):
-    """What PEFT's wrapper does around a model: `generate` and `prepare_inputs_for_generation` are its own."""
-
-    inner = "base_model"
-
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = LoraModel(model)
-        self.base_model_prepare_inputs_for_generation = self.base_model.prepare_inputs_for_generation
-
-    def set_adapters(self, **changes) -> None:
-        for module in self.modules():
-            if isinstance(module, LoraLinear):
-                vars(module).update(changes)
-
-    @contextmanager
-    def disable_adapter(self):
-        self.set_adapters(disable_adapters=True)
-        yield
-        self.set_adapters(disable_adapters=False)
-
-    def get_base_model(self):
-        return self.base_model.model
-
-    def forward(self, *args, **kwargs):
-        return self.get_base_model()(*args, **kwargs)
-
-    def prepare_inputs_for_generation(self, *args, task_ids=None, **kwargs):
-        return self.base_model_prepare_inputs_for_generation(*args, **kwargs)
-
-    def generate(self, *args, **kwargs):
-        self.base_model.prepare_inputs_for_generation = self.prepare_inputs_for_generation
-        try:
-            return self.base_model.generate(*args, **kwargs)
-        finally:
-            self.base_model.prepare_inputs_for_generation = self.base_model_prepare_inputs_for_generation
-
-
-@pytest.mark.parametrize("patched_first", [False, True])
-def test_peft_models_check_what_a_used_cache_is_given(policy, patched_first):
-    base = tiny_llama()
-    if patched_first:
-        patch_attention(base)
-    model = PeftModel(base)
-    assert unwrap_model(model) is base
-    cache = RaggedCache(model, policy=policy, retention=0.5)
-    how = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
-    out = model.generate(IDS, **how)
-    assert torch.equal(out, generated(base, policy))
-    with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
-        model.generate(torch.cat([IDS + 1, IDS], 1), **how)
-    with pytest.raises(CacheError, match="use_cache=False"):
-        model.generate(torch.cat([out, IDS], 1), use_cache=False, **how)
-    model.generate(torch.cat([out, IDS[:, :5]], 1), **how)
-
-
-def test_adapters_do_not_hide_the_base_model():
-    plain, model = tiny_llama(), PeftModel(tiny_llama())
-    assert inspect_model(unwrap_model(model)) == inspect_model(plain)
-
-
-def test_a_saved_context_needs_the_adapters_it_was_read_with(policy, tmp_path):
-    model = PeftModel(tiny_llama())
-    path = tmp_path / "text.kv"
-    context = compress(model, Words(), TEXT, retention=0.6, policy=policy)
-    answer = context.ask("who?", 4)
-    context.save(path)
-    assert Context.load(path, model, Words()).ask("who?", 4) == answer
-    with model.disable_adapter(), pytest.raises(ContextFileError, match="other adapters"):
-        Context.load(path, model, Words())
-    with model.disable_adapter(), pytest.raises(CacheError, match="compressed with other adapters"):
-        context.ask("who?", 4)
-    assert context.ask("who?", 4) == answer
-    model.set_adapters(active_adapters=["second"])
-    with pytest.raises(ContextFileError, match="other adapters"):
-        Context.load(path, model, Words())
-    with model.disable_adapter():
-        compress(model, Words(), TEXT, retention=0.6, policy=policy).save(path)
-    with pytest.raises(ContextFileError, match="other adapters"):
-        Context.load(path, model, Words())
-    Context.load(path, tiny_llama(), Words())
-
-
-CHANGES = {"active_adapters": ["second"], "merged_adapters": ["second"], "scaling": {"first": 0.5, "second": 1.0}}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_adapters_that_change_after_a_text_was_read_are_noticed(policy, change):
-    model = PeftModel(tiny_llama())
-    kept = compress(model, Words(), TEXT, retention=0.6, policy=policy)
-    full = compress(model, Words(), TEXT, method="full")
-    cache, unread = (RaggedCache(model, retention=0.6, policy=policy) for _ in range(2))
-    how = {"max_new_tokens": 3, "do_sample": False}
-    out = model.generate(IDS, past_key_values=cache, **how)
-    (layer, *_) = (module for module in model.modules() if isinstance(module, LoraLinear))
-    before = getattr(layer, change)
-    model.set_adapters(**{change: CHANGES[change]})
-    for use in (
-        lambda: kept.ask("who?", 4),
-        lambda: full.ask("who?", 4),
-        lambda: model.generate(torch.cat([out, IDS[:, :5]], 1), past_key_values=cache, **how),
-    ):
-        with pytest.raises(CacheError, match="compressed with other adapters"):
-            use()
-    # A cache has the adapters that it reads its text with.
-    model.generate(IDS, past_key_values=unread, **how)
-    model.set_adapters(**{change: before})
-    with pytest.raises(CacheError, match="compressed with other adapters"):
-        model.generate(torch.cat([IDS, IDS], 1), past_key_values=unread, **how)
-    assert kept.ask("who?", 4) is not None and full.ask("who?", 4) is not None
-
-
-def test_learned_prompts_are_refused_unless_they_are_switched_off(policy):
-    model = PeftModel(tiny_llama())
-    vars(model)["active_peft_config"] = SimpleNamespace(is_prompt_learning=True)
-    for make in (lambda: RaggedCache(model, policy=policy), lambda: compress(model, Words(), TEXT, policy=policy)):
-        with pytest.raises(UnsupportedModelError, match="puts learned tokens before every text"):
-            make()
-    vars(model)["_adapters_disabled"] = True
-    assert compress(model, Words(), TEXT, policy=policy).ask("who?", 4)
-
-
-@peft_warns
-@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
-def test_learned_prompts_of_peft_itself(kind):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_llama(), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=5))
-    with pytest.raises(UnsupportedModelError, match="puts learned tokens before every text"):
-        RaggedCache(model, method="knorm")
-    with model.disable_adapter():
-        RaggedCache(model, method="knorm")
-
-
-@peft_warns
-def test_adapters_of_peft_itself(tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False)
-    model = peft.get_peft_model(tiny_llama(dtype=torch.float32), config).eval()
-    context = compress(model, Words(), TEXT, method="knorm", retention=0.5)
-    context.save(tmp_path / "text.kv")
-    with model.disable_adapter():
-        with pytest.raises(CacheError, match="compressed with other adapters"):
-            context.ask("who ?", 4)
-        with pytest.raises(ContextFileError, match="other adapters"):
-            Context.load(tmp_path / "text.kv", model, Words())
-    answer = context.ask("who ?", 4)
-    assert Context.load(tmp_path / "text.kv", model, Words()).ask("who ?", 4) == answer
-    assert context.ask("who ?", 4, stream=True) == answer
-    assert "".join(context.stream("who ?", 4)).strip() == answer
-    assert context.ask("who ?", generation_config=GenerationConfig(max_new_tokens=4)) == answer
-    cache = RaggedCache(model, method="knorm", retention=0.5)
-    model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
-    with pytest.raises(CacheError, match="do not begin with those that this cache has read"):
-        model.generate(input_ids=torch.cat([IDS + 1, IDS], 1), max_new_tokens=3, past_key_values=cache)
-
-
-@peft_warns
-@pytest.mark.parametrize("method", ["full", "knorm", "kvzip"])
-def test_compression_computes_no_logits_of_a_peft_model(method):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_llama(), peft.LoraConfig(task_type="CAUSAL_LM", r=4)).eval()
-
-    def fail(*_):
-        raise AssertionError("the output head was computed")
-
-    unwrap_model(model).lm_head.register_forward_pre_hook(fail)
-    compress(model, Words(), TEXT, method=method, **({} if method == "full" else {"retention": 0.5}))
