@@ -126,7 +126,7 @@ def measure(subject: Subject, options: Any, number: int, names: Sequence[str]) -
 
     def follows(cache: RaggedCache) -> list[bool]:
         cache.fill(prompt)
-        cache.ids = torch.tensor([ids])
+        cache.history.ids = torch.tensor([ids])
         answer = Context(model, tokenizer, ids, cache).ask(QUESTION, LENGTH)
         return [INSTRUCTIONS[name].is_followed(answer, word) for name, word in zip(names, words, strict=True)]
 

@@ -199,8 +199,76 @@ SERVED = [
         "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
     ),
     Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}, rotation=_NORM_AFTER_ROPE),
-    Family("GptOss", _SINKS, **_SLIDING, rotation="none: k as cached", trains=False),
+    Family("GptOss", _SINKS, **_SLIDING, trains=False),
 ]
+_STATES = {"layers": "full attention; states stay", "since": "5.24"}
+_LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+_HYBRID = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_DELTA = {
+    "num_hidden_layers": 4, "layer_types": _LINEAR, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 16,
+}  # fmt: skip
+_CONVOLUTION = {
+    "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
+_MAMBA = {
+    "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+_SHARED_EXPERT = _EXPERTS | {"shared_expert_intermediate_size": 16}
+_UNROTATED = "layers without one, as it is"
+# Models that have recurrent or convolution layers, too.
+HYBRIDS = [
+    Family("Qwen3_5", _DELTA, "Qwen3_5TextConfig", **_STATES),
+    Family("Qwen3_5Moe", _DELTA | _SHARED_EXPERT, "Qwen3_5MoeTextConfig", **_STATES),
+    Family("Qwen3Next", _DELTA | _SHARED_EXPERT, **_STATES),
+    Family("Lfm2", _CONVOLUTION, **_STATES),
+    Family("Lfm2Moe", _CONVOLUTION | _EXPERTS | {"num_dense_layers": 1}, **_STATES),
+    Family("Lfm3", _CONVOLUTION, **_STATES),
+    Family(
+        "GraniteMoeHybrid",
+        _MAMBA
+        | {"layer_types": _LINEAR, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 16},
+        **_STATES,
+        rotation=_UNROTATED,
+    ),
+    Family(
+        "NemotronH",
+        _ROUTED
+        | {
+            "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe", "full_attention"],
+            "num_hidden_layers": 6, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 8,
+            "conv_kernel": 4, "chunk_size": 16, "moe_shared_expert_intermediate_size": 16,
+        },
+        **_STATES,
+        rotation=_UNROTATED,
+    ),
+    Family("FalconH1", _MAMBA | {"mamba_d_ssm": 64}, layers="all; states stay", since="5.24"),
+    Family(
+        "Jamba",
+        {
+            "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+            "expert_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8,
+            "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4,
+        },
+        **_STATES,
+        rotation=_UNROTATED,
+    ),
+    Family("Bamba", _MAMBA | {"attn_layer_indices": [1, 3]}, **_STATES),
+    Family(
+        "Zamba2",
+        {
+            "num_hidden_layers": 4, "layers_block_type": _HYBRID, "mamba_d_state": 8, "mamba_d_conv": 4,
+            "mamba_expand": 2, "mamba_ngroups": 1, "n_mamba_heads": 8, "chunk_size": 16, "num_mem_blocks": 1,
+            "use_mem_rope": True, "adapter_rank": 4, "attention_head_dim": 16, "head_dim": 16,
+        },
+        **_STATES,
+        rotation="none: k as cached",
+    ),
+    Family("OlmoHybrid", _DELTA | {"linear_num_key_heads": 4, "head_dim": 8}, **_STATES),
+    Family("LaraMini", _DELTA, **_STATES, rotation=_UNROTATED),
+]  # fmt: skip
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
     Family("VaultGemma", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
@@ -211,14 +279,23 @@ REFUSED = [
     Family("Gemma4", _MIXED, "Gemma4TextConfig", refused="layers that share keys and values or differ in their heads"),
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
-    Family("Qwen3Next", _EXPERTS, refused="layers of kind ['linear_attention']"),
+    Family(
+        "MiniMax",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 2,
+            "block_size": 16,
+        },
+        refused="a cache of its own",
+    ),
+    Family("RecurrentGemma", refused="keeps recurrent states outside of its cache", since="5.24"),
 ]
 
 
 def table() -> str:
     """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
     lines = ["| family | evicted from | k un-rotated for the scorer |", "|---|---|---|"]
-    for family in SERVED:
+    for family in SERVED + HYBRIDS:
         name = f"{family.name} (transformers {family.since} or newer)" if family.since else family.name
         lines.append(f"| {name} | {family.layers} | {family.rotation} |")
     lines += ["", "| refused | it has |", "|---|---|"]

@@ -132,6 +132,7 @@ class SharedState:
 
     Attributes:
         last_layer: The index of the last evicting layer.
+        has_states: Whether the model has recurrent or convolution states, which read what is appended as text.
         buffers: As in `ragged_attention.append_and_attend`.
         padding: Reads the padding of each forward pass once.
         pending_nan_checks: Whether some scores are NaN, on devices that were not waited for yet.
@@ -139,6 +140,7 @@ class SharedState:
     """
 
     last_layer: int
+    has_states: bool = False
     buffers: dict[Any, Any] = field(default_factory=dict)
     padding: PaddingReader = field(default_factory=PaddingReader)
     pending_nan_checks: list[Tensor] = field(default_factory=list)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from lkv.hf.fingerprint import read_adapters
 from lkv.hf.spec import unwrap_model
+from lkv.hf.state_probe import probed_kinds
 
 
 class FullCache(DynamicCache):
@@ -20,17 +20,21 @@ class FullCache(DynamicCache):
 
     Attributes:
         adapters: As in `RaggedCache`, the adapters that the text is read with.
-        is_rewindable: True, as the tokens after the text can be cut off again.
+        is_rewindable: Whether the tokens after the text can be cut off again: not in models with recurrent states.
         is_shareable: False, as `SharedCache` takes compressed texts alone.
+        is_stepwise: As in `RaggedCache`.
         on_layer_start: Not called.
     """
 
-    is_rewindable = True
     is_shareable = False
     on_layer_start: Callable[[int], None] | None = None
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__()
+        # Sliding layers are kept whole, so that they can be cropped; recurrent states cannot.
+        kinds = probed_kinds(model)
+        self.is_rewindable = not any(kind.is_recurrent for kind in kinds)
+        self.is_stepwise = any(kind.is_stepwise for kind in kinds)
+        super().__init__(config=None if self.is_rewindable else model.config)
         self.adapters = read_adapters(unwrap_model(model))
 
     def fork(self) -> "FullCache":
@@ -56,7 +60,9 @@ class FullCache(DynamicCache):
 
 
 def kv_nbytes(cache: Cache) -> int:
-    """Return the bytes of storage behind the k and v of one of transformers' own caches."""
+    """Return the bytes of storage behind k, v and states of one of transformers' own caches."""
     layers: list[Any] = list(cache.layers)
-    tensors: list[Tensor] = [x for layer in layers for x in (layer.keys, layer.values)]
-    return sum(x.untyped_storage().nbytes() for x in tensors)
+    names = ("conv_states", "recurrent_states")
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+    tensors += [x for layer in layers for name in names for x in getattr(layer, name, {}).values()]
+    return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)

@@ -4,22 +4,27 @@ Lengths, positions and pools are on the device, and the kernels count there what
 step is a step of any length. Replay avoids kernel-launch overhead.
 """
 
+import copy
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.cache_config import CacheConfig
+from lkv.cache.cache_config import CacheConfig, SharedState
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_store import KVStore
+from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import OtherLayer
+from lkv.hf.state import TokenHistory
 from lkv.kernels.ragged_attention import can_replay
+from lkv.methods.request import MAX_COUNT
 from lkv.utils import devices
 
 # The values under which a captured step may ignore these arguments; with any others the model runs as usual.
@@ -40,14 +45,13 @@ class ReplayableCache(Protocol):
     config: CacheConfig
     ragged_layers: list[RaggedLayer]
     on_layer_start: Callable[[int], None] | None
+    others: dict[int, OtherLayer]
+    history: TokenHistory
+    shared: SharedState
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the compressed prompt, 0 before it has ended."""
-
-    @property
-    def other_layers(self) -> Sequence[Any]:
-        """The layers that are not evicted from."""
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read so far."""
@@ -55,12 +59,14 @@ class ReplayableCache(Protocol):
     def begin_pass(self, rows: int, new: int) -> None:
         """Note a forward pass of `new` tokens in each of `rows` rows."""
 
-    def discarded_steps(self) -> AbstractContextManager[dict[Any, Any]]:
-        """Forget the decode steps of a `with` block; yields the work buffers that they use."""
-
 
 def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int) -> Callable[..., Any]:
-    """`model.forward`, but that decode steps of `cache` are replayed: of at most `tokens` tokens after the prompt."""
+    """`model.forward`, but that decode steps of `cache` are replayed: of at most `tokens` tokens after the prompt.
+
+    Raises CacheError if `tokens` is no such number.
+    """
+    if type(tokens) is not int or not 1 <= tokens <= MAX_COUNT:
+        raise CacheError(f"max_new_tokens is {tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}.")
     step, plain = GraphedStep(model, cache, tokens), model.forward
 
     @functools.wraps(plain)
@@ -138,7 +144,7 @@ class GraphedStep:
 
         try:
             # The steps that prepare the capture are no tokens of the text.
-            with cache.discarded_steps() as self._buffers:
+            with _discarded_steps(cache) as self._buffers:
                 for layer in cache.ragged_layers:
                     layer.reserve(max(self._tokens, devices.STEPS_OF_CAPTURE))
                 stores = [layer.store for layer in cache.ragged_layers if layer.store is not None]
@@ -164,6 +170,19 @@ class GraphedStep:
         return type(output)(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in output.items()})
 
 
+@contextmanager
+def _discarded_steps(cache: ReplayableCache) -> Iterator[dict[Any, Any]]:
+    """Forget the decode steps of a `with` block, which only prepare others; yields the work buffers of these steps."""
+    length, history, buffers = cache.get_seq_length(), copy.copy(cache.history), cache.shared.buffers
+    cache.shared.buffers = {}
+    try:
+        yield cache.shared.buffers
+    finally:
+        for layer in cache.ragged_layers:
+            layer.crop(length - layer.get_seq_length())
+        cache.history, cache.shared.buffers = history, buffers
+
+
 def _is_default(name: str, value: Any) -> bool:
     return value is None or (isinstance(value, int) and value in _DEFAULTS.get(name, ()))
 
@@ -175,8 +194,8 @@ def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | No
         return f"the model is on {weights.device.type!r}, but CUDA graphs need a CUDA device."
     if len({weight.device for weight in model.parameters()}) > 1:
         return "the model is spread over several devices."
-    if cache.other_layers:
-        return "the model has sliding-window layers, which lie elsewhere after every token."
+    if cache.others:
+        return "the model has sliding-window or recurrent layers, which lie elsewhere after every token."
     if any(layer.sinks is not None for layer in cache.ragged_layers):
         return "the model has attention sinks, which are not joined by the kernel."
     if cache.config.request.decode_eviction:

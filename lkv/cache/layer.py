@@ -226,6 +226,11 @@ class RaggedLayer(AttentionCacheLayer):
     def _drop_padding(self, padding: Tensor, new: int) -> Tensor | None:
         """Drop the appended tokens that are `padding` now, see `_extend`; returns that of the `new` ones, if any."""
         assert self.store is not None
+        if self._context.shared.has_states:
+            raise CacheError(
+                "recurrent layers would read padding after the prompt as text; give rows of equal length, or one row "
+                "at a time."
+            )
         if self.store.scores is not None:
             raise CacheError(
                 "decode_eviction does not take padding after the prompt; give rows of equal length, or one row at a "

@@ -1,13 +1,56 @@
 """Checks before a forward pass of a `RaggedCache`: its layers are in step, and the model can read the text."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import OtherLayer, RecurrentLayer, SlidingWindowLayer
 from lkv.hf.positions import check_frequencies
 from lkv.hf.state import NOT_PATCHED
+
+_REMEDY = "call rewind() if the prompt was complete, else reset() and read the prompt again"
+
+
+class PassTracker:
+    """Which layers a forward pass has reached: recurrent layers do not count the tokens that they read.
+
+    Attributes:
+        has_states: Whether some layers have recurrent or convolution states.
+        first_attention: The index of the first layer that gets keys.
+        attention_before: The one before each such layer; before the first it is the last one.
+    """
+
+    def __init__(self, layers: Sequence[Any], others: Mapping[int, OtherLayer]):
+        """Track a cache of `layers`, of which `others` are not evicted from."""
+        states = [index for index, other in others.items() if isinstance(other, RecurrentLayer)]
+        attention = [index for index, layer in enumerate(layers) if isinstance(layer, RaggedLayer | SlidingWindowLayer)]
+        self.has_states, self.first_attention = bool(states), attention[0]
+        self.attention_before = dict(zip(attention, [attention[-1], *attention[:-1]], strict=True))
+        self._count = len(attention) + len(states)
+        self._reached: frozenset[tuple[int, str]] = frozenset()
+
+    def reset(self) -> None:
+        """Expect a new pass."""
+        self._reached = frozenset()
+
+    def fork(self) -> "PassTracker":
+        """Return a copy that continues independently."""
+        return copy.copy(self)
+
+    def enter(self, layer: int, part: str) -> bool:
+        """Note that a pass has reached a `part` of a layer; returns whether a pass begins.
+
+        Raises CacheError where the pass before was interrupted.
+        """
+        if (layer, part) in self._reached:
+            if self.has_states and len(self._reached) < self._count:
+                raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {_REMEDY}.")
+            self._reached = frozenset()
+        self._reached |= {(layer, part)}
+        return len(self._reached) == 1
 
 
 def check_attended(layer: Any) -> None:
@@ -23,12 +66,9 @@ def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -
     PromptError for a text that the model cannot read.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedLayer)]
-    lengths = {layer.get_seq_length() for layer in layers}
+    lengths = {layer.get_seq_length() for layer in layers if isinstance(layer, RaggedLayer | SlidingWindowLayer)}
     if len(lengths) > 1 or len({layer.prompt_length for layer in ragged}) > 1:
-        remedy = "call rewind() if the prompt was complete, else reset() and read the prompt again"
-        if len(ragged) < len(layers):
-            remedy = "continue from a fork() made before, or reset() and read the prompt again"
-        raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {remedy}.")
+        raise CacheError(f"an interrupted forward pass left the layers of this cache unequal; {_REMEDY}.")
     own_rows = len(ragged[0].lens)
     if own_rows and rows != own_rows:
         raise CacheError(

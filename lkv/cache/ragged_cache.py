@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.pass_checks import check_attended, check_pass
+from lkv.cache.pass_checks import PassTracker, check_attended, check_pass
 from lkv.cache.quantization import check_width
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
-from lkv.hf.cache_layers import OtherLayer, SlidingWindowLayer
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import OtherLayer, RecurrentLayer, make_layers
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
 from lkv.hf.state import TokenHistory, register_cache
@@ -40,8 +40,9 @@ class RaggedCache(BaseCache):
     its method chooses, a different number in each KV head, and frees the others before the next layer runs. Later
     tokens (a question, the answer) are appended and kept.
 
-    Sliding-window layers, where a model has some, are not evicted from; they count in `nbytes`. Under tensor
-    parallelism each process evicts from its own KV heads, and counts and bytes are those of its heads.
+    Sliding-window, recurrent and convolution layers, where a model has some, are not evicted from; they count in
+    `nbytes`. Under tensor parallelism each process evicts from its own KV heads, and counts and bytes are those of its
+    heads.
 
     ```python
     cache = lkv.RaggedCache(model, retention=0.15)
@@ -78,9 +79,11 @@ class RaggedCache(BaseCache):
 
     Attributes:
         spec: The description of the model.
-        ragged_layers: The layers that are evicted from, in order; `layers` has the sliding-window ones, too.
+        ragged_layers: The layers that are evicted from, in order; `layers` has the others, too.
         target: How much is kept; None for a `Method` of your own.
         policy: The policy that is used; None for methods without one.
+        history: The ids that were read, where they are known.
+        at_prompt_end: Copies of `others` from the end of the prompt; empty until something follows it.
         on_layer_start: Called with the index of each layer before its attention. An exception that it raises ends the
             forward pass.
 
@@ -138,70 +141,71 @@ class RaggedCache(BaseCache):
         self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
         self.config = config
-        if self.config.is_tiered:
+        if config.is_tiered:
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None
-        self._history = TokenHistory()
-        self.shared = shared = SharedState(self.spec.layers - 1)
-        contexts = [
-            LayerContext(index, self.config, shared, rotation, sinks)
+        self.history = TokenHistory()
+        self.at_prompt_end: dict[int, OtherLayer] = {}
+        self.shared = shared = SharedState(self.spec.layers - 1, any(kind.is_recurrent for kind in patched.kinds))
+        self.ragged_layers = [
+            RaggedLayer(LayerContext(index, self.config, shared, rotation, sinks))
             for index, (rotation, sinks) in enumerate(zip(patched.rotations, patched.sinks, strict=True))
         ]
-        remaining = iter(contexts)
-        layers: list[Any] = [
-            RaggedLayer(next(remaining)) if window is None else SlidingWindowLayer(window)
-            for window in patched.sliding_windows
-        ]
-        super().__init__(layers=layers)
-        self.ragged_layers = [layer for layer in layers if isinstance(layer, RaggedLayer)]
+        super().__init__(*make_layers(patched.kinds, self.ragged_layers))
+        self.pass_tracker = PassTracker(self.layers, self.others)
         for layer in self.ragged_layers:
-            layer.model_config = model.config.get_text_config(decoder=True)
-
-    @property
-    def other_layers(self) -> list[OtherLayer]:
-        """The layers that are not evicted from, in order."""
-        layers: list[Any] = self.layers
-        return [layer for layer in layers if not isinstance(layer, RaggedLayer)]
+            layer.model_config = patched.config.get_text_config(decoder=True)
 
     @property
     def is_rewindable(self) -> bool:
-        """Whether `rewind` works: tokens after the prompt can be cut off again."""
-        return not self.config.request.decode_eviction and not self.other_layers
+        """Whether `rewind` works: tokens after the prompt can be removed again."""
+        return not self.config.request.decode_eviction
 
     @property
     def is_shareable(self) -> bool:
-        """Whether the rows of a `SharedCache` can continue the prompt."""
-        return self.is_rewindable
+        """Whether the rows of a `SharedCache` can continue the prompt, and any tokens after it can be cut off."""
+        return self.is_rewindable and not self.others
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Whether what follows the prompt must be read token by token, see `RecurrentLayer`."""
+        return any(isinstance(other, RecurrentLayer) and other.is_stepwise for other in self.others.values())
 
     @property
     def prompt_length(self) -> int:
         """Tokens of the compressed prompt, 0 before it has ended."""
         return self.ragged_layers[-1].prompt_length
 
-    @property
-    def ids(self) -> Tensor | None:
-        """Ids [B, k] of the first k tokens read, where they are known."""
-        return self._history.ids
-
-    @ids.setter
-    def ids(self, ids: Tensor) -> None:
-        self._history.ids = ids
-
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError where a layer cannot take the new keys; in the first one, for all layers."""
-        if layer_idx == 0:
+        tracker = self.pass_tracker
+        if layer_idx == tracker.first_attention:
             self.begin_pass(key_states.shape[0], key_states.shape[2])
-        # For the first layer it is the last one of the previous pass.
-        check_attended(self.layers[layer_idx - 1])
+        check_attended(self.layers[tracker.attention_before[layer_idx]])
+        self._start_layer(layer_idx, "attention")
+
+    def before_states(self, layer_idx: int) -> None:
+        """Raise CacheError where the states of a layer are not those after the last pass."""
+        self._start_layer(layer_idx, "states")
+
+    def _start_layer(self, layer_idx: int, part: str) -> None:
         if self.on_layer_start is not None:
             self.on_layer_start(layer_idx)
+        if self.others and self.pass_tracker.enter(layer_idx, part):
+            self._note_prompt_end()
+
+    def _note_prompt_end(self) -> None:
+        """Keep the other layers as they are at the end of the prompt, before anything that follows it is read."""
+        is_end = 0 < self.prompt_length == self.get_seq_length()
+        if is_end and not self.at_prompt_end and self.is_rewindable:
+            self.at_prompt_end = {index: other.fork() for index, other in self.others.items()}
 
     def begin_pass(self, rows: int, new: int) -> None:
         """Note a forward pass of `new` tokens in each of `rows` rows. Raises as `before_update`."""
         self.is_assisted = False
         length = self.get_seq_length()
         check_pass(self.layers, rows, length + new, self.spec)
-        self._history.read(length, length + new)
+        self.history.read(length, length + new)
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Compare what `generate` is about to feed with what was read, where both are known.
@@ -211,11 +215,11 @@ class RaggedCache(BaseCache):
         `BaseCache.announce_inputs`.
         """
         length = self.get_seq_length()
-        if self._history.continues_chunks(length, is_chunk):
+        if self.history.continues_chunks(length, is_chunk):
             self.config.check_prompt_declared()
         elif length and not (is_first_step or is_chunk or self.prompt_length):
             self.config.check_prompt_ended(length)
-        self._history.announce(ids, length, is_full, is_first_step)
+        self.history.announce(ids, length, is_full, is_first_step)
 
     def announce_adapters(self, adapters: str) -> None:
         """Note the adapters that a text is read with. Raises CacheError where it was read with others."""
@@ -226,7 +230,9 @@ class RaggedCache(BaseCache):
     def reorder_cache(self, beam_idx: Any) -> None:
         """Make row i a copy of the row `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
-        self._history.select(beam_idx)
+        for other in self.at_prompt_end.values():
+            other.reorder_cache(beam_idx)
+        self.history.select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` [n], in that order."""
@@ -245,21 +251,27 @@ class RaggedCache(BaseCache):
     def reset(self) -> None:
         """Forget everything, and free it."""
         super().reset()
-        self._history = TokenHistory()
+        self.history, self.at_prompt_end = TokenHistory(), {}
+        self.pass_tracker.reset()
 
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which cuts off rejected tokens.
 
-        Raises CacheError if the prompt could not be distinguished from the first candidates.
+        Raises CacheError if the prompt could not be distinguished from the first candidates, or if the states of the
+        model cannot go back.
         """
+        if self.shared.has_states:
+            raise CacheError(
+                "assisted decoding cuts off rejected tokens, but the states of this model's recurrent or convolution "
+                "layers cannot go back; leave it out."
+            )
         if not self.prompt_length and self.config.request.prompt_tokens is None:
             raise CacheError(
                 "assisted decoding sends its first candidates together with the prompt: give "
                 "prompt_tokens=input_ids.shape[1] to RaggedCache, so that they are told apart."
             )
         self.is_assisted = True
-        for layer in self.other_layers:
-            layer.activate_past_recording()
+        super().activate_past_recording()
 
     def fill(self, prompt: list[LayerKV]) -> None:
         """Evict from a prompt that was read before, so that one prefill serves many methods.
@@ -274,10 +286,10 @@ class RaggedCache(BaseCache):
             raise CacheError(
                 f"the prompt has {len(prompt)} layers, but this cache {len(self.ragged_layers)}; read it again."
             )
-        layers = as_prompt_kv(prompt).continuation_layers(self.ragged_layers)
-        if len(layers) != len(self.layers):
-            raise CacheError("the prompt lacks the sliding-window layers; give what read_prompt returned.")
-        self.layers = layers
+        layers, others = as_prompt_kv(prompt).continuation_layers(self.ragged_layers, prompt[0].key.shape[0])
+        if others.keys() != self.others.keys():
+            raise CacheError("the prompt lacks the sliding-window or recurrent layers; give what read_prompt returned.")
+        self.layers, self.others = layers, others
         for layer, kv in zip(self.ragged_layers, prompt, strict=True):
             layer.fill(kv)
 
@@ -291,11 +303,14 @@ class RaggedCache(BaseCache):
         """Return a copy that continues independently; `copy.deepcopy` does the same."""
         twin = copy.copy(self)
         twin.name = register_cache(twin)
-        twin._history = copy.copy(self._history)
-        twin.shared = shared = SharedState(self.spec.layers - 1)
-        layers: Any = self.layers
-        twin.layers = [layer.fork(shared) if isinstance(layer, RaggedLayer) else layer.fork() for layer in layers]
+        twin.history = copy.copy(self.history)
+        twin.shared = shared = SharedState(self.spec.layers - 1, self.shared.has_states)
+        twin.pass_tracker = self.pass_tracker.fork()
+        twin.at_prompt_end = {index: other.fork() for index, other in self.at_prompt_end.items()}
+        layers: list[Any] = self.layers
+        twin.layers = [layer.fork(shared) if isinstance(layer, RaggedLayer) else layer for layer in layers]
         twin.ragged_layers = [layer for layer in twin.layers if isinstance(layer, RaggedLayer)]
+        twin.set_others({index: other.fork() for index, other in self.others.items()})
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
@@ -306,11 +321,17 @@ class RaggedCache(BaseCache):
         """Forget all tokens after the prompt.
 
         Raises:
-            CacheError: If some of them were evicted, or if the model has sliding-window layers, which have dropped what
-                they would need.
+            CacheError: If some of them were evicted, or if they came in one pass with the end of the prompt and the
+                model has sliding-window or recurrent layers.
         """
-        if self.other_layers:
-            raise CacheError("sliding layers cannot be cut back to the prompt; continue from a fork() made before.")
+        if self.at_prompt_end:
+            self.set_others({index: other.fork() for index, other in self.at_prompt_end.items()})
+        elif self.others and self.get_seq_length() != self.prompt_length:
+            raise CacheError(
+                "sliding and recurrent layers cannot go back to an end of the prompt at which no pass ended; continue "
+                "from a fork() made before."
+            )
+        self.pass_tracker.reset()
         for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())
 
@@ -323,22 +344,6 @@ class RaggedCache(BaseCache):
         finally:
             for layer, count in zip(self.ragged_layers, free_slots, strict=True):
                 layer.release(count)
-
-    @contextmanager
-    def discarded_steps(self) -> Iterator[dict[Any, Any]]:
-        """Forget the decode steps of a `with` block, which only prepare others.
-
-        Yields:
-            The work buffers of these steps, which no other step uses.
-        """
-        length, history, buffers = self.get_seq_length(), copy.copy(self._history), self.shared.buffers
-        self.shared.buffers = {}
-        try:
-            yield self.shared.buffers
-        finally:
-            for layer in self.ragged_layers:
-                layer.crop(length - layer.get_seq_length())
-            self._history, self.shared.buffers = history, buffers
 
     @contextmanager
     def graphed(self, model: PreTrainedModel, max_new_tokens: int = 512) -> Iterator[None]:
@@ -363,10 +368,6 @@ class RaggedCache(BaseCache):
         Raises:
             CacheError: If `max_new_tokens` is no such number.
         """
-        if type(max_new_tokens) is not int or not 1 <= max_new_tokens <= MAX_COUNT:
-            raise CacheError(
-                f"max_new_tokens is {max_new_tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}."
-            )
         owner = unwrap_model(model)
         with override_method(owner, "forward", graphed_forward(owner, self, max_new_tokens)):
             yield
@@ -382,10 +383,13 @@ class RaggedCache(BaseCache):
         return kept_entries / total if total else 1.0
 
     def nbytes(self) -> int:
-        """Return the bytes of k and v storage, free slots and sliding windows included."""
-        layers: list[Any] = self.layers
-        return sum(layer.nbytes() for layer in layers)
+        """Return the bytes of storage, free slots and `other_nbytes` included."""
+        return sum(layer.nbytes() for layer in self.ragged_layers) + self.other_nbytes()
+
+    def other_nbytes(self) -> int:
+        """Return the bytes of sliding windows and recurrent states, those kept of the end of the prompt included."""
+        return sum(other.nbytes() for other in (*self.others.values(), *self.at_prompt_end.values()))
 
     def full_nbytes(self) -> int:
-        """Return the bytes that an uncompressed cache would need for the same tokens, sliding windows included."""
-        return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.other_layers)
+        """Return the bytes that an uncompressed cache would need for the same tokens, other layers included."""
+        return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.others.values())

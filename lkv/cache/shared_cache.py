@@ -24,7 +24,7 @@ class SharedCache(BaseCache):
     """
 
     def __init__(self, cache: RaggedCache):
-        super().__init__(layers=[SharedLayer(layer) for layer in cache.ragged_layers])
+        super().__init__([SharedLayer(layer) for layer in cache.ragged_layers])
 
 
 class SharedLayer(AttentionCacheLayer):

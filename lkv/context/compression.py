@@ -19,7 +19,7 @@ from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
-from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.positions import check_frequencies
 from lkv.hf.progress import report_progress
 from lkv.hf.prompt_kv import read_prompt
@@ -162,7 +162,7 @@ def compress_ids(
     else:
         cache = RaggedCache.from_config(model, config)
         _prefill(model, cache, tensor, chunk, progress)
-    cache.ids = tensor
+    cache.history.ids = tensor
     digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest()
     return Context(model, tokenizer, ids, cache, describe_compression(cache, digest))
 
@@ -194,7 +194,7 @@ def _prefill(
     for number, part in enumerate(parts):
         if progress is not None:
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
-        unwrap_model(model).base_model(input_ids=part, **cache_argument(cache), use_cache=True)
+        unwrap_model(model).base_model(input_ids=part, **pass_arguments(cache, part))
     cache.on_layer_start = None
 
 

@@ -32,7 +32,7 @@ from lkv.context.generation import (
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.hf.attention import input_device
-from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.positions import check_frequencies
@@ -95,7 +95,7 @@ class Context:
     def rewind(self) -> None:
         """Remove everything after the text from the cache; `ask` does so itself."""
         with self._exclusive():
-            crop_to(self.cache, self.tokens)
+            self._rewind()
 
     def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
         """Answer a question about the text.
@@ -128,8 +128,8 @@ class Context:
     def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
         """Answer several questions in one batch; the answers are those of `ask`, which see for arguments and errors.
 
-        All rows share one copy of the compressed text. An uncompressed context, and one of a model with sliding layers
-        or with decode_eviction, answers one question after another.
+        All rows share one copy of the compressed text. An uncompressed context, and one of a model with sliding or
+        recurrent layers or with decode_eviction, answers one question after another.
         """
         if isinstance(questions, str) or not isinstance(questions, Iterable) or not (questions := list(questions)):
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
@@ -201,7 +201,7 @@ class Context:
         check_frequencies(self.model.config.get_text_config(decoder=True), self.tokens, total)
         ids = torch.tensor([prefix + target], device=input_device(self.model))
         with self.working_cache() as cache:
-            logits = self.model(input_ids=ids, **cache_argument(cache), use_cache=True).logits[0]
+            logits = self.model(input_ids=ids, **pass_arguments(cache, ids)).logits[0]
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     @contextmanager
@@ -214,11 +214,17 @@ class Context:
             if not self.cache.is_rewindable:
                 yield self.cache.fork()
                 return
-            crop_to(self.cache, self.tokens)
+            self._rewind()
             try:
                 yield self.cache
             finally:
-                crop_to(self.cache, self.tokens)
+                self._rewind()
+
+    def _rewind(self) -> None:
+        if isinstance(self.cache, RaggedCache):
+            self.cache.rewind()
+        else:
+            crop_to(self.cache, self.tokens)
 
     def fork(self) -> "Context":
         """Copy the context with a cache of its own; `copy.deepcopy` does the same, of uncompressed contexts, too.

@@ -128,7 +128,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
         # Without the cache, or (transformers 5.2) with chunked prefill, the text would be read again.
         "use_cache": True,
         "cache_implementation": None,
-        "prefill_chunk_size": None,
+        "prefill_chunk_size": 1 if getattr(cache, "is_stepwise", False) else None,
     }
     if _effective(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer

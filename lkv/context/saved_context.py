@@ -18,6 +18,7 @@ from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, ContextFileError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import STATE_NAMES
 from lkv.hf.spec import decoder_layers
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -54,10 +55,10 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
     if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
-    layers: Any = cache.layers
-    return number_tensors(layer.state() for layer in layers) | {
-        "ids": torch.tensor(ids, dtype=torch.int32, device="cpu")
-    }
+    states = [layer.state() if isinstance(layer, RaggedLayer) else {} for layer in cache.layers]
+    for index, other in (cache.at_prompt_end or cache.others).items():
+        states[index] |= other.state()
+    return number_tensors(states) | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
@@ -115,13 +116,18 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     """A cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
-    layers: Any = cache.layers
-    states, likes = split_numbered(tensors, len(layers)), _empty_tensors(model, len(layers))
+    states, likes = split_numbered(tensors, len(cache.layers)), _empty_tensors(model, len(cache.layers))
     # Without free slots a memory budget holds here, too, until the first question.
-    options = {"has_free_slots": metadata["memory"] is None}
-    for layer, state, like in zip(layers, states, likes, strict=True):
-        layer.restore(state, len(ids), cache.spec, like, **(options if isinstance(layer, RaggedLayer) else {}))
-    cache.ids = torch.tensor([ids], device=input_device(model))
+    has_free_slots = metadata["memory"] is None
+    for index, (layer, state, like) in enumerate(zip(cache.layers, states, likes, strict=True)):
+        if index in cache.others:
+            own = {name: state.pop(name) for name in [*state] if name.startswith(STATE_NAMES)}
+            cache.others[index].restore(own, len(ids), cache.spec, like)
+        if isinstance(layer, RaggedLayer):
+            layer.restore(state, len(ids), cache.spec, like, has_free_slots)
+        elif state:
+            raise ValueError(f"its layer {index} has no {', '.join(sorted(state))}")
+    cache.history.ids = torch.tensor([ids], device=input_device(model))
     return cache
 
 

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.attention import input_device, patch_attention
-from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_argument import cache_argument, pass_arguments
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.prompt_kv import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
@@ -247,7 +247,8 @@ class MethodComparison:
         self._model, self._ids, self._rows = model, list(ids), len(methods)
         self._prompt_tokens = len(ids)
         self._cache = RaggedCache(model, method=methods[0] if len(methods) == 1 else combine_rowwise(methods))
-        self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), as_prompt_kv(prompt).windows))
+        one = as_prompt_kv(prompt)
+        self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), one.kinds, one.others))
 
     def kept_entries(self) -> list[int]:
         """How many of the prompt's KV entries each method keeps, over all layers and heads."""
@@ -267,7 +268,8 @@ class MethodComparison:
         """Append `ids` to the prompt; they are not evicted."""
         if ids:
             base = unwrap_model(self._model).base_model
-            base(input_ids=self._batch(ids), **cache_argument(self._cache), use_cache=True)
+            batch = self._batch(ids)
+            base(input_ids=batch, **pass_arguments(self._cache, batch))
             self._ids += ids
 
     def generate(
@@ -302,7 +304,7 @@ class MethodComparison:
         handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         try:
             with self._working_cache() as cache:
-                out = self._model(input_ids=ids, **cache_argument(cache), use_cache=True, logits_to_keep=targets)
+                out = self._model(input_ids=ids, **pass_arguments(cache, ids), logits_to_keep=targets)
         finally:
             handle.remove()
         return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
@@ -314,7 +316,7 @@ class MethodComparison:
     @contextmanager
     def _working_cache(self, last: bool = False) -> Iterator[RaggedCache]:
         """The cache, cropped afterwards unless this is its `last` use; a copy if it cannot be cropped."""
-        if not self._cache.is_rewindable:
+        if self._cache.others or not self._cache.is_rewindable:
             yield self._cache.fork()
             return
         try:

@@ -28,9 +28,9 @@ from lkv.hf.rotation import layer_rotations
 from lkv.hf.spec import (
     attention_sinks,
     check_adapters,
+    decoder_kinds,
     inspect_model,
     local_kv_heads,
-    sliding_windows,
     unwrap_model,
 )
 from lkv.hf.state import (
@@ -43,6 +43,7 @@ from lkv.hf.state import (
     take_pending_layer,
     take_traced_layer,
 )
+from lkv.hf.state_probe import probed_kinds
 
 _IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
@@ -74,7 +75,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
         _check_attention_code(model, text)  # before the model reads anything
         patched = PatchedModel(
             spec=spec,
-            sliding_windows=tuple(sliding_windows(model)),
+            kinds=probed_kinds(model) if has_weights else tuple(decoder_kinds(model)),
             heads=local_kv_heads(model),
             rotations=layer_rotations(model, has_weights),
             sinks=tuple(attention_sinks(model)),

@@ -1,16 +1,18 @@
 """BaseCache: what all caches of LKV have in common. `state` describes how attention finds their layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
 
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import count_tokens
 from lkv.hf.masks import KeyOffset
+from lkv.hf.other_layers import OtherLayer, RecurrentLayer
 from lkv.hf.state import note_pending_layer, note_traced_layer, register_cache, take_pending_layer
 
 # In place of a mask's offset: the tokens of the pass need no mask.
@@ -18,13 +20,71 @@ NO_MASK: Any = None
 
 
 class BaseCache(Cache):
-    """A cache of `AttentionCacheLayer`s, with one interface to all supported versions of transformers."""
+    """A cache of `AttentionCacheLayer`s and others, with one interface to all supported versions of transformers."""
 
     is_assisted = False  # whether assisted decoding has just begun
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, layers: Sequence[Any], others: dict[int, OtherLayer] | None = None):
+        """Combine layers as `make_layers` returns them: `others` are what is not evicted from, by layer."""
+        super().__init__(layers=[*layers])
+        self.others = others or {}
         self.name = register_cache(self)
+
+    def _parts(self) -> list[OtherLayer]:
+        """The parts of hybrid layers that `layers` does not contain."""
+        return [other for index, other in self.others.items() if self.layers[index] is not other]
+
+    def set_others(self, others: dict[int, OtherLayer]) -> None:
+        """Replace the layers that nothing is evicted from."""
+        layers: list[Any] = self.layers
+        self.layers = [
+            layer if isinstance(layer, AttentionCacheLayer) else others.get(index, layer)
+            for index, layer in enumerate(layers)
+        ]
+        self.others = others
+
+    def reset(self) -> None:
+        """Forget everything, and free it."""
+        super().reset()
+        for part in self._parts():
+            part.reset()
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Make row i a copy of the row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        for part in self._parts():
+            part.reorder_cache(beam_idx)
+
+    @torch.compiler.disable
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The convolution state of a layer before this pass, None before the first one; models write to it."""
+        if state_idx == 0:
+            self.before_states(layer_idx)
+        layer = self._recurrent(layer_idx)
+        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The recurrent state of a layer before this pass, None before the first one."""
+        layer = self._recurrent(layer_idx)
+        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the convolution state of a layer; returns it with the one before."""
+        return self._recurrent(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        """Store the recurrent state of a layer."""
+        return self._recurrent(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def _recurrent(self, layer_idx: int) -> RecurrentLayer:
+        layer = self.others[layer_idx]
+        assert isinstance(layer, RecurrentLayer)
+        return layer
+
+    def before_states(self, layer_idx: int) -> None:
+        """Raise CacheError where a recurrent layer cannot continue; called before its states are read."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -93,14 +153,22 @@ class BaseCache(Cache):
             query_length = query_length.shape[0]
         if torch.compiler.is_dynamo_compiling() and query_length == 1 and self._hides_length(layer_idx):
             return 1, NO_MASK
+        layer_idx = self._attention_index(layer_idx)
         length, offset = super().get_mask_sizes(query_length, layer_idx)
         return length, KeyOffset(offset) if isinstance(self.layers[layer_idx], AttentionCacheLayer) else offset
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Tokens read so far; a tensor where a decode step is traced."""
+        layer_idx = self._attention_index(layer_idx)
         if torch.compiler.is_dynamo_compiling() and self._hides_length(layer_idx):
             return count_tokens(self.name, layer_idx)
         return super().get_seq_length(layer_idx)
+
+    def _attention_index(self, layer_idx: int) -> int:
+        """`layer_idx`, or the index of the first full-attention layer where that one counts no tokens."""
+        if isinstance(self.layers[layer_idx], CacheLayerMixin):
+            return layer_idx
+        return next(index for index, layer in enumerate(self.layers) if isinstance(layer, AttentionCacheLayer))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer.
@@ -113,5 +181,10 @@ class BaseCache(Cache):
             raise CacheError(
                 f"crop({tokens_to_remove}) is no number of tokens to cut: give one <= 0. If assisted decoding did "
                 "this, it needs transformers 5.17 or newer; reset() the cache and read the prompt again."
+            )
+        if tokens_to_remove and any(isinstance(other, RecurrentLayer) for other in self.others.values()):
+            raise CacheError(
+                "the states of recurrent layers cannot be cut back by some tokens: call rewind() to go back to the end "
+                "of the prompt, or continue from a fork() made before."
             )
         super().crop(tokens_to_remove)

@@ -3,6 +3,8 @@
 from inspect import signature
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationMixin
 
 NAMES = _NEW, _OLD = ("cache", "past_key_values")
@@ -12,6 +14,16 @@ _NAME = _NEW if _NEW in signature(GenerationMixin.prepare_inputs_for_generation)
 def cache_argument(cache: Any) -> dict[str, Any]:
     """`cache` as an argument of `model(...)` and `model.generate(...)`."""
     return {_NAME: cache}
+
+
+def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
+    """The arguments of a pass of `ids` [B, T] over `cache`: the cache, and positions where it has read a text.
+
+    Some models count positions from 0 in every pass unless they are given.
+    """
+    start, tokens = cache.get_seq_length(), ids.shape[1]
+    positions = {"position_ids": torch.arange(start, start + tokens, device=ids.device)[None]} if start else {}
+    return cache_argument(cache) | positions | {"use_cache": True}
 
 
 def find_cache(arguments: dict[str, Any]) -> Any:

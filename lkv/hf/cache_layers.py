@@ -1,15 +1,11 @@
-"""Layers of a cache: those that compute their own attention, and sliding windows, which are not evicted from."""
+"""Layers of a cache that compute their own attention."""
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
-
-from lkv.errors import CacheError
-from lkv.hf.model_spec import ModelSpec
+from transformers.cache_utils import CacheLayerMixin
 
 
 class AttentionCacheLayer(CacheLayerMixin):
@@ -69,89 +65,6 @@ class AttentionCacheLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         """The name of `get_max_length` before transformers 5.17."""
         return self.get_max_length()
-
-
-class OtherLayer(Protocol):
-    """A layer that nothing is evicted from, beside those of a `RaggedCache` that are evicted from."""
-
-    def get_seq_length(self) -> int:
-        """Return the number of tokens read so far."""
-
-    def activate_past_recording(self) -> None:
-        """Prepare for assisted decoding, which cuts off rejected tokens."""
-
-    def fork(self) -> "OtherLayer":
-        """Return a copy that continues independently."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what is stored, as tensors to be saved. Raises CacheError where no text was read."""
-
-    def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
-        """Load what `state` returned for one text.
-
-        Args:
-            state: The tensors.
-            tokens: The length of the text.
-            spec: The description of the model.
-            like: A tensor of the dtype and on the device to store them in.
-
-        Raises:
-            ValueError: For tensors that `state` cannot have returned.
-        """
-
-    def nbytes(self) -> int:
-        """Return the bytes of storage."""
-
-
-class SlidingWindowLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer of transformers, for caches in which other layers are evicted from."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append k and v; returns all that the new tokens may see."""
-        rows = key_states.shape[0]
-        if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
-            # One text continues in several rows.
-            self.keys, self.values = self.keys.expand(rows, -1, -1, -1), self.values.expand(rows, -1, -1, -1)
-        visible = super().update(key_states, value_states, *args, **kwargs)
-        # What is stored is a view of all keys; after a long prompt it would keep the whole prompt in memory.
-        if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        return visible
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` returns."""
-        stored = min(self.cumulative_length, self.sliding_window - 1)
-        return stored + query_length, self.cumulative_length - stored
-
-    def reset(self) -> None:
-        """Forget everything; what forks have stays."""
-        self.keys = self.values = None
-        self.is_initialized, self.cumulative_length = False, 0
-
-    def fork(self) -> "SlidingWindowLayer":
-        """Return a copy that continues independently: tensors are replaced, never written to."""
-        return copy.copy(self)
-
-    def state(self) -> dict[str, Tensor]:
-        """The last tokens: k and v [B, H, T, d]."""
-        if self.keys is None or self.values is None:
-            raise CacheError("there is no text in a sliding layer to save; read one first.")
-        return {"sliding_k": self.keys, "sliding_v": self.values}
-
-    def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
-        """Load what `state` returned for one text; see `OtherLayer`."""
-        shape = (1, spec.kv_heads, min(tokens, self.sliding_window - 1), spec.head_dim)
-        is_whole = state.keys() == {"sliding_k", "sliding_v"}
-        if not is_whole or any(tuple(x.shape) != shape or not x.is_floating_point() for x in state.values()):
-            raise ValueError(f"k and v of a sliding layer are not {shape}")
-        self.lazy_initialization(like, like)
-        self.keys, self.values = state["sliding_k"].to(like), state["sliding_v"].to(like)
-        self.cumulative_length = tokens
-
-    def nbytes(self) -> int:
-        """Bytes of k and v."""
-        tensors = (self.keys, self.values) if self.is_initialized else ()
-        return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
 def crop_to(cache: Any, length: int) -> None:

@@ -12,9 +12,10 @@ from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import AttentionCacheLayer, SlidingWindowLayer
-from lkv.hf.rotation import PROBE_TOKENS, NoRotation, Rotation, variation
-from lkv.hf.spec import evaluation_mode, unwrap_model
+from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.other_layers import FULL, LayerKind, OtherLayer, join_layers, make_layers
+from lkv.hf.rotation import NoRotation, Rotation, equal_tokens, variation
+from lkv.hf.spec import unwrap_model
 
 _PROBE_TOLERANCE = 0.2
 
@@ -85,25 +86,33 @@ class PromptKV(list[LayerKV]):
     """The full-attention layers of a prompt, in order.
 
     Attributes:
-        windows: What the sliding-window layers store of it: one entry a layer of the model, None for the others; empty
-            for a model without such layers.
+        kinds: What each decoder layer caches; empty for a model with full attention alone.
+        others: What the rest of the layers store of it, by their indices.
     """
 
-    def __init__(self, layers: Iterable[LayerKV] = (), windows: Sequence[SlidingWindowLayer | None] = ()):
+    def __init__(
+        self,
+        layers: Iterable[LayerKV] = (),
+        kinds: Sequence[LayerKind] = (),
+        others: dict[int, OtherLayer] | None = None,
+    ):
         super().__init__(layers)
-        self.windows = tuple(windows)
+        self.kinds, self.others = kinds, others or {}
 
-    def continuation_layers(self, layers: Sequence[AttentionCacheLayer]) -> list[Any]:
-        """The layers of a cache that continues the prompt.
+    def continuation_layers(self, layers: Sequence[Any], rows: int = 1) -> tuple[list[Any], dict[int, OtherLayer]]:
+        """The layers of a cache that continues the prompt in `rows` rows, as `make_layers` returns them.
 
-        These are `layers` for full attention, and copies of the windows, from which any number of rows may continue.
+        These are `layers` for full attention, and copies of the others.
         """
-        full = iter(layers)
-        return [next(full) if window is None else window.fork() for window in self.windows or [None] * len(layers)]
+        others = {index: other.fork() for index, other in self.others.items()}
+        if rows > 1:
+            for other in others.values():
+                other.reorder_cache(torch.zeros(rows, dtype=torch.long))
+        return join_layers(self.kinds or [LayerKind(FULL)] * len(layers), layers, others), others
 
 
 def as_prompt_kv(prompt: Sequence[LayerKV]) -> PromptKV:
-    """`prompt` as a `PromptKV`; a plain list means a model without sliding-window layers."""
+    """`prompt` as a `PromptKV`; a plain list means a model with full attention alone."""
     return prompt if isinstance(prompt, PromptKV) else PromptKV(prompt)
 
 
@@ -126,22 +135,21 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
         k, v and queries of every full-attention layer.
     """
     patched = patch_attention(model)
-    layers = [
-        _CapturingLayer(queries) if window is None else SlidingWindowLayer(window) for window in patched.sliding_windows
-    ]
-    unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers=[*layers])), use_cache=True)
-    full = [layer.captured for layer in layers if isinstance(layer, _CapturingLayer)]
-    sliding = [layer if isinstance(layer, SlidingWindowLayer) else None for layer in layers]
-    rotated = (replace(layer, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True))
-    return PromptKV(rotated, sliding if any(sliding) else ())
+    full = [_CapturingLayer(queries) for _ in patched.rotations]
+    layers, others = make_layers(patched.kinds, full)
+    unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers, others)), use_cache=True)
+    rotated = (
+        replace(layer.captured, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True)
+    )
+    return PromptKV(rotated, patched.kinds, others)
 
 
 def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
     """The rotation of each full-attention layer, verified for its queries.
 
     A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
-    without an error. So the model reads one token repeated, whose queries are all equal before RoPE: undoing it must
-    make them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`; also
+    without an error. So the model reads tokens whose queries are all equal before RoPE: undoing it must make
+    them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`; also
     for a model with attention sinks, with which nothing that wants rotated queries reckons.
     """
     patched = patch_attention(model)
@@ -153,9 +161,7 @@ def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
     rotations = [rotation or Rotation(model) for rotation in patched.rotations]
     if all(rotation.is_verified for rotation in rotations):
         return rotations
-    token = model.config.get_text_config(decoder=True).vocab_size // 2
-    with evaluation_mode(model):
-        ids = torch.full((1, PROBE_TOKENS), token, device=model.device)
+    with equal_tokens(model) as ids:
         layers = read_prompt(model, ids, queries=True)
     for rotation, layer in zip(rotations, layers, strict=True):
         rotated = to_fp32(layer.query)

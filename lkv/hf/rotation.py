@@ -2,6 +2,8 @@
 
 import copy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lkv.errors import UnsupportedModelError
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.positions import frequency_change, rope_settings
-from lkv.hf.spec import evaluation_mode, full_attention_modules, sliding_windows
+from lkv.hf.spec import decoder_kinds, evaluation_mode, full_attention_modules
 
 PROBE_TOKENS = 16
 # Tokens of a probe are equal where their variation is below this share of their norm, and where undoing RoPE left less
@@ -31,7 +33,8 @@ class Rotation:
     def __init__(self, model: PreTrainedModel):
         module, _ = full_attention_modules(model)[0]
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-        rotary = getattr(model.get_decoder(), "rotary_emb", None)
+        decoder = model.get_decoder()
+        rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
         if apply is None or rotary is None or [*signature(apply).parameters][2:4] != ["cos", "sin"]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
@@ -203,11 +206,14 @@ def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[R
     A model may leave some layers unrotated, or change k after RoPE: the k of one token repeated shows that. Without
     weights only names do, those that the families with such layers have in common.
     """
-    text, layers = model.config.get_text_config(decoder=True), sliding_windows(model).count(None)
+    text, kinds = model.config.get_text_config(decoder=True), decoder_kinds(model)
+    layers, has_states = sum(kind.is_evicted for kind in kinds), any(kind.is_recurrent for kind in kinds)
     try:
         rotation = Rotation(model)
     except UnsupportedModelError:
-        return (None,) * layers
+        # Recurrent layers know the order of tokens: models with them may have no positions at all.
+        is_unrotated = has_weights and has_states and getattr(model.get_decoder(), "rotary_emb", None) is None
+        return (NoRotation() if is_unrotated else None,) * layers
     # Models that mix kinds of layers may leave the full-attention ones unrotated.
     is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1 or hasattr(text, "no_rope_layers")
     if not has_weights:
@@ -235,11 +241,40 @@ def variation(x: Tensor) -> float:
 
 @torch.no_grad()
 def _probe_keys(model: Any) -> list[Tensor]:
-    """Read k [1, H, T, d] of each full-attention layer for one token repeated, in float32 or better."""
-    token = model.config.get_text_config(decoder=True).vocab_size // 2
-    ids = torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
-    cache = DynamicCache()
-    with evaluation_mode(model):
+    """Read k [1, H, T, d] of each full-attention layer for equal hidden states, in float32 or better."""
+    kinds = decoder_kinds(model)
+    # Before transformers knew recurrent layers, a cache of unlimited ones served every model.
+    cache = DynamicCache(config=model.config) if any(kind.is_recurrent for kind in kinds) else DynamicCache()
+    with equal_tokens(model) as ids:
         model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)
-    layers: list[Any] = [x for x, window in zip(cache.layers, sliding_windows(model), strict=True) if window is None]
+    layers: list[Any] = [layer for layer, kind in zip(cache.layers, kinds, strict=True) if kind.is_evicted]
     return [layer.keys.to(torch.promote_types(layer.keys.dtype, torch.float32)) for layer in layers]
+
+
+@contextmanager
+def equal_tokens(model: Any) -> Iterator[Tensor]:
+    """Yield ids [1, T] whose q and k are equal before RoPE in each full-attention layer, in the block.
+
+    They are one token repeated, and each attention module gets the hidden state of the first one at every position:
+    recurrent layers before it, and RoPE in earlier layers, make them differ.
+    """
+
+    def repeat_first(
+        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            args = (args[0][:, :1].expand_as(args[0]), *args[1:])
+        else:
+            hidden = kwargs["hidden_states"]
+            kwargs = kwargs | {"hidden_states": hidden[:, :1].expand_as(hidden)}
+        return args, kwargs
+
+    token = model.config.get_text_config(decoder=True).vocab_size // 2
+    modules = [module for module, _ in full_attention_modules(model)]
+    handles = [module.register_forward_pre_hook(repeat_first, with_kwargs=True) for module in modules]
+    try:
+        with evaluation_mode(model):
+            yield torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -13,8 +13,8 @@ from lkv.errors import UnsupportedModelError
 from lkv.hf import positions
 from lkv.hf.fingerprint import read_directions, read_norms, read_values, without_adapters
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import LayerKind, layer_kinds, unknown_kinds
 
-_KINDS = ("full_attention", "sliding_attention")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 
@@ -41,12 +41,18 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         raise UnsupportedModelError(
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
         )
-    windows = sliding_windows(model)
-    unknown = {kind for kind in getattr(text, "layer_types", None) or [] if kind not in _KINDS}
-    if unknown or None not in windows:
+    has_common_cache = getattr(model, "_supports_default_dynamic_cache", None)
+    if has_common_cache is not None and not has_common_cache():
         raise UnsupportedModelError(
-            f"{name} has layers of kind {sorted(unknown) or ['sliding_attention']}; LKV works with "
-            "full-attention layers, which it evicts from, and sliding-window ones beside them. Use such a model."
+            f"{name} has a cache of its own here, which LKV cannot replace; use another model, or a newer transformers."
+        )
+    kinds = decoder_kinds(model)
+    unknown = unknown_kinds(kinds)
+    if unknown or not any(kind.is_evicted for kind in kinds):
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {unknown or sorted({kind.name for kind in kinds})}; LKV works with "
+            "full-attention layers, which it evicts from, and sliding-window, recurrent or convolution layers beside "
+            "them. Use such a model."
         )
     weights = without_adapters(dict(model.named_parameters()))
     if getattr(text, "attn_logit_softcapping", None):
@@ -75,7 +81,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     decoder, depth = model.get_decoder(), text.num_hidden_layers
     return ModelSpec(
         architecture=name,
-        layers=windows.count(None),
+        layers=sum(kind.is_evicted for kind in kinds),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -88,14 +94,9 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     )
 
 
-def sliding_windows(model: PreTrainedModel) -> list[int | None]:
-    """The sliding window of each layer, None where a layer sees everything: the ones that are evicted from."""
-    text = model.config.get_text_config(decoder=True)
-    window = positions.attention_window(text)
-    # Without a list of kinds a window holds for all layers.
-    everywhere = "sliding_attention" if window else "full_attention"
-    kinds = getattr(text, "layer_types", None) or [everywhere] * text.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+def decoder_kinds(model: PreTrainedModel) -> list[LayerKind]:
+    """The kind of each decoder layer."""
+    return layer_kinds(model.config.get_text_config(decoder=True))
 
 
 def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
@@ -105,7 +106,7 @@ def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
         index, weight = getattr(module, "layer_idx", None), getattr(module, "sinks", None)
         if isinstance(index, int) and isinstance(weight, nn.Parameter):
             sinks[index] = weight
-    return [sinks.get(index) for index, window in enumerate(sliding_windows(model)) if window is None]
+    return [sinks.get(index) for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
 
 
 def local_kv_heads(model: PreTrainedModel) -> slice:
@@ -162,19 +163,20 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """The attention module of each full-attention layer, with the name of its output projection."""
+    evicted = [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
     modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
         name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
-        if isinstance(index, int) and name is not None:
+        # Beside attention a hybrid layer has a recurrent module, which is not causal by a mask.
+        if isinstance(index, int) and name is not None and (index not in modules or hasattr(module, "is_causal")):
             modules[index] = module, name
-    windows = sliding_windows(model)
-    if sorted(modules) != list(range(len(windows))):
+    if not modules.keys() >= {*evicted}:
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
             "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
         )
-    return [modules[index] for index, window in enumerate(windows) if window is None]
+    return [modules[index] for index in evicted]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.other_layers import LayerKind
 from lkv.hf.rotation import Rotation
 
 NOT_PATCHED = (
@@ -100,8 +101,7 @@ class PatchedModel:
 
     Attributes:
         spec: The model's description, by which policies and saved contexts recognise it.
-        sliding_windows: The sliding window of each decoder layer; None for the full-attention layers that LKV evicts
-            from.
+        kinds: What each decoder layer caches.
         heads: The KV heads that this process computes (a part of them under tensor parallelism).
         rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
         sinks: The attention sinks of each full-attention layer, [Hq]; None where it has none.
@@ -109,7 +109,7 @@ class PatchedModel:
     """
 
     spec: ModelSpec
-    sliding_windows: tuple[int | None, ...]
+    kinds: tuple[LayerKind, ...]
     heads: slice
     rotations: tuple[Rotation | None, ...]
     sinks: tuple[Tensor | None, ...]

@@ -90,7 +90,7 @@ def replay(
     return unwrap_model(model).base_model(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.arange(start, end, device=device)[None],
-        **cache_argument(BaseCache(layers=as_prompt_kv(prompt).continuation_layers(layers))),
+        **cache_argument(BaseCache(*as_prompt_kv(prompt).continuation_layers(layers))),
         use_cache=True,
         output_hidden_states=hidden_states,
     )

@@ -23,6 +23,7 @@ from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.other_layers import LayerKind
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
 from lkv.hf.recompute import checkpoint_layers
 from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
@@ -45,13 +46,15 @@ class FrozenPrompt(BaseCache):
     """k and v [C, H, T, d] of C prompts for one pass over continuations, whose own k and v are not stored.
 
     `log_mask` [L, n, H, T] weighs the prompt's tokens for n continuations (None: the full cache); `owners` [n] are the
-    numbers of the prompts that they follow (None: there is one).
+    numbers of the prompts that they follow (None: there is one); `rows` is n.
     """
 
-    def __init__(self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None):
+    def __init__(
+        self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None, rows: int = 1
+    ):
         masks: Any = [None] * len(prompt) if log_mask is None else log_mask
         layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(prompt, masks, strict=True)]
-        super().__init__(layers=as_prompt_kv(prompt).continuation_layers(layers))
+        super().__init__(*as_prompt_kv(prompt).continuation_layers(layers, rows))
 
 
 class _MaskedLayer(FrozenPromptLayer):
@@ -74,12 +77,13 @@ class _MaskedLayer(FrozenPromptLayer):
 class MaskedSequence(BaseCache):
     """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention.
 
-    `windows` are the sliding windows of the model's layers, None for each of the L full-attention ones.
+    `kinds` say what each layer of the model caches.
     """
 
-    def __init__(self, windows: Sequence[int | None], log_mask: Tensor | None = None):
-        masks = iter([None] * windows.count(None) if log_mask is None else log_mask)
-        super().__init__(layers=[_SequenceLayer(next(masks) if window is None else None) for window in windows])
+    def __init__(self, kinds: Sequence[LayerKind], log_mask: Tensor | None = None):
+        masks = iter([None] * len(kinds) if log_mask is None else log_mask)
+        # Every layer reads all of the text at once, perhaps twice: none stores anything.
+        super().__init__([_SequenceLayer(next(masks) if kind.is_evicted else None) for kind in kinds])
 
 
 class _SequenceLayer(AttentionCacheLayer):
@@ -178,7 +182,7 @@ class SampleDistillation:
         if self._whole:
             ids = torch.cat([self._contexts.expand(len(ids), -1), ids], 1)
             positions = torch.arange(ids.shape[1], device=self._device)[None]
-            cache: BaseCache = MaskedSequence(patch_attention(self._model).sliding_windows, log_mask)
+            cache: BaseCache = MaskedSequence(patch_attention(self._model).kinds, log_mask)
             options = {"logits_to_keep": self._ids.shape[1]}
         else:
             is_single = len(self.lengths) == 1
@@ -188,7 +192,7 @@ class SampleDistillation:
                 heads = self.prompt[0].key.shape[1]
                 shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
                 log_mask = self.join_masks([torch.zeros(shape, device=self._device) for shape in shapes])
-            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else self._owners)
+            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else self._owners, len(ids))
         with checkpoint_layers(self._model) if self._whole and torch.is_grad_enabled() else nullcontext():
             out = self._model(
                 input_ids=ids,
@@ -372,10 +376,11 @@ def distillation_losses(
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:
     """Raise TrainingError if contexts cannot share a forward pass, or shards would not make the same passes."""
     if config.contexts_per_forward > 1:
-        if any(patch_attention(model).sliding_windows) or is_rope_by_length(model):
+        if any(kind.other for kind in patch_attention(model).kinds) or is_rope_by_length(model):
             raise TrainingError(
-                f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding layers or a rotary "
-                "embedding that depends on the longest text, so its contexts are read one by one; give 1."
+                f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding or recurrent "
+                "layers, or a rotary embedding that depends on the longest text, so its contexts are read one by one; "
+                "give 1."
             )
         if num_shards > 1:
             raise TrainingError("contexts_per_forward must be 1 where the model's weights are sharded; leave it out.")

@@ -50,8 +50,8 @@ def measure_eviction_errors(
     layers = [_ErrorLayer(part, projection) for part, projection in zip(prompt, projections, strict=True)]
     repeated = encode_question(tokenizer, REQUEST) + ids
     out = replay(model, prompt, layers, repeated, hidden_states=True)
-    windows, device = patch_attention(model).sliding_windows, prompt[0].key.device
-    inputs = [hidden for hidden, window in zip(out.hidden_states, windows, strict=False) if window is None]
+    kinds, device = patch_attention(model).kinds, prompt[0].key.device
+    inputs = [hidden for hidden, kind in zip(out.hidden_states, kinds, strict=False) if kind.is_evicted]
     norms = (hidden.float().square().sum().to(device) for hidden in inputs)
     errors = (layer.squares.to(device) / norm for layer, norm in zip(layers, norms, strict=True))
     return torch.stack([error.clamp(min=0).sqrt() for error in errors])

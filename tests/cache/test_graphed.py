@@ -88,7 +88,7 @@ def test_replayed_steps_equal_the_model(replays, policy, options):
     assert len(replays) == STEPS - 1
     torch.testing.assert_close(found, expected)
     assert caches[1].get_seq_length() == caches[0].get_seq_length()
-    assert torch.equal(caches[1].ids, caches[0].ids)
+    assert torch.equal(caches[1].history.ids, caches[0].history.ids)
 
 
 def test_replayed_steps_of_padded_rows_and_of_a_second_turn(replays, policy):

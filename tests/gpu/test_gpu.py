@@ -186,7 +186,7 @@ def test_saved_windows_are_loaded_to_the_device_of_each_layer(fake_gpu, tmp_path
     answer = context.ask("what is one ?", 6)
     context.save(tmp_path / "context.kv")
     again = Context.load(tmp_path / "context.kv", model, Words())
-    assert [str(layer.keys.device) for layer in again.cache.other_layers] == ["fake:0", "fake:1"]
+    assert [str(layer.keys.device) for layer in again.cache.others.values()] == ["fake:0", "fake:1"]
     assert again.ask("what is one ?", 6) == answer
 
 

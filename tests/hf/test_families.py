@@ -12,8 +12,8 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
-from lkv.hf.rotation import Rotation, layer_rotations
-from lkv.hf.spec import sliding_windows
+from lkv.hf.rotation import Rotation, equal_tokens, layer_rotations
+from lkv.hf.spec import decoder_kinds
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.policy.policy import Policy
@@ -33,7 +33,7 @@ def method_of(layers: int, heads: int) -> Method:
 
 def masked_logits(model, text: torch.Tensor, method: Method, monkeypatch) -> torch.Tensor:
     """Of the stock model, whose full-attention layers hide from rows beyond the prompt what a head gives up there."""
-    full = [index for index, window in enumerate(sliding_windows(model)) if window is None]
+    full = [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
     own = sys.modules[type(model).__module__]
     is_eager = model.config._attn_implementation.endswith("eager")
     original = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -71,8 +71,9 @@ def check_generation(model, method: Method, monkeypatch) -> None:
 
 
 def check_rotations(model, rotation: str) -> None:
-    """k of one token over and over is equal everywhere once it is un-rotated."""
-    layers = read_prompt(model, torch.full((1, 20), 9))
+    """k of equal hidden states is equal everywhere once it is un-rotated."""
+    with equal_tokens(model) as text:
+        layers = read_prompt(model, text)
     assert {layer.rotation is None for layer in layers} == {rotation.startswith("none")}
     for layer in layers:
         if layer.rotation is not None:

@@ -48,10 +48,9 @@ def test_sliding_layers_hold_their_window_and_answers_start_afresh():
     first = context.ask("what is one ?", max_new_tokens=20, eos_token_id=None)
     assert context.ask("what is one ?", max_new_tokens=20, eos_token_id=None) == first
     held = sum(layer.nbytes() for layer in context.cache.ragged_layers)
-    assert context.nbytes() - held == 2 * 2 * 2 * 11 * 8 * 8  # 2 layers, k and v, 2 heads, the window but one token
-    with pytest.raises(CacheError, match="continue from a fork"):
-        context.cache.rewind()
-    with pytest.raises(CacheError, match="lacks the sliding-window layers"):
+    # 2 layers, k and v, 2 heads, the window but one token; now and at the end of the text
+    assert context.nbytes() - held == context.cache.other_nbytes() == 2 * (2 * 2 * 2 * 11 * 8 * 8)
+    with pytest.raises(CacheError, match="lacks the sliding-window or recurrent layers"):
         RaggedCache(model, policy=policy).fill(list(read_prompt(model, ids(1, 20))))
 
 
@@ -71,9 +70,11 @@ def test_an_interrupted_pass_over_sliding_layers_is_noticed():
     with pytest.raises(KeyboardInterrupt):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
     cache.on_layer_start = None
-    with pytest.raises(CacheError, match=r"unequal; continue from a fork\(\) made before"):
+    with pytest.raises(CacheError, match=r"unequal; call rewind\(\)"):
         model(text[:, 40:], past_key_values=cache, use_cache=True)
-    assert torch.equal(model(text[:, 40:], past_key_values=before, use_cache=True).logits, expected)
+    cache.rewind()
+    for again in (before, cache):
+        assert torch.equal(model(text[:, 40:], past_key_values=again, use_cache=True).logits, expected)
 
 
 def test_contexts_with_sliding_layers_are_saved_and_asked_again(tmp_path):

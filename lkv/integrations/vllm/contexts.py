@@ -78,8 +78,10 @@ class VllmContexts:
             config.model, config.revision, config.dtype, device, vllm_config.load_config.download_dir
         )
         patched = patch_attention(self.model)
-        if any(window is not None for window in patched.sliding_windows):
-            raise IntegrationError("models with sliding-window layers cannot be served with contexts by vLLM yet.")
+        if any(kind.other for kind in patched.kinds):
+            raise IntegrationError(
+                "models with sliding-window or recurrent layers cannot be served with contexts by vLLM yet."
+            )
         if any(sinks is not None for sinks in patched.sinks):
             raise IntegrationError("models with attention sinks cannot be served with contexts by vLLM yet.")
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
@@ -276,7 +278,7 @@ class Compression:
             raise self._error
         contexts, new_context, cache = self._contexts, self._new_context, self._cache
         contexts.store.check_quota()  # again: other texts were stored since the request
-        cache.ids = torch.tensor([ids], device=contexts.model.device)
+        cache.history.ids = torch.tensor([ids], device=contexts.model.device)
         metadata = describe_compression(cache, new_context.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.settings_of(new_context)

@@ -1,0 +1,259 @@
+"""Models with recurrent or convolution layers, against the stock model with a -inf mask on what was evicted.
+
+The stock model reads the same tokens in the same passes: its recurrent layers compute in float32 whatever its dtype.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.chat import Chat
+from lkv.context.compress_prefill import compress_prefill
+from lkv.context.compression import compress
+from lkv.context.context import Context
+from lkv.errors import CacheError, UnsupportedModelError
+from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.cache_argument import pass_arguments
+from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.spec import decoder_kinds
+from lkv.methods.budgets import PerHead
+from lkv.methods.method import Method
+from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.context.test_compression import TEXT, Words
+from tests.families import HYBRIDS, Family
+
+PROMPT = 40
+
+
+@pytest.fixture(params=HYBRIDS, ids=lambda family: family.name)
+def family(request) -> Family:
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return request.param
+
+
+@pytest.fixture
+def model(family: Family) -> Any:
+    return family.build()
+
+
+def method_of(model: Any) -> Method:
+    spec = patch_attention(model).spec
+    ratios = [[RATIOS[layer % 2][head % 2] for head in range(spec.kv_heads)] for layer in range(spec.layers)]
+    return Method("own", PerHead(ratios), OwnScores())
+
+
+@torch.no_grad()
+def read(model: Any, cache: Any, text: Tensor, chunks: Sequence[int]) -> Tensor:
+    """Logits of `text`, fed in parts of `chunks` tokens."""
+    return torch.cat([model(part, **pass_arguments(cache, part)).logits for part in text.split([*chunks], 1)], 1)
+
+
+class Masked:
+    """The stock model whose heads, at the passes that begin at `places`, keep their best floor(r t) of t tokens."""
+
+    def __init__(self, model: Any, method: Method, places: Sequence[int], monkeypatch):
+        own, self._ratios = sys.modules[type(model).__module__], method.budget
+        self._places, self._layers = {*places}, sum(kind.is_evicted for kind in decoder_kinds(model))
+        self._hidden: dict[int, Tensor] = {}  # of each layer, [B, H, T]
+        self._calls = 0
+        is_eager = model.config._attn_implementation.endswith("eager")
+        self._stock = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if is_eager:
+            monkeypatch.setattr(own, "eager_attention_forward", self)
+        else:
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", self)
+
+    def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        layer, self._calls = self._calls % self._layers, self._calls + 1
+        batch, heads, tokens, _ = key.shape
+        start = tokens - query.shape[2]
+        gone = self._hidden.get(layer, torch.zeros(batch, heads, 0, dtype=torch.bool))
+        gone = torch.cat([gone, torch.zeros(batch, heads, tokens - gone.shape[2], dtype=torch.bool)], 2)
+        if start in self._places:
+            table = score(key[:, :, :start], value[:, :, :start]).masked_fill(gone[:, :, :start], -torch.inf)
+            for head, ratio in enumerate(self._ratios.ratios(layer, heads, start)):
+                worst = table[:, head].argsort(-1)[:, : start - int(ratio * start + 1e-6)]
+                gone[:, head].scatter_(1, worst, True)
+        self._hidden[layer] = gone
+        own = torch.arange(tokens)
+        hidden = gone[:, :, None] | (own[start:, None] < own)
+        mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
+        return self._stock(module, query, key, value, mask.repeat_interleave(query.shape[1] // heads, 1), **kwargs)
+
+
+def masked(
+    model: Any, method: Method, text: Tensor, chunks: Sequence[int], places: Sequence[int], monkeypatch
+) -> Tensor:
+    with monkeypatch.context() as patch:
+        Masked(model, method, places, patch)
+        return read(model, DynamicCache(config=model.config), text, chunks)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+def turns(model: Any) -> list[int]:
+    """The tokens of the passes after a prompt, 6 in all."""
+    is_stepwise = any(kind.is_stepwise for kind in patch_attention(model).kinds)
+    return [1] * 6 if is_stepwise else [1, 4, 1]
+
+
+def test_turns_forks_and_rewinds_equal_the_masked_model(model, monkeypatch):
+    method, chunks, text = method_of(model), turns(model), ids(2, PROMPT + 6)
+    expected = masked(model, method, text, [PROMPT, *chunks], [PROMPT], monkeypatch)
+    cache = RaggedCache(model, method=method)
+    assert_close(read(model, cache, text[:, :PROMPT], [PROMPT]), expected[:, :PROMPT])
+    fork = cache.fork()
+    assert_close(read(model, cache, text[:, PROMPT:], chunks), expected[:, PROMPT:])
+    late = cache.fork()
+    other = ids(2, 6, 5)
+    changed = masked(model, method, torch.cat([text[:, :PROMPT], other], 1), [PROMPT, *chunks], [PROMPT], monkeypatch)
+    for again in (fork, cache, late):
+        again.rewind()
+        assert again.get_seq_length() == PROMPT
+        assert_close(read(model, again, other, chunks), changed[:, PROMPT:])
+        again.rewind()
+        assert_close(read(model, again, text[:, PROMPT:], chunks), expected[:, PROMPT:])
+
+
+def test_generation_equals_the_masked_model(model, monkeypatch):
+    method, text = method_of(model), ids(2, PROMPT)
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    cache = RaggedCache(model, method=method)
+    out = model.generate(text, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options)
+    expected = masked(model, method, out.sequences[:, :-1], [PROMPT, 1, 1, 1, 1], [PROMPT], monkeypatch)
+    # generate() gives its logits in float32.
+    torch.testing.assert_close(torch.stack(out.logits, 1), expected[:, PROMPT - 1 :].float(), atol=1e-6, rtol=1e-6)
+    with compress_prefill(model, method=method) as compression:
+        assert torch.equal(model.generate(text, **options), out.sequences)
+    assert compression.cache.kept_counts() == cache.kept_counts()
+
+
+def test_beams_of_one_text_equal_those_of_the_stock_model(model):
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3, "eos_token_id": None}
+    cache = RaggedCache(model, method="knorm", retention=1.0)
+    assert torch.equal(
+        model.generate(ids(1, PROMPT), past_key_values=cache, **options), model.generate(ids(1, PROMPT), **options)
+    )
+
+
+@torch.no_grad()
+def test_a_batch_padded_on_the_left_equals_its_rows_alone(model):
+    method, rows, more = method_of(model), [ids(1, PROMPT), ids(1, PROMPT - 13, 1)], ids(2, 3, 2)
+    batch, cache = padded(rows), RaggedCache(model, method=method)
+    mask = batch["attention_mask"]
+    model(**batch, position_ids=mask.cumsum(1) - 1, past_key_values=cache, use_cache=True)
+    alone = [RaggedCache(model, method=method) for _ in rows]
+    for text, own in zip(rows, alone, strict=True):
+        read(model, own, text, [text.shape[1]])
+    for step in range(3):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        token, places = more[:, step : step + 1], mask.sum(1, keepdim=True) - 1
+        out = model(token, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True).logits
+        for row, own in enumerate(alone):
+            # Sums of blocks of float32 in another order.
+            torch.testing.assert_close(
+                out[row : row + 1], read(model, own, token[row : row + 1], [1]), atol=2e-4, rtol=2e-4
+            )
+    if not cache.is_stepwise:
+        late = torch.cat([mask, torch.tensor([[1, 1], [0, 1]])], 1)
+        with pytest.raises(CacheError, match="would read padding after the prompt as text"):
+            model(ids(2, 2), attention_mask=late, past_key_values=cache, use_cache=True)
+
+
+def test_streaming_and_eviction_of_answers_equal_the_masked_model(model, monkeypatch):
+    method, text, tail = method_of(model), ids(1, PROMPT + 8), [1] * 8
+    if not any(kind.is_stepwise for kind in patch_attention(model).kinds):
+        streamed = RaggedCache(model, method=method, streaming=True, prompt_tokens=PROMPT)
+        chunks = [17, 17, 6, *tail]
+        expected = masked(model, method, text, chunks, [17, 34, PROMPT], monkeypatch)
+        assert_close(read(model, streamed, text, chunks), expected)
+        streamed.rewind()
+        assert_close(read(model, streamed, text[:, PROMPT:], tail), expected[:, PROMPT:])
+    evicted = RaggedCache(model, method=method, decode_eviction=True, slack=3)
+    expected = masked(model, method, text, [PROMPT, *tail], [PROMPT, PROMPT + 3, PROMPT + 7], monkeypatch)
+    assert_close(read(model, evicted, text, [PROMPT, *tail]), expected)
+
+
+@pytest.mark.parametrize("options", [{"retention": 0.4}, {"memory": 0.4}], ids=str)
+def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path):
+    context = compress(model, Words(), TEXT, method="knorm", **options)
+    questions = ["what is one ?", "and two"]
+    answers = [context.ask(question, 6, eos_token_id=None) for question in questions]
+    assert [context.fork().ask(question, 6, eos_token_id=None) for question in questions] == answers
+    assert context.batch_ask(questions, 6, eos_token_id=None) == answers
+    assert list(context.stream(questions[0], 6, eos_token_id=None))
+    context.save(tmp_path / "text.kv")
+    loaded = Context.load(tmp_path / "text.kv", model, Words())
+    assert [loaded.ask(question, 6, eos_token_id=None) for question in reversed(questions)] == answers[::-1]
+    with pytest.raises(CacheError, match="turns about this context could not be removed"):
+        Chat(context)
+    states = context.cache.other_nbytes()
+    assert 0 < states < context.nbytes() == states + sum(layer.nbytes() for layer in context.cache.ragged_layers)
+    if options == {"retention": 0.4}:
+        full = compress(model, Words(), TEXT, method="full")
+        assert full.nbytes() > 0
+        everything = compress(model, Words(), TEXT, method="knorm", retention=1.0)
+        for _ in range(2):
+            assert full.ask(questions[0], 6, eos_token_id=None) == everything.ask(questions[0], 6, eos_token_id=None)
+
+
+@torch.no_grad()
+def test_keys_are_unrotated_exactly(family, model):
+    layers, whole = read_prompt(model, ids(1, 20)), DynamicCache(config=model.config)
+    read(model, whole, ids(1, 20), [20])
+    stock = [whole.layers[index].keys for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
+    for layer, key in zip(layers, stock, strict=True):
+        assert torch.equal(layer.key, key)
+        assert (layer.rotation is None) == family.rotation.startswith("none")
+        if layer.rotation is not None:
+            # Some models compute the tables of the rotation in float32.
+            bare = layer.rotation.unrotate(key)
+            torch.testing.assert_close(layer.rotation.rotate(bare), key, atol=1e-5, rtol=1e-5)
+
+
+def test_what_states_cannot_undo_is_one_sentence(model):
+    cache = RaggedCache(model, method="knorm", retention=0.5, prompt_tokens=PROMPT)
+    with pytest.raises(CacheError, match="assisted decoding cuts off rejected tokens, but the states"):
+        cache.activate_past_recording()
+    text = ids(1, PROMPT + 1)
+    read(model, cache, text, [PROMPT, 1])
+    with pytest.raises(CacheError, match=r"states of recurrent layers cannot be cut back.*call rewind\(\)"):
+        cache.crop(-1)
+
+    def interrupt(layer: int) -> None:
+        if layer == len(cache.layers) - 1:
+            raise KeyboardInterrupt
+
+    before = cache.fork()
+    cache.on_layer_start = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        read(model, cache, text[:, :1], [1])
+    cache.on_layer_start = None
+    with pytest.raises(
+        CacheError, match=r"interrupted forward pass left the layers of this cache unequal; call rewind"
+    ):
+        read(model, cache, text[:, :1], [1])
+    cache.rewind()
+    before.rewind()
+    assert torch.equal(read(model, cache, text[:, :1], [1]), read(model, before, text[:, :1], [1]))
+
+
+@pytest.mark.parametrize("family", HYBRIDS, ids=lambda family: family.name)
+def test_a_transformers_without_caches_for_states_is_refused(family):
+    if not family.missing:
+        pytest.skip("this one has them")
+    try:
+        model = family.build()
+    except (AttributeError, TypeError, ValueError) as error:
+        pytest.skip(f"this version of transformers has no such {family.name} ({error})")
+    with pytest.raises(UnsupportedModelError):
+        patch_attention(model)
