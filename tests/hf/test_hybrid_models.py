@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.chat import Chat
@@ -18,7 +19,7 @@ from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, UnsupportedModelError
-from lkv.hf.attention import ALL_ATTENTION_FUNCTIONS, patch_attention
+from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds
