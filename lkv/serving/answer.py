@@ -67,7 +67,7 @@ class Answer:
         stops: list[str],
         notify: Callable[[], None] | None,
     ):
-        """`notify` is called after every change, in the thread that made it."""
+        """Create an answer without tokens; arguments as in `AnswerQueue.submit`."""
         self.question, self.context, self.length = question, context, length
         self.sampler = Sampler(sampling) if sampling.temperature >= LEAST_TEMPERATURE else None
         self.ids: list[int] = []

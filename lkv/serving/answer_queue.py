@@ -49,7 +49,15 @@ class AnswerQueue:
         sampling: SamplingParams | None = None, stops: list[str] | None = None,
         notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """Queue the ids of a question about `context`; `length` is the most new tokens.
+        """Queue a question.
+
+        Args:
+            question: Its ids.
+            context: What it is about, if anything.
+            length: The most new tokens; by default as many as fit.
+            sampling: How they are chosen.
+            stops: Texts that end the answer.
+            notify: Called after every change of the answer, in the worker's thread.
 
         Raises:
             PromptError: If question and answer do not fit.

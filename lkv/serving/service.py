@@ -174,9 +174,20 @@ class Service:
         self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
         stops: list[str] | None = None, notify: Callable[[], None] | None = None,
     ) -> Answer:  # fmt: skip
-        """The answer to the last of `messages`, about the context `name` ("" for none).
+        """Return the answer to a conversation, which is generated meanwhile.
 
-        Raises PromptError for bad messages, BusyError for too many requests, and as `context` does.
+        Args:
+            messages: The turns; the last one is answered.
+            name: The id of the context that it is about, "" for none.
+            max_tokens: The most new tokens, within the server's limit.
+            sampling: How they are chosen.
+            stops: Texts that end the answer.
+            notify: Called after every change of the answer, in the worker's thread.
+
+        Raises:
+            PromptError: For messages that cannot be answered.
+            BusyError: If too many requests are open.
+            StoreError: As `context` raises.
         """
         with self._tokenizing:
             ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, after_context=bool(name))

@@ -53,7 +53,7 @@ class StoredContext(BaseModel):
     retention: float | None
     realised_retention: float
     memory: str | None = None
-    model: str | None = None  # digest of its fingerprint; older files have none
+    model: str = ""  # digest of its fingerprint
 
     @classmethod
     def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
@@ -233,7 +233,7 @@ class ContextStore:
 
     def list_contexts(self) -> list[StoredContext]:
         """Descriptions of all stored contexts of this model that can be read, the newest first."""
-        own = [stored for stored in self._descriptions() if stored.model in (None, self._fingerprint)]
+        own = [stored for stored in self._descriptions() if stored.model == self._fingerprint]
         return sorted(own, key=lambda stored: stored.created, reverse=True)
 
     def _descriptions(self) -> list[StoredContext]:

@@ -20,13 +20,6 @@ from tests.serving.server import OTHER, TEXT, serving
 TURN = [{"role": "user", "content": "Who?"}]
 
 
-@pytest.mark.parametrize("extreme", [{"temperature": 1e-300}, {"temperature": 1, "top_p": 1e-50}])
-def test_extreme_sampling_leaves_the_engine_alive(server, extreme):
-    greedy = server.answer("Who?")
-    assert server.answer("Who?", **extreme, seed=1) == greedy == server.answer("Who?")
-    assert server.ask("/healthz") == (200, "ok\n")
-
-
 def test_a_dead_engine_is_not_healthy(server, monkeypatch):
     monkeypatch.setattr(type(server.service.answers), "is_alive", False)
     assert server.ask("/healthz")[0] == 503
@@ -136,11 +129,8 @@ def test_a_store_without_a_folder_is_empty_and_a_full_one_refuses(make, tmp_path
 
 
 def test_what_the_store_raises_is_one_sentence(parts, tmp_path, monkeypatch):
-    class NoCredentialsError(Exception):
-        """As of a library behind fsspec."""
-
     def fail(*_, **__):
-        raise NoCredentialsError("no credentials")
+        raise ArithmeticError("no credentials")  # as a library behind fsspec may raise anything
 
     with serving(*parts, tmp_path) as server:
         name = server.compressed(TEXT)
@@ -208,15 +198,10 @@ def test_ids_do_not_depend_on_the_server(make):
         service.add(ContextRequest(text=" "))
 
 
-def connect(server, path, headers, body=b""):
-    """A connection on which a request was begun."""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    client.sendall(f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n\r\n".encode() + body)
-    return client
-
-
 def test_the_key_is_checked_before_a_body_is_read(parts, tmp_path):
-    with serving(*parts, tmp_path, key="secret") as server:
-        client = connect(server, "/v1/contexts", "Content-Length: 1000")
+    with (
+        serving(*parts, tmp_path, key="secret") as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as client,
+    ):
+        client.sendall(b"POST /v1/contexts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 401")
-        client.close()

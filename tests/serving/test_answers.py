@@ -3,7 +3,6 @@
 import gc
 import random
 import threading
-import time
 import weakref
 
 import pytest
@@ -19,7 +18,7 @@ from lkv.serving.batcher import AnswerWorker
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
-from tests.serving.server import slow_answers
+from tests.serving.server import slow_answers, until
 
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?"]
 
@@ -60,13 +59,6 @@ def worker(start):
 
 def asked(question):
     return encode_question(Words(), question)
-
-
-def until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def expected(context, question, length):

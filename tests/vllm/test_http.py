@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from lkv.utils.prompts import encode, render_messages
+from tests.serving.server import until
 from tests.vllm.servers import serving
 
 KEY = "sesame"
@@ -35,10 +35,13 @@ class Server:
         """Create a context, and wait until it is ready."""
         made = self.http.post("/v1/contexts", json={"text": text, **fields})
         assert made.status_code in (200, 202), made.text
-        name, deadline = made.json()["id"], time.monotonic() + 60
-        while (state := self.http.get(f"/v1/contexts/{name}").json())["status"] == "compressing":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        name = made.json()["id"]
+
+        def finished():
+            state = self.http.get(f"/v1/contexts/{name}").json()
+            return state["status"] != "compressing" and state
+
+        state = until(finished, 60)
         assert state["status"] == "ready", state
         return name
 
@@ -227,10 +230,7 @@ def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
     assert server.http.delete(f"/v1/contexts/{name}").status_code == 200
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
     assert squash("".join(x.choices[0].delta.content or "" for x in [*first, *parts] if x.choices)) == want
-    deadline = time.monotonic() + 10
-    while (lab.store / f"{name}.kv").exists() or server.memory() != before:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not (lab.store / f"{name}.kv").exists() and server.memory() == before, 10)
 
 
 def test_texts_created_at_once_are_compressed_once(server, lab):

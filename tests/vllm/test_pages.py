@@ -40,6 +40,12 @@ def oracle(key, tables, batch, query):
     return columns
 
 
+def check_read(pages, key, value, table):
+    """The first 90 tokens of a request are read as they were written."""
+    for found, written in zip(pages.read(table, 90), (key, value), strict=True):
+        assert torch.equal(found, written[table.long()].transpose(0, 1).flatten(1, 2)[:, :90])
+
+
 def test_the_log_sum_exp_of_pages_on_a_cpu(case, monkeypatch):
     key, value, tables, batch, query = case
     cache = torch.cat([key.mT.flatten(2), value.flatten(2)], 2).view(BLOCKS, HEADS, SIZE, 2 * DIM)
@@ -49,9 +55,7 @@ def test_the_log_sum_exp_of_pages_on_a_cpu(case, monkeypatch):
     # In blocks of few queries, too.
     monkeypatch.setattr("lkv.integrations.vllm.pages._MAX_SCORES", 1)
     torch.testing.assert_close(pages.log_sum_exp(batch, query, tables, SCALE), expected, atol=1e-5, rtol=1e-5)
-    read_key, read_value = pages.read(tables[3], 90)
-    assert torch.equal(read_key, key[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
-    assert torch.equal(read_value, value[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
+    check_read(pages, key, value, tables[3])
 
 
 def test_what_flash_attention_is_asked(case, monkeypatch):
@@ -75,9 +79,7 @@ def test_what_flash_attention_is_asked(case, monkeypatch):
     expected = oracle(key, tables, batch, query).float()
     found = pages.log_sum_exp(batch, query, tables, SCALE)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    read_key, read_value = pages.read(tables[3], 90)
-    assert torch.equal(read_key, key[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
-    assert torch.equal(read_value, value[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
+    check_read(pages, key, value, tables[3])
 
 
 def test_the_layout_of_vllms_own_kernel_is_probed():
@@ -100,6 +102,4 @@ def test_pages_for_amx(case, monkeypatch):
     pages = CPUPages(cache.view(BLOCKS, HEADS, SIZE, 2 * DIM), DIM)
     found = pages.log_sum_exp(batch, query, tables, SCALE)
     torch.testing.assert_close(found, oracle(key, tables, batch, query).float(), atol=1e-5, rtol=1e-5)
-    read_key, read_value = pages.read(tables[3], 90)
-    assert torch.equal(read_key, key[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
-    assert torch.equal(read_value, value[tables[3].long()].transpose(0, 1).flatten(1, 2)[:, :90])
+    check_read(pages, key, value, tables[3])

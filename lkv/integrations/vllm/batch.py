@@ -115,10 +115,14 @@ class Batch:
             positions[tokens] += sign * context.tokens
 
     def add_contexts(self, layer: int, query: Tensor, output: Tensor, lse: Tensor, scale: float) -> None:
-        """Complete the attention of tokens that follow contexts.
+        """Complete the attention of tokens that follow contexts, in place.
 
-        `query`, `output` [N, Hq, d]: of all tokens of the pass, `output` with attention over pages. `lse` [Hq, n]: its
-        log-sum-exp, for `self.tokens`.
+        Args:
+            layer: The layer's number.
+            query: The queries [N, Hq, d] of all tokens of the pass.
+            output: Their attention over pages [N, Hq, d], to which that over contexts is added.
+            lse: The log-sum-exp [Hq, n] of attention over pages, for `self.tokens`.
+            scale: The scale of attention scores.
         """
         rows, parts = query[self.tokens].transpose(0, 1)[None], []
         for context, _, columns in self.groups:
@@ -181,7 +185,9 @@ def _load_context(runner: Any, state: Any, name: str) -> Context:
 
 def _start_compression(runner: Any, new_context: NewContext | None) -> Compression | None:
     """A compression, in the rank that writes files; the others only send it their heads."""
-    if new_context is None or not is_first_rank():
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if new_context is None or get_tensor_model_parallel_rank() != 0:
         return None
     try:
         return Compression(worker_contexts(runner), new_context)
@@ -205,13 +211,6 @@ def keep_heads(context: Context, heads: slice) -> None:
     for layer in cache.ragged_layers:
         if layer.store.lens.shape[1] > heads.stop - heads.start:
             layer.store = layer.store.select_heads(heads)
-
-
-def is_first_rank() -> bool:
-    """Whether this is the rank that writes files."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank() == 0
 
 
 def gather_heads(x: Tensor, total: int) -> Tensor:

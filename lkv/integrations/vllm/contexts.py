@@ -98,8 +98,7 @@ class VllmContexts:
             raise IntegrationError(f"lkv.method is {settings.method!r}, which takes no lkv.policy; leave it out.")
         self.compression = CompressionSettings.of_server(settings, patched.spec, self.tokenizer, self.policy)
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
-        memory = settings.memory_bytes if memory_bytes is None else memory_bytes
-        self.store = self.open_store(memory)
+        self.store = self.open_store(settings.memory_bytes if memory_bytes is None else memory_bytes)
         self._announced_texts: dict[str, NewContext] = {}
         self._checked_files: dict[str, tuple[float, ...]] = {}
         self._checking = threading.Lock()
@@ -152,18 +151,13 @@ class VllmContexts:
         self._announced_texts[new_context.id] = new_context
 
     def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
-        """Check that a request compresses what was announced: else a client could replace any context.
-
-        Raises PromptError otherwise, and as `encode` does; StoreError where the store is full.
-        """
+        """Raise PromptError unless a request compresses what was announced: a client could replace any context."""
         announced = self._announced_texts.get(new_context.id)
         # Another client may have announced the same text under another name.
         same = announced is not None and announced.model_copy(update={"name": new_context.name}).model_dump()
         if announced is None or announced.ids != ids or same != new_context.model_dump():
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced_texts[new_context.id]
-        self.method_of(announced).check_length(len(announced.ids))
-        self.store.check_quota()
 
     def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
@@ -314,7 +308,17 @@ def unsupported_reason(vllm_config: Any) -> str | None:
 
 
 def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_bytes: int | None = None) -> VllmContexts:
-    """The contexts of an object of vLLM's (a runner, an input processor), made at the first call."""
+    """Return the contexts of an object of vLLM's, made at the first call.
+
+    Args:
+        owner: A runner, or an input processor.
+        vllm_config: vLLM's configuration.
+        device: Where its model is.
+        memory_bytes: Contexts in memory; by default as the settings say.
+
+    Raises:
+        LkvError: As `VllmContexts` raises.
+    """
     with _open_lock:
         contexts = getattr(owner, _ATTRIBUTE, None)
         if contexts is None:

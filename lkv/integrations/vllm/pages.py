@@ -58,7 +58,14 @@ class CPUPages:
         return key.flatten(1, 2)[:, :length], value.flatten(1, 2)[:, :length]
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
-        """The log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`."""
+        """Return the log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`.
+
+        Args:
+            batch: The part of LKV in the pass.
+            query: The queries [N, Hq, d] of all tokens of the pass.
+            block_table: The blocks [R, n] of each request of the pass.
+            scale: The scale of attention scores.
+        """
         out = query.new_empty(query.shape[1], len(batch.tokens), dtype=torch.float32)
         # Requests with equally many new tokens (all that decode) are computed together.
         if "tables" not in batch.work:

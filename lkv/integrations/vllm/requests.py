@@ -9,7 +9,6 @@ A request names its context by `extra_args` of its sampling parameters, or its p
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, Unkn
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
 from lkv.integrations.vllm.pages import page_layout
+from lkv.serving.jobs import Job, JobQueue
 from lkv.utils.prompts import encode_question
 
 
@@ -142,16 +142,13 @@ def compress(
     from vllm import SamplingParams
 
     contexts = front_contexts(llm.llm_engine.input_processor)
-    new_context = contexts.encode(text, contexts.compression.for_text(retention, memory, system, protect))
-    new_context.name = name
-    stored = None
-    with suppress(LkvError):  # none yet, or a damaged one, which is made anew
-        contexts.tokens(new_context.id)
-        stored = contexts.store.describe(new_context.id)
-    if stored is not None:
-        return contexts.store.rename(stored, name).id
+    settings = contexts.compression.for_text(retention, memory, system, protect)
+    new_context = contexts.encode(text, settings)
+    job = Job(new_context.id, name, settings, time.time())
+    if (made := JobQueue(1).find_made(job, contexts.store, contexts.tokens)) is not None:
+        return made.id
+    new_context.name = job.title
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
-    contexts.store.check_quota()
     contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
     while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):

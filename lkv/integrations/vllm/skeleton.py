@@ -17,9 +17,19 @@ from lkv.hf.spec import inspect_model
 def build_skeleton(
     name: str, revision: str | None, dtype: torch.dtype, device: torch.device, download_dir: str | None = None
 ) -> Any:
-    """The transformers model of a checkpoint without its weights, patched by LKV.
+    """Return the transformers model of a checkpoint without its weights, patched by LKV.
 
-    Only the weights that its fingerprint samples are read, and dropped again. Raises IntegrationError if they cannot.
+    Only the weights that its fingerprint samples are read, and dropped again.
+
+    Args:
+        name: A folder or hub id.
+        revision: Its commit, tag or branch on the hub.
+        dtype: The model's dtype.
+        device: Where its buffers are.
+        download_dir: Where vLLM has downloaded the weights.
+
+    Raises:
+        IntegrationError: If weights cannot be read.
     """
     from accelerate import init_empty_weights
 

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 from lkv.integrations.vllm.batch import BATCH_KEY, Batch
-from lkv.integrations.vllm.contexts import VllmContexts, loaded_contexts, plugin_settings
+from lkv.integrations.vllm.contexts import loaded_contexts, plugin_settings
 from lkv.integrations.vllm.hooks import check_parameters, wrap_method
 
 _LOG = logging.getLogger("vllm.lkv")
@@ -69,13 +69,13 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
 
 def _outcome(worker: Any, name: str) -> str | None:
     """RPC: `VllmContexts.outcome`."""
-    contexts = _loaded_contexts(worker)
+    contexts = loaded_contexts(worker.model_runner)
     return "" if contexts is None else contexts.outcome(name)
 
 
 def _statistics(worker: Any) -> dict[str, Any]:
     """RPC: bytes of the contexts in this worker's memory, and how often contexts were asked for and were there."""
-    contexts = _loaded_contexts(worker)
+    contexts = loaded_contexts(worker.model_runner)
     if contexts is None:
         return {"resident": {}, "queries": 0, "hits": 0}
     store = contexts.store
@@ -84,10 +84,6 @@ def _statistics(worker: Any) -> dict[str, Any]:
 
 def _release(worker: Any, name: str) -> None:
     """RPC: drop a deleted context from this worker's memory."""
-    contexts = _loaded_contexts(worker)
+    contexts = loaded_contexts(worker.model_runner)
     if contexts is not None:
         contexts.store.release(name)
-
-
-def _loaded_contexts(worker: Any) -> VllmContexts | None:
-    return loaded_contexts(worker.model_runner)
