@@ -49,8 +49,10 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
     async def create(request: Request) -> JSONResponse:
         data = await read_body(request.receive, server.body_limit)
         kind = request.headers.get("content-type", "")
-        context = await server.create(await asyncio.to_thread(parse_context, data, kind, request.url.query))
-        return JSONResponse(context.as_object(), 200 if isinstance(context, StoredContext) else 202)
+        body, skipped = await asyncio.to_thread(parse_context, data, kind, request.url.query)
+        context = await server.create(body)
+        about = context.as_object() | ({} if skipped is None else {"skipped": skipped})
+        return JSONResponse(about, 200 if isinstance(context, StoredContext) else 202)
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:

@@ -18,12 +18,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
+from lkv.context.document_reader import Document, parse_document
 from lkv.errors import (
     BusyError,
     ContextFileError,
     ContextPendingError,
+    DocumentError,
     IntegrationError,
     LkvError,
+    MissingPackageError,
     PolicyFileError,
     PolicyMismatchError,
     PromptError,
@@ -72,6 +75,8 @@ _STATUS: dict[type[LkvError], tuple[int, str]] = {
     PromptError: (400, "invalid_request_error"),
     RetentionError: (400, "invalid_request_error"),
     IntegrationError: (400, "invalid_request_error"),
+    DocumentError: (400, "invalid_request_error"),
+    MissingPackageError: (400, "invalid_request_error"),
 }
 _MAX_TOKENS = 2**31
 
@@ -212,32 +217,37 @@ def parse_chat(body: bytes) -> ChatRequest:
     return request
 
 
-def parse_context(body: bytes, content_type: str, query: str = "") -> ContextRequest:
-    """A new context: JSON with its text, or a form with a file. Raises PromptError for anything else."""
+def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[ContextRequest, list[str] | None]:
+    """Return a new context, JSON with its text or a form with a file, and what of the file is not in its text.
+
+    Raises PromptError or DocumentError for anything else.
+    """
     if query:
         raise PromptError("the query of the URL is not read; send its fields in the form or in the JSON body.")
     if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
-        return parse(ContextRequest, body)
+        return parse(ContextRequest, body), None
     if (_parameter(content_type, "charset") or "utf-8").lower() not in ("utf-8", "us-ascii"):
         raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
     fields: dict[str, Any] = {}
-    file_name: str | None = None
-    for name, file, text in _form_parts(body, _parameter(content_type, "boundary") or ""):
+    document: Document | None = None
+    for name, file, data in _form_parts(body, _parameter(content_type, "boundary") or ""):
         if name == "protect":
-            fields.setdefault(name, []).append(text)
+            fields.setdefault(name, []).append(_decode_field(name, data))
             continue
-        if name in fields:
+        if name in fields or (name == "file" and document is not None):
             raise PromptError(f"the form has the field {name[:80]!r} twice; send it once.")
-        if name == "file" and file is None:
+        if name != "file":
+            fields[name] = _decode_field(name, data)
+        elif file is None:
             raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")
-        fields[name] = text
-        file_name = file if name == "file" else file_name
-    if "file" in fields:
-        if "text" in fields:
-            raise PromptError("the form has a file and a text; send one of them.")
-        fields["text"] = fields.pop("file")
-        fields.setdefault("name", (file_name or "")[:200])
-    return parse(ContextRequest, fields)
+        else:
+            file_name = " ".join(file.split())[:200]
+            document = parse_document(data, file_name or "the file")
+    if document is None:
+        return parse(ContextRequest, fields), None
+    if "text" in fields:
+        raise PromptError("the form has a file and a text; send one of them.")
+    return parse(ContextRequest, {"name": file_name, **fields, "text": document.text}), document.skipped
 
 
 def _parameter(header: str, name: str) -> str | None:
@@ -246,11 +256,8 @@ def _parameter(header: str, name: str) -> str | None:
     return None if found is None else re.sub(r"\\(.)", r"\1", found[1] or "") or found[2] or ""
 
 
-def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, str]]:
-    """Return the name, file name and text of each part of a form.
-
-    Raises PromptError for a body that is no form, for too many parts and for anything but UTF-8.
-    """
+def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, bytes]]:
+    """Return name, file name and content of each part of a form. Raises PromptError for no form and too many parts."""
     parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"), _MAX_PARTS + 2)
     if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
         raise PromptError(f"the form is incomplete, or has more than {_MAX_PARTS} fields; send it again.")
@@ -260,17 +267,17 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, str]]
         if not end or len(head) > _MAX_PART_HEADERS:
             raise PromptError("a part of the form has no headers, or too long ones; send it again.")
         header = head.decode("utf-8", "replace")
-        name = _parameter(header, "name") or ""
-        try:
-            text = data.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
-            raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
-        if "\0" in text:
-            problem = "holds NUL characters, so it is UTF-16 or no text; save or send it as UTF-8."
-            raise PromptError(f"the form's field {name[:80]!r} {problem}")
-        form_parts.append((name, _parameter(header, "filename"), text))
+        form_parts.append((_parameter(header, "name") or "", _parameter(header, "filename"), data))
     return form_parts
+
+
+def _decode_field(name: str, data: bytes) -> str:
+    """Return the text of a field. Raises PromptError for anything but UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
+        raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

@@ -68,9 +68,9 @@ FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
 @pytest.mark.parametrize(
     ("body", "more", "says"),
     [
-        (form("Brücke".encode("latin-1")), "", "no UTF-8 text (invalid"),
-        (form("Bridge".encode("utf-16-le")), "", "holds NUL characters, so it is UTF-16 or no text"),
-        (form(b""), "", "the text is empty; give some"), (b"nonsense", "", "the form is incomplete"),
+        (form(b"\x01\x02\0\x03" * 9), "", "a.txt cannot be read as text"),
+        (form(b"%PDF-1.4 nothing"), "", "a.txt "),
+        (form(b""), "", "a.txt has no text"), (b"nonsense", "", "the form is incomplete"),
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),

@@ -14,6 +14,7 @@ import pytest
 from lkv.cli.main import main, parse_arguments
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
+from lkv.context.document_reader import parse_document
 from lkv.errors import ServerError
 from lkv.serving.service import Service
 from lkv.utils.prompts import render_messages
@@ -76,6 +77,7 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
         return done.stdout.decode()
 
     made = json.loads(curl("-F", f"file=@{file}", "-F", "retention=1", f"{server.url}/v1/contexts"))
+    assert made["skipped"] == []
     made = server.finished(json.loads(curl(f"{server.url}/v1/contexts/{made['id']}")))
     assert made["name"] == "note.txt" and made["retention"] == made["realised_retention"] == 1.0
     body = json.dumps({"messages": [{"role": "user", "content": "Warum?"}], "context": made["id"], "stream": True,
@@ -85,6 +87,15 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
     )
     assert lines[0].startswith("data: {") and lines[-2] == "data: [DONE]"
     assert curl(f"{server.url}/healthz") == "ok\n"
+
+
+def test_a_document_is_read_as_it_is_displayed_and_what_is_left_out_is_named(server):
+    page = b"<!doctype html><title>Lisse</title><script>1</script><p>The harbour of Lisse holds 41 boats.</p>"
+    body, kind = form(page), {"Content-Type": "multipart/form-data; boundary=b"}
+    status, made = server.ask("/v1/contexts", field("retention", "1") + body, **kind)
+    document = parse_document(page, "a.txt")
+    assert status == 202 and made["skipped"] == document.skipped != []
+    assert server.compressed(document.text, retention=1.0) == made["id"]
 
 
 def stock_answer(model, tokenizer, ids):
