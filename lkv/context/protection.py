@@ -1,5 +1,6 @@
 """Protected spans: parts of a text whose tokens every head keeps, whatever else is evicted."""
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -58,7 +59,7 @@ def protected_tokens(
         inside = range(bisect_right(ends, start), bisect_left(starts, end))
         if not inside:
             raise PromptError(f"the protected span {whole[start:end][:60]!r} has no token; give words of the text.")
-        positions.update(first + place for place in inside)
+        positions.update(first + token for token in inside)
     return sorted(positions)
 
 
@@ -79,10 +80,10 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[
     if isinstance(span, str):
         if not span.strip():
             raise PromptError("a protected span is empty; give words of the text, or leave it out.")
-        places = [start + place for start, part in parts for place in _occurrences(part, span)]
-        if not places:
+        starts = [start + match.start() for start, part in parts for match in re.finditer(re.escape(span), part)]
+        if not starts:
             raise PromptError(f"the text does not contain {span[:60]!r}, which protect names; copy it from there.")
-        yield from ((place, place + len(span)) for place in places)
+        yield from ((start, start + len(span)) for start in starts)
         return
     if not (isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)):
         raise PromptError(f"the protected span {span!r} is neither words of the text nor (start, end) in characters.")
@@ -98,14 +99,5 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[
 def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str) -> int:
     """Where the system prompt begins in `before`; the template may have its words earlier, in a text of its own."""
     other = chat_template_parts(tokenizer, "b" if system.startswith("a") else "a")[0]
-    shared = next((place for place, pair in enumerate(zip(before, other, strict=False)) if pair[0] != pair[1]), 0)
+    shared = next((index for index, pair in enumerate(zip(before, other, strict=False)) if pair[0] != pair[1]), 0)
     return before.find(system, shared)
-
-
-def _occurrences(text: str, words: str) -> list[int]:
-    """Where `words` occur in `text`, without overlaps."""
-    places, start = [], text.find(words)
-    while start >= 0:
-        places.append(start)
-        start = text.find(words, start + len(words))
-    return places

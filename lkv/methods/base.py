@@ -64,9 +64,9 @@ class Buildable:
 class ArrivedEntries(NamedTuple):
     """Entries of one head that arrived at different times."""
 
-    prompt: LayerKV  # their k and v [1, 1, n, d]; its `end` is where the text ends now
-    positions: Tensor  # [n], that they were read at
-    scores: Tensor  # [n], that they got on arrival
+    prompt: LayerKV  # k and v [1, 1, n, d]; its `end` is the current end of the text
+    positions: Tensor  # [n], at which they were read
+    scores: Tensor  # [n], as computed on arrival
 
 
 class StoredEntries(NamedTuple):
@@ -75,15 +75,15 @@ class StoredEntries(NamedTuple):
     Attributes:
         key: [P, d].
         value: [P, dv].
-        scores: float32 [P], that entries got on arrival.
-        positions: int32 [P], that they were read at, padding of their row included.
+        scores: float32 [P], as computed on arrival.
+        positions: int32 [P], at which they were read, padding of their row included.
         starts: int32 [B, H], the first entry of each head.
-        counts: int32 [B, H], how many it has.
-        places: (start, count) of each row and head, in order.
-        new: How many of these have neither score nor position yet.
+        counts: int32 [B, H], the entries of each head.
+        spans: (start, count) of each row and head, in order.
+        new: The last entries of each head that have neither score nor position yet.
         start: The position of the first of them.
-        padding: How many tokens of padding each row began with.
-        scale: What products of queries and keys are multiplied by.
+        padding: Tokens of padding at the start of each row.
+        scale: The scale of attention scores.
         rotation: The layer's RoPE; None where LKV cannot undo it.
     """
 
@@ -93,7 +93,7 @@ class StoredEntries(NamedTuple):
     positions: Tensor
     starts: Tensor
     counts: Tensor
-    places: list[tuple[int, int]]
+    spans: list[tuple[int, int]]
     new: int
     start: int
     padding: list[int]
@@ -114,16 +114,16 @@ class StoredEntries(NamedTuple):
         slots = (self.starts + self.counts - self.new)[..., None] + steps
         rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
         for part in rows:
-            place = slots[part]
-            # As if the row had been read alone, without its padding: keys are rotated so.
-            start, kv = self.start - self.padding[part.start], (self.key[place], self.value[place])
-            self.scores[place] = score(LayerKV(*kv, self.scale, start=start, rotation=self.rotation)).float()
+            new_slots = slots[part]
+            # Keys were rotated as if the row had been read alone, without its padding.
+            start, kv = self.start - self.padding[part.start], (self.key[new_slots], self.value[new_slots])
+            self.scores[new_slots] = score(LayerKV(*kv, self.scale, start=start, rotation=self.rotation)).float()
         self.positions[slots] = (self.start + steps).int()
 
     def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
         """The number of each head and its entries, of all rows in order."""
         heads = self.starts.shape[1]
-        for number, (start, count) in enumerate(self.places):
+        for number, (start, count) in enumerate(self.spans):
             row, slots = number // heads, slice(start, start + count)
             padding, kv = self.padding[row], (self.key[None, None, slots], self.value[None, None, slots])
             prompt = LayerKV(*kv, self.scale, length=self.end - padding, rotation=self.rotation)

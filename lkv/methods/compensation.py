@@ -36,8 +36,8 @@ def reference_queries(prompt: LayerKV) -> Tensor:
     steps = (2 * torch.arange(count, device=prompt.query.device) * (second - 1) + parts) // (2 * parts)
     chosen = prompt.query[:, :, prompt.query.shape[2] - second + steps]
     with full_precision(prompt.key.device):
-        places = tokens - second + steps
-        future = rotation.rerotate(to_fp32(chosen), places, rotation.future_start(prompt.end, count))
+        positions = tokens - second + steps
+        future = rotation.rerotate(to_fp32(chosen), positions, rotation.future_start(prompt.end, count))
     return future.unflatten(1, (heads, -1)).flatten(2, 3)
 
 

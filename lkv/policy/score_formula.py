@@ -97,11 +97,11 @@ def project_queries(attention: ExpectedAttentionWeights, rotation: Tensor, scale
     return torch.cat([mean, spread.transpose(-1, -2)], -2) @ rotation * scale
 
 
-def interpolate_knots(table: Tensor, places: Tensor) -> Tensor:
-    """The piecewise linear functions `table` [H, K] of log2(places), places [T] >= 1: [H, T]."""
+def interpolate_knots(table: Tensor, distances: Tensor) -> Tensor:
+    """Evaluate the piecewise linear functions `table` [H, K] at log2(distances), distances [T] >= 1: [H, T]."""
     knot = torch.arange(table.shape[-1], dtype=table.dtype, device=table.device)[:, None]
-    x = places.to(table.dtype).log2().clamp(max=table.shape[-1] - 1)
-    # What each knot weighs at each place; as a product its gradient needs no scattering.
+    x = distances.to(table.dtype).log2().clamp(max=table.shape[-1] - 1)
+    # The weight of each knot at each distance; as a product its gradient needs no scattering.
     return table @ (1 - (x - knot).abs_()).clamp_(min=0)
 
 

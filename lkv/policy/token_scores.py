@@ -47,7 +47,8 @@ class TokenScores(nn.Module):
     def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
         self.inputs = inputs or ScorerInputs()
-        self._folded: tuple[dict[Any, ScoreWeights], Any] = {}, None  # by place, and the versions they are from
+        # By layer, heads, device and dtype; and the versions of the weights that they are from.
+        self._folded: tuple[dict[Any, ScoreWeights], Any] = {}, None
         shape = (layers, kv_heads)
         self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
         self.register_buffer("std", torch.ones(*shape, 2 * head_dim))
@@ -185,9 +186,9 @@ class TokenScores(nn.Module):
         if folded_from != versions:
             folded = {}
             self._folded = folded, versions  # at once, as other threads may read them
-        place = layer, heads.start, heads.stop, like.device, like.dtype
-        if (weights := folded.get(place)) is None:
-            weights = folded[place] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
+        key = layer, heads.start, heads.stop, like.device, like.dtype
+        if (weights := folded.get(key)) is None:
+            weights = folded[key] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
         return weights
 
     def _positions(self, prompt: LayerKV) -> Tensor:

@@ -63,7 +63,7 @@ class Duo(FixedBudget):
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
         self._target, self._window, self._heads, self._strict = as_target(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
-        # Each head's place among all heads of the model, by falling alpha.
+        # The rank of each head among all heads of the model, by falling alpha.
         order = torch.tensor(alphas, dtype=torch.float64).flatten().argsort(descending=True, stable=True)
         self._rank = order.argsort().view(len(alphas), width).tolist()
 
@@ -202,14 +202,14 @@ def estimate_pattern(
         """The mean attention outside sinks and recent tokens, [H]."""
         key, tokens = prompt.key, prompt.key.shape[2]
         query = prompt.grouped_query
-        places = torch.arange(tokens, device=key.device)
+        positions = torch.arange(tokens, device=key.device)
         mass = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
         first = sinks + recent  # the first row that sees a token outside
         for start in range(first, tokens, _ROWS):
-            rows = places[start : start + _ROWS, None]
+            rows = positions[start : start + _ROWS, None]
             logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
-            attention = torch.softmax(logits.masked_fill(places > rows, -torch.inf).float(), -1)
-            mass += (attention * ((places >= sinks) & (places <= rows - recent))).sum(-1).mean(1).sum(-1)
+            attention = torch.softmax(logits.masked_fill(positions > rows, -torch.inf).float(), -1)
+            mass += (attention * ((positions >= sinks) & (positions <= rows - recent))).sum(-1).mean(1).sum(-1)
         return mass / (tokens - first)
 
     return _mean_over_texts(model, long, attention_outside)

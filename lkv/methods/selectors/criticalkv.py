@@ -77,11 +77,11 @@ class CriticalKV(Selector):
         first = (torch.tensor(counts, device=scores.device).double() * self._first_stage + 1e-9).long()
         order = scores.argsort(stable=True, dim=-1, descending=True)  # of equal scores the earlier token first
         steps = torch.arange(scores.shape[-1], device=scores.device)
-        places = torch.empty_like(order).scatter_(-1, order, steps.expand_as(order))
+        ranks = torch.empty_like(order).scatter_(-1, order, steps.expand_as(order))
         refined = (scores + self._epsilon) * self._value_norms(layer, prompt.value)
-        # By place, which no rounding makes equal: a memory budget stores the best of them in more bits.
-        top = (refined.amax(-1, keepdim=True) + 1) * (2 - places / scores.shape[-1])
-        return torch.where(places < first[..., None], top, refined)
+        # By rank, which no rounding makes equal: a memory budget stores the best of them in more bits.
+        top = (refined.amax(-1, keepdim=True) + 1) * (2 - ranks / scores.shape[-1])
+        return torch.where(ranks < first[..., None], top, refined)
 
     def _value_norms(self, layer: int, value: Tensor) -> Tensor:
         """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""

@@ -64,7 +64,7 @@ class LearnedScores(Selector):
         kernels = kernels_for(key, value)
         if kernels is None or key.shape != value.shape:
             return super().score_stored(layer, entries)
-        width = max(count for _, count in entries.places)
+        width = max(count for _, count in entries.spans)
         scores: list[Tensor] = []
         for rows in [slice(row, row + 1) for row in range(batch)] if any(entries.padding) else [slice(0, batch)]:
             # As if the row had been read alone: keys were rotated without its padding.
