@@ -18,7 +18,7 @@ from lkv.context.generation import (
 from lkv.context.input_checks import check_text
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import crop_to
-from lkv.utils.prompts import encode_next_question, encode_question
+from lkv.utils.prompts import decode_tail, encode_next_question, encode_question
 
 
 class Turn(NamedTuple):
@@ -95,7 +95,7 @@ class Chat:
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
         encode = encode_next_question if self.turns else encode_question
-        ids = self._ids + encode(self._tokenizer, question)
+        ids = self._ids + encode(self._tokenizer, question, decode_tail(self._tokenizer, self._ids))
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), length, options), **options}
 
     def _answer(self, question: str, ids: list[int], **options: Any) -> str:

@@ -40,7 +40,7 @@ from lkv.hf.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.files import as_path
-from lkv.utils.prompts import encode, encode_question
+from lkv.utils.prompts import decode_tail, encode_continuation, encode_question
 
 
 class Context:
@@ -191,7 +191,8 @@ class Context:
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
-        prefix, target = encode_question(self.tokenizer, question), encode(self.tokenizer, answer)
+        prefix = encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids))
+        target = encode_continuation(self.tokenizer, answer, decode_tail(self.tokenizer, prefix))
         total, limit = self.tokens + len(prefix + target), max_positions(self.model)
         if total > limit:
             raise PromptError(
@@ -290,7 +291,7 @@ class Context:
     def _encode_question(self, question: str, generation: dict[str, Any]) -> list[int]:
         check_text(question, "the question", "ask something about the text")
         check_options(self.model, self.cache, generation)
-        return encode_question(self.tokenizer, question)
+        return encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids))
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):

@@ -23,6 +23,11 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is a {type(text).__name__}, but it must be one text (str); {advice}.")
     if not text.strip():
         raise PromptError(f"{name} is empty; {advice}.")
+    if "\0" in text:
+        raise PromptError(
+            f"{name} holds NUL characters, the first at {text.index(chr(0))}, so it was decoded wrongly or is no text; "
+            "remove them."
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lkv.errors import EvaluationError, PromptError
-from lkv.utils.prompts import bos_ids, chat_template_parts, encode
+from lkv.utils.prompts import bos_ids, chat_template_parts, encode, encode_continuation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,7 +80,7 @@ def make_prompt(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol
         raise EvaluationError(f"there is no protocol {protocol!r}; use one of {', '.join(PROTOCOLS)}.")
     before, after, first = _surrounding_texts(example, tokenizer, protocol)
     context = first + encode(tokenizer, before + example.context)
-    question = encode(tokenizer, after)
+    question = encode_continuation(tokenizer, after, example.context)
     name = f"{example.task} {example.number}"
     if not question:
         raise PromptError(f"{name} has nothing to read after its context; give it a question or an answer prefix.")

@@ -13,7 +13,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import MemoryTarget
 from lkv.policy.policy import Policy
 from lkv.serving.settings import ContextSettings
-from lkv.utils.prompts import encode, encode_context, render_messages, tokenizer_digest
+from lkv.utils.prompts import encode, encode_context, encode_continuation, render_messages, tokenizer_digest
 
 # Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
 CHARACTERS_PER_TOKEN = 16
@@ -152,4 +152,4 @@ def encode_conversation(
     for message in messages:
         if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
             raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
-    return encode(tokenizer, text)
+    return encode_continuation(tokenizer, text) if after_context else encode(tokenizer, text)

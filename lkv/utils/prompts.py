@@ -1,6 +1,9 @@
 """Split prompts into a context, which is compressed before any question is known, and its continuation."""
 
 import hashlib
+import logging
+from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from lkv.errors import PromptError
@@ -9,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
+# Texts to put before a continuation whose own text before is not known.
+_NEUTRAL_STARTS = ("a", "\n", ".", "1")
+_TAIL_CHARACTERS, _TAIL_TOKENS = 256, 64  # of the text before a continuation that decide how it begins
 _PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers without a chat template
 
 
@@ -92,6 +98,38 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
         ) from error
 
 
+def encode_continuation(tokenizer: "PreTrainedTokenizerBase", text: str, before: str = "") -> list[int]:
+    """Tokenise `text` as it is tokenised after the text `before` (its end suffices), of which the ids are fixed.
+
+    Tokenizers that put a space before every text (Metaspace, SentencePiece) put none here. Where the tokenizer would
+    join the end of `before` and the beginning of `text` into other tokens, this is logged once, and `text` is tokenised
+    as after a text that it does not join.
+
+    Raises PromptError if the tokenizer has no tokens for it.
+    """
+    for start in (before[-_TAIL_CHARACTERS:], *_NEUTRAL_STARTS):
+        first = encode(tokenizer, start) if start else []
+        if first and (ids := encode(tokenizer, start + text))[: len(first)] == first:
+            return ids[len(first) :]
+        if start and start == before[-_TAIL_CHARACTERS:]:
+            _log_joined_boundary(type(tokenizer).__name__)
+    return encode(tokenizer, text)
+
+
+@cache
+def _log_joined_boundary(name: str) -> None:
+    logging.getLogger(__name__).info(
+        "%s would join the end of a text and the beginning of what follows it into other tokens; they are tokenised "
+        "separately, because the text is compressed before what follows is known.",
+        name,
+    )
+
+
+def decode_tail(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
+    """The end of a text by its ids, for `encode_continuation`."""
+    return str(tokenizer.decode(list(ids[-_TAIL_TOKENS:]), clean_up_tokenization_spaces=False))
+
+
 def bos_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """The id that the tokenizer itself puts before a text, if any; base models expect it."""
     bos = getattr(tokenizer, "bos_token_id", None)
@@ -105,16 +143,16 @@ def encode_context(tokenizer: "PreTrainedTokenizerBase", context: str, system: s
     return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
 
 
-def encode_question(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]:
-    """Tokenise everything from the end of the context to where the answer begins."""
+def encode_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
+    """Tokenise everything from the end of the context, the text `before`, to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
-    return encode(tokenizer, between + question + after)
+    return encode_continuation(tokenizer, between + question + after, before)
 
 
-def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str) -> list[int]:
-    """Tokenise everything from the end of an answer to where the answer to the next question begins."""
+def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
+    """Tokenise everything from the end of an answer, the text `before`, to where the next answer begins."""
     between, after = next_turn_parts(tokenizer)
-    return encode(tokenizer, between + question + after)
+    return encode_continuation(tokenizer, between + question + after, before)
 
 
 def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], after_context: bool) -> str:

@@ -54,6 +54,7 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
         ({"text": "x", "memory": True}, "memory: Expected a share"), ({"text": "x", "memory": 1.5}, "memory is 1.5"),
         ({"text": "x", "memory": 0}, "memory: Expected a share"), ({"text": "x", "memory": [1]}, "memory: Expected"),
         ({"text": "x", "memory": "1" * 21}, "memory: Expected a share"),
+        ({"text": "a\0b"}, "the text holds NUL characters, the first at 1"),
         (b"{", "Invalid JSON"), ({"text": "x" * 10**5}, "the text has 100,000 characters, too many"),
     ],
 )  # fmt: skip
@@ -69,7 +70,7 @@ FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
     ("body", "more", "says"),
     [
         (form(b"\x01\x02\0\x03" * 9), "", "a.txt cannot be read as text"),
-        (form(b"%PDF-1.4 nothing"), "", "a.txt "),
+        (form(b"%PDF-1.4 nothing"), "", "a.txt "), (field("text", "a\0b") + b"--b--\r\n", "", "holds NUL characters"),
         (form(b""), "", "a.txt has no text"), (b"nonsense", "", "the form is incomplete"),
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),

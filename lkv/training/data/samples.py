@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lkv.utils.prompts import encode, encode_context, encode_question
+from lkv.utils.prompts import encode_context, encode_continuation, encode_question
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,10 +44,10 @@ def tokenize_sample(
     for item in sample.continuations:
         if item.question is None:
             # The target's first token is predicted from the context's last one, which is not scored.
-            ids, skip = encode(tokenizer, item.target), 0
+            ids, skip = encode_continuation(tokenizer, item.target), 0
         else:
             prefix = encode_question(tokenizer, item.question)
-            ids, skip = prefix + encode(tokenizer, item.target) + end, len(prefix)
+            ids, skip = prefix + encode_continuation(tokenizer, item.target) + end, len(prefix)
         if len(ids[:max_continuation]) > skip + 1:
             continuations.append((ids[:max_continuation], skip))
     return TokenizedSample(sample.source, encode_context(tokenizer, sample.context)[:max_context], continuations)
