@@ -15,7 +15,7 @@ SCRIPTS = [
     "The lamp of the lighthouse is lit at dusk. 42 ships passed.\n\nQuestion: who? Answer:", "Маяк горит ночью.",
     "灯台守の日記です。東京", "שלום עולם", "مرحبا بالعالم", "naïve café déjà", "  def f(x):\n\treturn x**2  # ok",
 ]  # fmt: skip
-WORDS = " ".join(SCRIPTS).split() + ["\n", "\n\n", "</s>", "  ", ".", "42", "👩\u200d👧", "é", "zz", "'s", "e\u0301"]
+WORDS = [*" ".join(SCRIPTS).split(), "\n", "\n\n", "</s>", "  ", ".", "42", "👩\u200d👧", "é", "zz", "'s", "e\u0301"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 AFTER_SPACE = [
     decoders.Replace("▁", " "),
