@@ -107,7 +107,7 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
 def _as_html(page: str) -> str:
     """XML's CDATA sections and empty elements as HTML, which has neither."""
     page = re.sub(
-        r"<!\[CDATA\[(.*?)\]\]>",
+        r"<!\[CDATA\[(.*?)(?:\]\]>|\Z)",
         lambda match: match[1].replace("&", "&amp;").replace("<", "&lt;"),
         page,
         flags=re.DOTALL,

@@ -44,14 +44,16 @@ _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 _MAX_COLUMNS = 200  # of a table whose columns are aligned
 _MAX_CELL = 300  # characters of a cell of several lines that is put on one
 
-_MAX_DEPTH = 2000  # beyond it the parser takes quadratic time; browsers display 512 levels
+_MAX_DEPTH = 5000  # beyond it the parser's quadratic time shows; browsers display 512 levels
 _TAG = re.compile(
-    r"<!--.*?-->|<(script|style|textarea)\b.*?</\1|<(/?)([a-z][\w-]*)[^<>]*?(/?)>", re.DOTALL | re.IGNORECASE
+    r"""<!--(?:-?>|.*?(?:--!?>|\Z))|<(/?)([a-z][^\s/>]*)(?:=\s*"[^"]*"|=\s*'[^']*'|[^>])*+(?:>|\Z)""",
+    re.DOTALL | re.IGNORECASE,
 )
+_RAW = ("iframe", "noembed", "noframes", "script", "style", "textarea", "title", "xmp")  # whose content is no markup
 # Those that have no end tag, or are ended by the next one.
 _UNCOUNTED = frozenset(
-    "area base br col colgroup dd dt embed hr img input li link meta option p param rp rt source tbody td tfoot th "
-    "thead tr track wbr".split()
+    "area base br col colgroup dd dt embed hr img input li link meta option p param source tbody td tfoot th thead tr "
+    "track wbr".split()
 )
 
 _Step: TypeAlias = "LexborNode | Callable[[], None]"
@@ -73,12 +75,23 @@ def html_text(page: str) -> tuple[str, list[str]]:
 
 
 def _check_depth(page: str) -> None:
-    depth = 0
-    for match in _TAG.finditer(page):
-        if match[3] and match[3].lower() not in _UNCOUNTED and not match[4]:
-            depth = max(0, depth - 1) if match[2] else depth + 1
-            if depth > _MAX_DEPTH:
-                raise RecursionError(f"more than {_MAX_DEPTH} elements within one another")
+    """Raise RecursionError for a page that would keep the parser busy for minutes."""
+    opened: Counter[str] = Counter()
+    place = 0
+    while match := _TAG.search(page, place):
+        place, name = match.end(), (match[2] or "").lower()
+        is_foreign = opened["svg"] + opened["math"] > 0
+        if not name or name in _UNCOUNTED or (is_foreign and match[0].endswith("/>")):
+            continue
+        if match[1]:
+            opened[name] -= opened[name] > 0
+        elif name in _RAW and not is_foreign:
+            end = re.compile(f"</{name}", re.IGNORECASE).search(page, place)
+            place = end.end() if end else len(page)
+        else:
+            opened[name] += 1
+            if opened.total() > _MAX_DEPTH:
+                raise RecursionError(f"more than {_MAX_DEPTH:,} elements within one another")
 
 
 class _Text:

@@ -103,12 +103,31 @@ def test_what_is_left_out_is_named_on_stderr(reading, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("page", ["<b>" * 100_000, "<div><p>" * 100_000, "<table><tr><td>" * 3000])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<b>" * 100_000,
+        "<div><p>" * 100_000,
+        "<table><tr><td>" * 6000,
+        "<div></b>" * 9000,
+        '<div a=">" "><!--</div>-->' * 9000,
+        "<svg><style>" + "<div>" * 9000,
+    ],
+)
 def test_pages_that_would_take_minutes_are_refused(reading, page):
     with pytest.raises(DocumentError, match="nested too deeply"):
         reading("page.html", page.encode())
 
 
-@pytest.mark.parametrize("page", ["<p>one" * 20_000, "<li>one" * 20_000, "<table>" + "<tr><td>one" * 20_000])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "<p>one" * 20_000,
+        "<li>one" * 20_000,
+        "<table>" + "<tr><td>one" * 20_000,
+        "<svg>" + "<text>one</text><path d='>'/>" * 20_000 + "</svg>",
+        "<!--<div>--><i a='<b>'>one</i>" * 20_000,
+    ],
+)
 def test_elements_without_end_tags_are_not_nested(reading, page):
     assert reading("page.html", page.encode()).count("one") == 20_000
