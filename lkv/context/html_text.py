@@ -21,9 +21,9 @@ _DISPLAYS = {
     "spaced block": "blockquote dir dl figure h1 h2 h3 h4 h5 h6 hr listing menu ol p plaintext pre ul xmp",
     "inline-block": "button input marquee meter output progress textarea",
     "list-item": "li",
-    "table": "table",
-    "table-row": "tr",
-    "table-cell": "td th",
+    "table": "mtable table",
+    "table-row": "mlabeledtr mtr tr",
+    "table-cell": "mtd td th",
     "table-row-group": "caption colgroup tbody tfoot thead",
 }
 _DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.split()}
