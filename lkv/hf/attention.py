@@ -7,6 +7,7 @@ Only while such a note waits in the thread, it gets `_attention`, which finds th
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.utils.output_capturing import _active_collector
 
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.base_cache import NO_MASK
@@ -239,9 +239,11 @@ def _attend(
     _check_implementation(base)
     if not is_patched(module.config):
         raise CacheError(NOT_PATCHED)
-    # Models take the request as an argument or from their configuration; newer versions collect the weights by hooks.
-    is_requested = stock.keywords.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    if is_requested or "attentions" in (_active_collector.get() or ()):
+    if (
+        stock.keywords.get("output_attentions")
+        or getattr(module.config, "output_attentions", False)
+        or _are_collected()
+    ):
         raise CacheError(NO_WEIGHTS)
     if isinstance(getattr(module, "sinks", None), Tensor) and not layer.takes_sinks:
         raise UnsupportedModelError(
@@ -251,6 +253,12 @@ def _attend(
     is_own = _would_need_mask(base, query, key, mask)
     prompt = functools.partial(attend_prompt, query, key, value, mask, scale) if is_own else lambda: stock()[0]
     return layer.attend(query, key, value, mask, scale, prompt), None
+
+
+def _are_collected() -> bool:
+    """Whether transformers collects attention weights by hooks, of models that keep the request from their layers."""
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or ())
 
 
 def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:

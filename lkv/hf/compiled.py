@@ -39,16 +39,7 @@ def extend(
 
 
 @extend.register_fake
-def _(
-    name: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    prompt: Tensor | None,
-    scale: float,
-    layer: int,
-) -> Tensor:
+def _(name: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
     batch, heads, tokens, _ = query.shape
     return value.new_empty((batch, tokens, heads, value.shape[-1]))
 
