@@ -45,7 +45,18 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def save_checkpoint(
     folder: Path, step: int, config: TrainingConfig, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write policy and optimizer as they are after `step` steps, whole or not at all. Raises TrainingError."""
+    """Write what a training resumes from, whole or not at all.
+
+    Args:
+        folder: The run's folder.
+        step: The number of steps taken.
+        config: The settings of the run.
+        policy: The policy after these steps.
+        optimizer: Its optimizer.
+
+    Raises:
+        TrainingError: The file cannot be written.
+    """
     tensors = {f"policy.{name}": tensor for name, tensor in policy.state_dict().items()}
     for name, parameter in policy.named_parameters():
         tensors |= {f"optimizer.{key}.{name}": value for key, value in optimizer.state[parameter].items()}

@@ -31,12 +31,14 @@ from lkv.training.fit_plan import (
 )
 from lkv.training.fit_samples import FIRST_CONTEXT, FitSamples
 from lkv.training.heldout import (
-    HeldOutTexts,
+    PROGRESS_RETENTIONS,
     better_baselines,
     compare,
     describe_better_baselines,
     format_kl,
     format_table,
+    measure_policy,
+    read_text,
 )
 from lkv.training.loop import TimeBudget, TrainingLoop
 from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
@@ -137,7 +139,7 @@ class FitRun:
         self._restore()
         self._make_plan()
         held_out = self._samples.draw_held_out(0, PROGRESS_TEXTS, self._config.max_tokens)
-        self._progress_texts = HeldOutTexts(self._model, held_out)
+        self._progress_texts = [read_text(self._model, sample) for sample in held_out]
         if self._progress.stage < 1:
             texts = self._samples.draw_training(0, STATISTICS_TEXTS)
             calibrate(self._model, self.policy, [text.context[:WARM_START_TOKENS] for text in texts])
@@ -231,7 +233,7 @@ class FitRun:
     def _report(self, title: str) -> None:
         """Print the held-out KL, and store the weights if they are the best so far."""
         begin = self._elapsed()
-        measured = self._progress_texts.measure(self.policy)
+        measured = measure_policy(self.policy, self._progress_texts, PROGRESS_RETENTIONS)
         self._report_seconds = self._elapsed() - begin
         kl = math.prod(fidelity.kl for fidelity in measured.values()) ** (1 / len(measured))
         if not math.isfinite(kl):

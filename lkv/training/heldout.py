@@ -1,6 +1,6 @@
 """Fidelity of predictions after eviction to those of the full cache, on texts that training never sees.
 
-`HeldOutTexts` evicts by a mask over the whole prompt, which is what a cache without the evicted entries computes.
+`measure_policy` evicts by a mask over the whole prompt, which is what a cache without the evicted entries computes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,17 +34,6 @@ class HeldOutFidelity(NamedTuple):
 
     kl: float
     agreement: float
-
-
-class HeldOutTexts:
-    """Texts that are read once: any number of policies is measured on the k, v and predictions that are kept."""
-
-    def __init__(self, model: "PreTrainedModel", samples: Sequence[TokenizedSample]):
-        self._texts = [read_text(model, sample) for sample in samples]
-
-    def measure(self, policy: Policy) -> dict[float, HeldOutFidelity]:
-        """KL and agreement of `policy` at each of `PROGRESS_RETENTIONS`."""
-        return measure_policy(policy, self._texts, PROGRESS_RETENTIONS)
 
 
 @torch.no_grad()

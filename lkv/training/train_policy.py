@@ -104,7 +104,7 @@ def prepare(
     from accelerate import Accelerator
 
     _check_trackers(trackers)
-    override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
+    _override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
     if not is_built(data):
         check_is_not_data(out, data, TrainingError)
     if is_policy(out):
@@ -203,7 +203,7 @@ def resolve_config(
 ) -> TrainingConfig:
     """The settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
-    config = override_config(base, overrides)
+    config = _override_config(base, overrides)
     check_positions(config, positions)
     return config
 
@@ -212,7 +212,7 @@ def _default_preset(device: torch.device) -> str:
     return "gpu" if is_gpu(device) else "cpu"
 
 
-def override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:
+def _override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:
     """`base` with `overrides`; a lower `max_tokens` alone lowers `min_tokens` too."""
     longest = overrides.get("max_tokens")
     if isinstance(longest, int) and 0 < longest < base.min_tokens and "min_tokens" not in overrides:

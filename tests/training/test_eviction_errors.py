@@ -11,10 +11,7 @@ from lkv.methods.replay import REQUEST
 from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.utils.prompts import encode_question
 from tests.conftest import save_model
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+from tests.training.fit.helpers import ids
 
 
 @torch.no_grad()

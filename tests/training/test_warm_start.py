@@ -17,6 +17,7 @@ from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.warm_start import _scores_of_all_heads, calibrate, fit_to_targets, regression_targets, warm_start
 from lkv.utils.prompts import encode_question
 from tests.conftest import save_model
+from tests.training.fit.helpers import ids
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +30,7 @@ def loaded(tmp_path_factory):
 
 
 def text(number: int) -> TokenizedSample:
-    ids = torch.randint(3, 250, (120,), generator=torch.Generator().manual_seed(number)).tolist()
-    return TokenizedSample("random", ids, [])
+    return TokenizedSample("random", ids(number, 120), [])
 
 
 def fresh(model) -> Policy:
@@ -47,8 +47,8 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def scores(model, policy: Policy, ids: list[int]) -> torch.Tensor:
-    prompt = read_prompt(model, torch.tensor([ids]))
+def scores(model, policy: Policy, context: list[int]) -> torch.Tensor:
+    prompt = read_prompt(model, torch.tensor([context]))
     return torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
 
 
@@ -86,9 +86,9 @@ def test_few_texts_teach_that_the_first_token_is_kept(loaded):
 
 def test_a_text_that_the_model_cannot_read_twice_is_shortened(tmp_path):
     model, tokenizer = load_model(str(save_model(tmp_path, max_position_embeddings=200)), torch.float32)
-    policy, ids = fresh(model), text(0).context
+    policy, whole = fresh(model), text(0).context
     longest = (200 - len(encode_question(tokenizer, REQUEST))) // 2
-    assert 0 < longest < len(ids)
-    targets, of_shortened = (regression_targets(model, tokenizer, policy, each) for each in (ids, ids[:longest]))
+    assert 0 < longest < len(whole)
+    targets, of_shortened = (regression_targets(model, tokenizer, policy, each) for each in (whole, whole[:longest]))
     assert targets.end == longest and torch.equal(targets.scores, of_shortened.scores)
     assert math.isfinite(warm_start(model, tokenizer, policy, text, 2))

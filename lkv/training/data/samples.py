@@ -38,7 +38,14 @@ class TokenizedSample:
 def tokenize_sample(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", max_context: int, max_continuation: int
 ) -> TokenizedSample:
-    """Turn a sample into ids in the tokenizer's chat template, cut; continuations left without a target are dropped."""
+    """Turn a sample into ids in the tokenizer's chat template.
+
+    Args:
+        sample: The sample.
+        tokenizer: The model's tokenizer.
+        max_context: Tokens of the context at most; the rest is cut off.
+        max_continuation: Tokens of a continuation at most; one that is left without a target is dropped.
+    """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
     for item in sample.continuations:

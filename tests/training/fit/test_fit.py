@@ -28,7 +28,7 @@ from lkv.training import fit_run, fitting, loop
 from lkv.training.distillation import schedule
 from lkv.training.fit_plan import RECIPE, Plan
 from lkv.training.fitting import fit
-from lkv.training.heldout import HeldOutFidelity, HeldOutTexts, compare
+from lkv.training.heldout import HeldOutFidelity, compare, measure_policy, read_text
 from lkv.training.loop import make_optimizer, set_learning_rate
 from lkv.training.warm_start import _scores_of_all_heads, regression_scores, regression_targets
 from tests.training.fit.helpers import TEXT, comparison_rows, ids, random_policy, sample
@@ -39,7 +39,8 @@ def test_held_out_fidelity_is_that_of_the_cache_with_its_entries_evicted(loaded)
     policy, samples = random_policy(model), [sample(1), sample(2)]
     rows = {(row["method"], row["retention"]): row for row in compare(model, tokenizer, samples, policy)}
     assert set(rows) == {(name, r) for name in ("lkv", "lkv-h+expected", "kvzip", "snapkv") for r in (0.3, 0.15, 0.05)}
-    for retention, (kl, agreement) in HeldOutTexts(model, samples).measure(policy).items():  # by masks
+    texts = [read_text(model, text) for text in samples]
+    for retention, (kl, agreement) in measure_policy(policy, texts, (0.15, 0.05)).items():  # by masks
         assert kl == pytest.approx(rows["lkv", retention]["kl"], abs=1e-5)
         assert agreement == pytest.approx(rows["lkv", retention]["agreement"], abs=1e-5)
 
@@ -171,12 +172,12 @@ def test_the_last_weights_are_kept_unless_they_are_clearly_worse(loaded, monkeyp
     model, tokenizer = loaded
     measured, seen = iter([0.3, 0.2, 0.1]), []
 
-    def measure(self, policy):
+    def measure(policy, texts, retentions):
         seen.append(policy.tokens.hidden.detach().clone())
         kl = next(measured, last)
-        return {retention: HeldOutFidelity(kl, 0.5) for retention in (0.15, 0.05)}
+        return {retention: HeldOutFidelity(kl, 0.5) for retention in retentions}
 
-    monkeypatch.setattr(HeldOutTexts, "measure", measure)
+    monkeypatch.setattr(fit_run, "measure_policy", measure)
     monkeypatch.setattr(fit_run, "_REPORT_SHARE", 0.2)
     policy = fit(model, tokenizer, minutes=0.06, name="tiny")
     assert len(seen) > 3
