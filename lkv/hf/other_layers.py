@@ -130,6 +130,12 @@ class RecurrentLayer(LinearAttentionLayer):
             )
         return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
 
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store the recurrent state: in place, unless a backward pass may need the one before."""
+        if recurrent_states.requires_grad:
+            self.is_recurrent_states_initialized[state_idx] = False
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
     def fork(self) -> "RecurrentLayer":
         """Return a copy with its own states: models write to them in place."""
         twin = copy.copy(self)

@@ -25,9 +25,14 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
+from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.distillation import SampleDistillation, hard_mask
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.context.test_compression import TEXT, Words
 from tests.families import HYBRIDS, Family
+from tests.hf.test_families import check_training
 
 PROMPT = 40
 
@@ -205,6 +210,28 @@ def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path):
         everything = compress(model, Words(), TEXT, method="knorm", retention=1.0)
         for _ in range(2):
             assert full.ask(questions[0], 6, eos_token_id=None) == everything.ask(questions[0], 6, eos_token_id=None)
+
+
+def test_policies_are_trained_as_the_cache_computes(family, model):
+    """The student equals the cache, the teacher the stock model; a step changes every parameter."""
+    policy, text = Policy(patch_attention(model).spec).requires_grad_(False), ids(1, PROMPT)
+    target = ids(1, 20, 1)
+    run = SampleDistillation(model, TokenizedSample("random", text[0].tolist(), [(target[0].tolist(), 4)]))
+    if any(kind.is_stepwise for kind in patch_attention(model).kinds):
+        with torch.no_grad(), pytest.raises(CacheError, match="several tokens after a text wrongly in this model"):
+            run.run(None)
+        return
+    with torch.no_grad():
+        stock, cache = DynamicCache(config=model.config), RaggedCache(model, policy=policy, retention=0.5)
+        read(model, cache, text, [PROMPT])
+        read(model, stock, text, [PROMPT])
+        student = run.run(hard_mask(policy, run.scores(policy), 0.5, 1))
+        for found, own in ((run.run(None), stock), (student, cache)):
+            expected = torch.log_softmax(read(model, own, target, [20])[0, 3:-1].float(), -1)
+            torch.testing.assert_close(found.log_probs, expected, atol=1e-5, rtol=1e-5)
+    inputs = ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
+    torch.manual_seed(1)
+    check_training(family.build(torch.float32), Policy(patch_attention(model).spec, inputs=inputs))
 
 
 @torch.no_grad()
