@@ -23,7 +23,7 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
-from lkv.serving.answer import Answer
+from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CompressionSettings, context_id
 from lkv.serving.store import ContextStore, StoredContext
@@ -75,7 +75,7 @@ def at_once(
 
     def ask(job: Asked) -> tuple[Answer, float]:
         started = time.perf_counter()
-        answer = worker.submit(encode_question(worker.tokenizer, job[1]), job[0], length)
+        answer = worker.submit(encode_question(worker.tokenizer, job[1]), job[0], SamplingParams(max_tokens=length))
         answer.done.wait()
         return answer, time.perf_counter() - started
 
@@ -151,7 +151,7 @@ class Shelf:
         def ask(name: str) -> None:
             context = self.store.get(name)
             question = encode_question(worker.tokenizer, "What does the mill hold?")
-            worker.submit(question, context, length).done.wait()
+            worker.submit(question, context, SamplingParams(max_tokens=length)).done.wait()
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(ask, asked))

@@ -1,7 +1,7 @@
 """One answer while it is generated: how its tokens are drawn, and its text so far."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ _INCOMPLETE = "\ufffd"  # what half a character is decoded to
 
 
 class SamplingParams(NamedTuple):
-    """How the tokens of an answer are chosen; greedily by default."""
+    """How the tokens of an answer are chosen, greedily by default, and what ends it."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     seed: int | None = None
+    max_tokens: int | None = None  # by default as many as fit
+    stop: Sequence[str] = ()
 
 
 class Sampler:
@@ -62,21 +64,20 @@ class Answer:
         tokenizer: Any,
         question: list[int],
         context: Context | None,
-        length: int,
-        sampling: SamplingParams,
-        stops: list[str],
+        params: SamplingParams,
         notify: Callable[[], None] | None,
     ):
-        """Create an answer without tokens; arguments as in `AnswerQueue.submit`."""
-        self.question, self.context, self.length = question, context, length
-        self.sampler = Sampler(sampling) if sampling.temperature >= LEAST_TEMPERATURE else None
+        """Create an answer without tokens; arguments as in `AnswerQueue.submit`, `params` with their `max_tokens`."""
+        assert params.max_tokens is not None
+        self.question, self.context, self.length = question, context, params.max_tokens
+        self.sampler = Sampler(params) if params.temperature >= LEAST_TEMPERATURE else None
         self.ids: list[int] = []
         self.text = ""
         self.reason: str | None = None
         self.error: str | None = None
         self.is_retried = False  # alone: a batch that it was in has failed
         self.done = threading.Event()
-        self._detokenizer = IncrementalDetokenizer(tokenizer, stops)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.stop)
         self._notify = notify
 
     @property
@@ -118,7 +119,7 @@ class IncrementalDetokenizer:
     or that cleans up spaces afterwards, decodes all ids again.
     """
 
-    def __init__(self, tokenizer: Any, stops: list[str]):
+    def __init__(self, tokenizer: Any, stops: Sequence[str]):
         self._tokenizer, self._stops = tokenizer, stops
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):

@@ -45,18 +45,18 @@ class AnswerQueue:
             return len(self._open)
 
     def submit(
-        self, question: list[int], context: Context | None = None, length: int | None = None,
-        sampling: SamplingParams | None = None, stops: list[str] | None = None,
+        self,
+        question: list[int],
+        context: Context | None = None,
+        params: SamplingParams | None = None,
         notify: Callable[[], None] | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         """Queue a question.
 
         Args:
             question: Its ids.
             context: What it is about, if anything.
-            length: The most new tokens; by default as many as fit.
-            sampling: How they are chosen.
-            stops: Texts that end the answer.
+            params: How the answer is generated, greedily by default.
             notify: Called after every change of the answer, in the worker's thread.
 
         Raises:
@@ -65,9 +65,9 @@ class AnswerQueue:
         """
         read = 0 if context is None else context.tokens
         check_frequencies(self.model.config.get_text_config(decoder=True), read, read + len(question))
-        length = answer_length(self.model, read + len(question), length)
-        sampling = sampling or SamplingParams()
-        answer = Answer(self.tokenizer, question, context, length, sampling, stops or [], notify)
+        params = params or SamplingParams()
+        length = answer_length(self.model, read + len(question), params.max_tokens)
+        answer = Answer(self.tokenizer, question, context, params._replace(max_tokens=length), notify)
         with self._changed:
             self.check_capacity()
             contexts = {other.context for other in (*self._open, answer) if other.context is not None}

@@ -111,7 +111,7 @@ def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> 
     if body.context and name and body.context != name:
         raise PromptError("the fields model and context name different contexts; name one context.")
     messages = [message.plain() for message in body.messages]
-    return service.ask(messages, body.context or name, body.length(), body.sampling(), body.stops(), notify)
+    return service.ask(messages, body.context or name, body.sampling(), notify)
 
 
 def _context_name(service: Service, model: str) -> str:

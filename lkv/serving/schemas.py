@@ -173,17 +173,11 @@ class ChatRequest(BaseModel):
     seed: Annotated[StrictInt, Field(ge=0, lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
 
-    def length(self) -> int | None:
-        """Tokens of the answer at most, if given."""
-        return self.max_completion_tokens or self.max_tokens
-
     def sampling(self) -> SamplingParams:
-        """Greedy unless a temperature is given."""
-        return SamplingParams(self.temperature or 0.0, self.top_p or 1.0, self.top_k, self.seed)
-
-    def stops(self) -> list[str]:
-        """Texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+        """Return how the answer is generated: greedily unless a temperature is given."""
+        length = self.max_completion_tokens or self.max_tokens
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(self.temperature or 0.0, self.top_p or 1.0, self.top_k, self.seed, length, stop)
 
     def check_offered(self) -> None:
         """Raise PromptError for fields that are not offered here and could change the answer, also misspelt ones."""

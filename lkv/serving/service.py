@@ -171,17 +171,18 @@ class Service:
         return stored
 
     def ask(
-        self, messages: list[dict[str, str]], name: str, max_tokens: int | None, sampling: SamplingParams,
-        stops: list[str] | None = None, notify: Callable[[], None] | None = None,
-    ) -> Answer:  # fmt: skip
+        self,
+        messages: list[dict[str, Any]],
+        name: str,
+        params: SamplingParams,
+        notify: Callable[[], None] | None = None,
+    ) -> Answer:
         """Return the answer to a conversation, which is generated meanwhile.
 
         Args:
             messages: The turns; the last one is answered.
             name: The id of the context that it is about, "" for none.
-            max_tokens: The most new tokens, within the server's limit.
-            sampling: How they are chosen.
-            stops: Texts that end the answer.
+            params: How it is generated, within the server's limit of tokens.
             notify: Called after every change of the answer, in the worker's thread.
 
         Raises:
@@ -196,10 +197,10 @@ class Service:
         # Last, so that no request has a context in memory while it waits, or is refused.
         self.answers.check_capacity()
         context = self.context(name) if name else None
-        length = min(max_tokens or self.settings.max_tokens, self.settings.max_tokens)
-        if max_tokens is None:
+        length = min(params.max_tokens or self.settings.max_tokens, self.settings.max_tokens)
+        if params.max_tokens is None:
             length = max(1, min(length, longest_answer(self.model, len(ids) + (context.tokens if context else 0))))
-        return self.answers.submit(ids, context, length, sampling, stops, notify)
+        return self.answers.submit(ids, context, params._replace(max_tokens=length), notify)
 
     def stop(self, seconds: float = 30.0) -> None:
         """Take nothing new, finish running answers for up to `seconds`, and drop texts that still wait."""

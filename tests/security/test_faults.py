@@ -228,7 +228,7 @@ def test_a_request_that_is_cancelled_at_any_await(make, parts, monkeypatch, path
     assert cancelled > 3
     until(lambda: not service.queue.jobs())
     assert service.is_healthy and not service.answers._waiting
-    assert service.ask(TURN, "", 3, SamplingParams()).done.wait(20)
+    assert service.ask(TURN, "", SamplingParams(max_tokens=3)).done.wait(20)
 
 
 @pytest.mark.slow
@@ -473,7 +473,7 @@ def test_passes_that_change_rotations_take_turns(make, monkeypatch):
     service = make()
     with service.answers.passes:
         job = service.add(ContextRequest(text=TEXT))
-        answer = service.ask([{"role": "user", "content": "Who?"}], "", 3, SamplingParams())
+        answer = service.ask([{"role": "user", "content": "Who?"}], "", SamplingParams(max_tokens=3))
         assert not answer.done.wait(0.3) and service.queue.find(job.id, service.store) is job and job.progress == 0
     assert answer.done.wait(20) and answer.error is None
     until(lambda: not service.queue.jobs())

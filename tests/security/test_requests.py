@@ -93,13 +93,13 @@ def test_a_request_beyond_those_allowed_loads_no_context(make, parts, monkeypatc
     service = make(max_requests=1)
     name = ready(service)
     service.store.release(name)
-    answer = service.ask(TURN, "", 1000, SamplingParams())
+    answer = service.ask(TURN, "", SamplingParams(max_tokens=1000))
     with monkeypatch.context() as patch:
         patch.setattr(service.store, "_load", lambda _: pytest.fail("loaded"))
         with pytest.raises(BusyError, match="1 requests are open"):
-            service.ask(TURN, name, 3, SamplingParams())
+            service.ask(TURN, name, SamplingParams(max_tokens=3))
     service.answers.cancel(answer)
-    assert service.ask(TURN, name, 3, SamplingParams()).done.wait(20)
+    assert service.ask(TURN, name, SamplingParams(max_tokens=3)).done.wait(20)
 
 
 def test_one_bad_description_breaks_no_listing(make, tmp_path):

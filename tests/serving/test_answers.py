@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -61,6 +62,12 @@ def asked(question):
     return encode_question(Words(), question)
 
 
+def submit(worker, question, context, length, notify=None, **sampling):
+    """Queue a question, a text or its ids."""
+    ids = asked(question) if isinstance(question, str) else question
+    return worker.submit(ids, context, SamplingParams(max_tokens=length, **sampling), notify)
+
+
 def expected(context, question, length):
     return context.complete(asked(question), length)
 
@@ -84,7 +91,7 @@ def test_hundreds_of_requests_in_any_order_with_cancellations(start, contexts, m
         with worker._changed:  # a hundred at once: some are cancelled before their first token, however fast they are
             for _ in range(100):
                 place, question, length = draw.choice(list(wanted))
-                answer = worker.submit(asked(question), contexts[place], length)
+                answer = submit(worker, question, contexts[place], length)
                 requests.append((answer, wanted[place, question, length]))
                 if draw.random() < 0.1:
                     worker.cancel(draw.choice(requests)[0])
@@ -106,8 +113,8 @@ def test_answers_are_those_of_ask_with_and_without_a_context(start, model, conte
     full = compress(model, Words(), TEXT, method="full")
     evicting = compress(model, Words(), TEXT, method="knorm", retention=0.3, decode_eviction=True)
     every = [*contexts[:2], full, evicting]
-    answers = [(context, q, worker.submit(asked(q), context, 16)) for q in questions for context in every]
-    plain = [(q, worker.submit(asked(q), None, 9)) for q in questions]
+    answers = [(context, q, submit(worker, q, context, 16)) for q in questions for context in every]
+    plain = [(q, submit(worker, q, None, 9)) for q in questions]
     for context, question, answer in answers:
         assert result(answer) == expected(context, question, 16)
     for question, answer in plain:
@@ -118,8 +125,8 @@ def test_answers_are_those_of_ask_with_and_without_a_context(start, model, conte
 
 def test_contexts_take_turns(start, contexts):
     worker = start(100, 4)
-    long = [worker.submit(asked("why ?"), contexts[0], 100) for _ in range(8)]
-    other = worker.submit(asked("why ?"), contexts[1], 3)
+    long = [submit(worker, "why ?", contexts[0], 100) for _ in range(8)]
+    other = submit(worker, "why ?", contexts[1], 3)
     assert result(other) == expected(contexts[1], "why ?", 3)
     assert not any(answer.done.is_set() for answer in long)
     right = expected(contexts[0], "why ?", 100)
@@ -133,7 +140,7 @@ def test_long_questions_are_read_again_seldom(start, contexts, monkeypatch):
     right_long = contexts[2].complete(question, 120)
     monkeypatch.setattr(Context, "complete", lambda self, ids, **how: reads.append(len(ids)) or plain(self, ids, **how))
     with worker._changed:
-        long, other = worker.submit(question, contexts[2], 120), worker.submit(asked("why ?"), contexts[1], 120)
+        long, other = submit(worker, question, contexts[2], 120), submit(worker, "why ?", contexts[1], 120)
     assert result(long) == right_long and result(other) == right
     again = [length for length in reads if length >= len(question)]
     assert 2 <= len(again) <= 120 // (len(question) // 8) + 1
@@ -145,13 +152,13 @@ def test_settings_that_a_batch_cannot_apply_are_answered_one_by_one(start, model
     worker, contexts = start(), contexts[:2]
     wanted = [expected(context, question, 16) for context in contexts for question in QUESTIONS]
     assert "min_new_tokens, no_repeat_ngram_size" in caplog.text
-    answers = [worker.submit(asked(question), context, 16) for context in contexts for question in QUESTIONS]
+    answers = [submit(worker, question, context, 16) for context in contexts for question in QUESTIONS]
     assert list(map(result, answers)) == wanted
 
 
 def test_other_uses_of_the_model_go_on_meanwhile(worker, model, contexts):
     right = expected(contexts[0], QUESTIONS[3], 60)
-    answers = [worker.submit(asked(QUESTIONS[3]), contexts[0], 60) for _ in range(4)]
+    answers = [submit(worker, QUESTIONS[3], contexts[0], 60) for _ in range(4)]
     assert expected(contexts[1], QUESTIONS[0], 9) == expected(contexts[1], QUESTIONS[0], 9)
     again = compress(model, Words(), TEXT, method="knorm", retention=0.2)
     assert again.ask(QUESTIONS[1], 5) == contexts[0].ask(QUESTIONS[1], 5)
@@ -159,13 +166,11 @@ def test_other_uses_of_the_model_go_on_meanwhile(worker, model, contexts):
 
 
 def test_sampling_is_by_seed_and_of_its_request_alone(worker, contexts):
-    def submit(**sampling):
-        return worker.submit(asked("why ?"), contexts[0], 12, SamplingParams(**sampling))
-
-    drawn = [submit(temperature=1.5, seed=4) for _ in range(3)]
-    greedy, other = submit(), submit(temperature=1.5, seed=5)
-    certain = [submit(temperature=2.0, top_k=1), submit(temperature=2.0, top_p=1e-6)]
-    extreme = [submit(temperature=1e-40), submit(temperature=5e-324), submit(temperature=1.0, top_p=1e-50, seed=1)]
+    ask = partial(submit, worker, "why ?", contexts[0], 12)
+    drawn = [ask(temperature=1.5, seed=4) for _ in range(3)]
+    greedy, other = ask(), ask(temperature=1.5, seed=5)
+    certain = [ask(temperature=2.0, top_k=1), ask(temperature=2.0, top_p=1e-6)]
+    extreme = [ask(temperature=1e-40), ask(temperature=5e-324), ask(temperature=1.0, top_p=1e-50, seed=1)]
     results = [result(answer) for answer in drawn]
     right = expected(contexts[0], "why ?", 12)
     assert results[0] == results[1] == results[2] != result(other)
@@ -190,8 +195,8 @@ def test_draws_follow_the_probabilities():
 def test_answers_grow_and_can_be_cancelled(worker, contexts, monkeypatch):
     slow_answers(monkeypatch)
     changed = threading.Event()
-    answer = worker.submit(asked("why ?"), contexts[0], 400, notify=changed.set)
-    waiting = worker.submit(asked("why ?"), contexts[1], 3)
+    answer = submit(worker, "why ?", contexts[0], 400, notify=changed.set)
+    waiting = submit(worker, "why ?", contexts[1], 3)
     until(lambda: len(answer.ids) >= 3)
     assert changed.is_set()
     worker.cancel(answer)
@@ -203,14 +208,14 @@ def test_answers_grow_and_can_be_cancelled(worker, contexts, monkeypatch):
 def test_an_answer_ends_at_the_models_own_end_and_at_stops(start, model, contexts, monkeypatch):
     whole = expected(contexts[0], "why ?", 12)
     worker = start()
-    stopped = worker.submit(asked("why ?"), contexts[0], 12, stops=[str(whole[3])])
-    others = [worker.submit(asked(question), contexts[0], 12) for question in QUESTIONS]
+    stopped = submit(worker, "why ?", contexts[0], 12, stop=[str(whole[3])])
+    others = [submit(worker, question, contexts[0], 12) for question in QUESTIONS]
     assert result(stopped) == whole[: whole.index(whole[3]) + 1] and stopped.reason == "stop"
     assert stopped.text == " ".join(map(str, whole[: whole.index(whole[3])]))
     assert [result(answer) for answer in others] == [expected(contexts[0], question, 12) for question in QUESTIONS]
     assert {answer.reason for answer in others} == {"length"}
     monkeypatch.setattr(model.generation_config, "eos_token_id", whole[4])
-    answers = [worker.submit(asked(question), contexts[0], 12) for question in ["why ?", *QUESTIONS]]
+    answers = [submit(worker, question, contexts[0], 12) for question in ["why ?", *QUESTIONS]]
     assert result(answers[0]) == whole[: whole.index(whole[4]) + 1] and answers[0].reason == "stop"
     assert [result(answer) for answer in answers[1:]] == [expected(contexts[0], q, 12) for q in QUESTIONS]
 
@@ -218,7 +223,7 @@ def test_an_answer_ends_at_the_models_own_end_and_at_stops(start, model, context
 def test_a_context_dies_with_its_last_request(worker, model):
     context = compress(model, Words(), TEXT, method="knorm", retention=0.3)
     reference = weakref.ref(context)
-    answers = [worker.submit(asked(question), context, 5) for question in QUESTIONS]
+    answers = [submit(worker, question, context, 5) for question in QUESTIONS]
     del context
     assert all(map(result, answers))
     del answers
@@ -231,40 +236,40 @@ def test_a_context_gives_back_the_memory_of_its_answers(worker, model, budget):
     question, before = asked("why " * 100), context.nbytes()
     right = context.fork().complete(question, 50)
     for _ in range(2):
-        assert result(worker.submit(question, context, 50)) == right
+        assert result(submit(worker, question, context, 50)) == right
         until(lambda: context.nbytes() == before)
 
 
 def test_too_many_too_long_and_stopped(start, contexts):
     worker = start(2)
     with pytest.raises(PromptError, match="the model reads at most 512"):
-        worker.submit(asked("why ?"), contexts[0], 600)
-    rest = [worker.submit(asked("why ?"), contexts[0], 300) for _ in range(2)]
+        submit(worker, "why ?", contexts[0], 600)
+    rest = [submit(worker, "why ?", contexts[0], 300) for _ in range(2)]
     with pytest.raises(BusyError, match="2 requests are open, as many as are allowed; ask again later"):
-        worker.submit(asked("why ?"), contexts[0], 3)
+        submit(worker, "why ?", contexts[0], 3)
     worker.stop(0)
     for answer in rest:
         assert answer.done.wait(10) and "was stopped before" in answer.error
     with pytest.raises(BusyError, match="is stopping"):
-        worker.submit(asked("why ?"), contexts[0], 3)
+        submit(worker, "why ?", contexts[0], 3)
     assert worker.open == 0 and not worker.is_alive
 
 
 def test_contexts_of_open_requests_are_bounded(start, contexts):
     worker = start(memory_bytes=contexts[0].nbytes() + contexts[1].nbytes())
-    rest = [worker.submit(asked("why ?"), context, 300) for context in (*contexts[:2], *contexts[:2])]
+    rest = [submit(worker, "why ?", context, 300) for context in (*contexts[:2], *contexts[:2])]
     with pytest.raises(BusyError, match="fill the memory for contexts; ask again later"):
-        worker.submit(asked("why ?"), contexts[2], 3)
+        submit(worker, "why ?", contexts[2], 3)
     for answer in rest:
         worker.cancel(answer)
-    assert result(worker.submit(asked("why ?"), contexts[2], 3)) == expected(contexts[2], "why ?", 3)
+    assert result(submit(worker, "why ?", contexts[2], 3)) == expected(contexts[2], "why ?", 3)
     small = start(memory_bytes=1)  # a context larger than that is served all the same
-    assert result(small.submit(asked("why ?"), contexts[2], 3))
+    assert result(submit(small, "why ?", contexts[2], 3))
 
 
 @pytest.mark.parametrize("place", [(Sampler, "__call__"), (IncrementalDetokenizer, "push")])
 def test_a_request_that_raises_ends_alone(worker, contexts, monkeypatch, place):
-    victim, plain = SamplingParams(temperature=1.0), getattr(*place)
+    plain = getattr(*place)
 
     def fail_once(self, *args):
         if self in victims:
@@ -274,8 +279,8 @@ def test_a_request_that_raises_ends_alone(worker, contexts, monkeypatch, place):
     victims = []
     monkeypatch.setattr(*place, fail_once)
     with worker._changed:  # all in one batch
-        others = [worker.submit(asked("why ?"), contexts[0], 40) for _ in range(2)]
-        answer = worker.submit(asked("why ?"), contexts[0], 6, victim)
+        others = [submit(worker, "why ?", contexts[0], 40) for _ in range(2)]
+        answer = submit(worker, "why ?", contexts[0], 6, temperature=1.0)
         victims += [answer.sampler, answer._detokenizer]
     assert answer.done.wait(60)
     assert answer.error == "the answer could not be computed (no such thing); ask again."
@@ -298,12 +303,12 @@ def test_a_batch_that_raises_is_tried_one_by_one(worker, contexts, monkeypatch, 
         patch.setattr(Context, "batch_complete", explode)
         patch.setattr(Context, "complete", complete)
         with worker._changed:
-            good = [worker.submit(asked("why ?"), contexts[0], 6) for _ in range(3)]
-            bad = worker.submit(asked("bad one ?"), contexts[0], 6)
+            good = [submit(worker, "why ?", contexts[0], 6) for _ in range(3)]
+            bad = submit(worker, "bad one ?", contexts[0], 6)
         assert bad.done.wait(60) and bad.error == "the answer could not be computed (out of memory); ask again."
         assert [result(answer) for answer in good] == [right] * 3
     assert worker.failures >= 2 and worker.is_alive and worker.open == 0
-    assert result(worker.submit(asked("why ?"), contexts[0], 6)) == right
+    assert result(submit(worker, "why ?", contexts[0], 6)) == right
 
 
 def test_models_with_windows_are_answered_one_by_one(start):
@@ -316,5 +321,5 @@ def test_models_with_windows_are_answered_one_by_one(start):
     model = Gemma3ForCausalLM(config).eval()
     context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
     worker = start(model=model)
-    answers = [worker.submit(asked(question), context, 9) for question in QUESTIONS]
+    answers = [submit(worker, question, context, 9) for question in QUESTIONS]
     assert list(map(result, answers)) == [expected(context, question, 9) for question in QUESTIONS]
