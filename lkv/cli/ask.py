@@ -18,8 +18,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     RunOptions,
-    check_pattern,
-    check_policy_is_read,
+    check_methods,
     find_needs,
     load_pattern,
     log,
@@ -124,8 +123,7 @@ class Ask(PolicyOptions, RunOptions):
         if self.compare and (self.method == FULL or len(self.words) < 2):
             reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
             raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
-        check_policy_is_read(self, [self.method])
-        check_pattern([self.method], self.pattern)
+        check_methods(self, [self.method])
 
     def _load_context(self) -> "Context":
         from lkv.context.context import Context

@@ -15,9 +15,8 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     RunOptions,
-    check_pattern,
+    check_methods,
     check_policy_exists,
-    check_policy_is_read,
     find_needs,
     load_pattern,
 )
@@ -101,8 +100,7 @@ class Eval(PolicyOptions, RunOptions):
             suite.check_task(task)
         tasks = tuple(dict.fromkeys(self.tasks)) or suite.TASKS
         methods = _name_policies(self.methods, paths)
-        check_policy_is_read(self, self.methods)
-        check_pattern(methods, self.pattern)
+        check_methods(self, methods)
         if not any(PATTERN in find_needs(method) for method in methods):
             self.refuse_unread("an evaluation without duo", "--pattern", "--pattern-by")
         elif self.pattern is not None and self.pattern.suffix == ".tsv":

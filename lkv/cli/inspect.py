@@ -18,8 +18,7 @@ from lkv.cli.options import (
     PositiveInt,
     Retention,
     RunOptions,
-    check_pattern,
-    check_policy_is_read,
+    check_methods,
     find_needs,
     log,
 )
@@ -161,8 +160,7 @@ def _write_page(options: Inspect, source: str) -> None:
     if not options.question:
         options.refuse_unread("a page without --question", "--against", "--max-new-tokens")
     methods = [options.method, *(options.against if options.question else ())]
-    check_pattern(methods, takes_pattern=False)
-    check_policy_is_read(options, methods)
+    check_methods(options, methods)
     # A name of any bytes, as UTF-8.
     name = "standard input" if source == STDIN else os.fsencode(Path(source).name).decode(errors="replace")
     out = options.out or Path("stdin.html" if source == STDIN else f"{Path(source).stem}.html")

@@ -1,7 +1,7 @@
 """Options that several commands share, and checks that need no torch."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -138,14 +138,16 @@ def check_policy_is_read(options: PolicyOptions, methods: Sequence[str]) -> None
         raise LkvError(f"{names} {'take' if len(methods) > 1 else 'takes'} no --policy; leave it out.")
 
 
-def check_pattern(methods: Iterable[str], pattern: Path | None = None, takes_pattern: bool = True) -> None:
-    """Raise LkvError if a method lacks DuoAttention's pattern of retrieval heads; imports torch."""
+def check_methods(options: PolicyOptions, methods: Sequence[str]) -> None:
+    """Raise LkvError if no method reads a given --policy, or one lacks DuoAttention's pattern; imports torch."""
     from lkv.methods.registry import PATTERN
 
+    check_policy_is_read(options, methods)
+    pattern: Path | None = getattr(options, "pattern", None)
     if pattern and not isfile(pattern):
         raise LkvError(f"{pattern} does not exist; give --pattern a .tsv file or a UTF-8 text file.")
     name = next((method for method in methods if PATTERN in find_needs(method)), None)
-    if name and not takes_pattern:
+    if name and not hasattr(options, "pattern"):
         raise LkvError(
             f"{name!r} needs a pattern of retrieval heads, which this command does not take; use another method."
         )

@@ -6,14 +6,7 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
-from lkv.cli.options import (
-    MethodName,
-    PolicyOptions,
-    Retention,
-    RunOptions,
-    check_pattern,
-    check_policy_is_read,
-)
+from lkv.cli.options import MethodName, PolicyOptions, Retention, RunOptions, check_methods
 from lkv.errors import DEFAULT_RETENTION, LkvError, ServerError
 from lkv.serving import LOOPBACK
 from lkv.serving.settings import KEY_VARIABLE, ServiceSettings
@@ -48,8 +41,7 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
-        check_pattern([self.method], takes_pattern=False)
-        check_policy_is_read(self, [self.method])
+        check_methods(self, [self.method])
         if self.engine == "vllm":
             from lkv.integrations.vllm import command
 
