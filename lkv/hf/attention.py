@@ -255,7 +255,7 @@ def _attend(
     return layer.attend(query, key, value, mask, scale, prompt), None
 
 
-def _are_collected() -> bool:
+def _are_weights_collected() -> bool:
     """Whether transformers collects attention weights by hooks, of models that keep the request from their layers."""
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     return collector is not None and "attentions" in (collector.get() or ())
