@@ -239,11 +239,8 @@ def _attend(
     _check_implementation(base)
     if not is_patched(module.config):
         raise CacheError(NOT_PATCHED)
-    if (
-        stock.keywords.get("output_attentions")
-        or getattr(module.config, "output_attentions", False)
-        or _are_collected()
-    ):
+    is_requested = stock.keywords.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    if is_requested or _are_weights_collected():
         raise CacheError(NO_WEIGHTS)
     if isinstance(getattr(module, "sinks", None), Tensor) and not layer.takes_sinks:
         raise UnsupportedModelError(
