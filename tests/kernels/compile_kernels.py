@@ -213,7 +213,7 @@ def continuation_rows(dim: int, dtype: torch.dtype) -> int:
     context: Any = SimpleNamespace(needs_input_grad=[True] * 9)
     context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
     call = continuation._ContinuationAttention
-    out = call.forward(context, q, new, new, prompt, prompt, mask, owners, dim**-0.5, tiles)
+    out = call.forward(context, dim**-0.5, tiles, q, new, new, prompt, prompt, mask, owners)
     call.backward(context, out)
     return tiles.shared
 

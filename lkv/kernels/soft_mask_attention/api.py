@@ -12,6 +12,7 @@ from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import cpu
+from lkv.kernels.soft_mask_attention.arguments import Continuations
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -99,18 +100,20 @@ def continuation_attention(
         ValueError: As `soft_mask_attention`.
         BackendError: As `soft_mask_attention`.
     """
-    _check_continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
+    given = Continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
+    _check_continuations(given)
     rows = len(q)
     prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    given = given._replace(prompt_key=prompt_key, prompt_value=prompt_value)
     if backend == "auto" and q.device.type == "cpu":
-        return cpu.attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+        return cpu.attend(given, scale)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
-        return attend(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+        return attend(given._replace(log_mask=log_mask, owners=owners), scale)
     k, v = (
         torch.cat([x.expand(rows, -1, -1, -1) if owners is None else x[owners], own], 2)
         for x, own in ((prompt_key, key), (prompt_value, value))
@@ -119,17 +122,9 @@ def continuation_attention(
     return soft_mask_attention(q, k, v, whole_mask, scale, backend)
 
 
-def _check_continuations(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prompt_key: Tensor,
-    prompt_value: Tensor,
-    log_mask: Tensor | None,
-    owners: Tensor | None,
-) -> None:
-    tensors = {"q": q, "key": key, "value": value, "prompt_key": prompt_key, "prompt_value": prompt_value}
-    arguments = {name: x for name, x in {**tensors, "log_mask": log_mask, "owners": owners}.items() if x is not None}
+def _check_continuations(given: Continuations) -> None:
+    q, key, value, prompt_key, prompt_value, log_mask, owners = given
+    arguments = {name: x for name, x in given._asdict().items() if x is not None}
     for name, x in arguments.items():
         check_tensor(name, x, {"log_mask": 3, "owners": 1}.get(name, 4))
     check_storages(**arguments)

@@ -32,7 +32,7 @@ def forward(
 ):  # fmt: skip
     """One block of rows of one query head over `columns` of the prompt and the tail. Grid: row blocks, B Hq."""
     start, batch, head, kv_head, queries = _query_block(
-        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+        q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
     )
     owner = tl.load(owners + batch)
     mask_row = (batch * kv_heads + kv_head).to(tl.int64)
@@ -74,12 +74,12 @@ def query_gradient(
 ):  # fmt: skip
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which the other gradients read."""
     start, batch, head, kv_head, queries = _query_block(
-        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+        q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
     )
     owner = tl.load(owners + batch)
     mask_row = (batch * kv_heads + kv_head).to(tl.int64)
     gradient, log_sum, product = _output_gradient(
-        out, d_out, lse, delta, start, batch, head, rows, heads, block_rows, dim, width
+        out, d_out, lse, delta, (start, batch, head), rows, heads, block_rows, dim, width
     )
     index = start + tl.arange(0, block_rows)
     acc = tl.zeros([block_rows, width], tl.float32)

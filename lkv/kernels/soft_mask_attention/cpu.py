@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, threshold
 
 from lkv.kernels.causal_attention import merge, repeat_heads
+from lkv.kernels.soft_mask_attention.arguments import Continuations
 from lkv.utils.devices import full_precision
 
 _MOST_SCORES = 2**19  # held at a time: few enough for a core's cache, enough for full speed
@@ -23,19 +24,10 @@ _LEAST, _LEAST_EXPONENT = 1e-20, -50.0  # probabilities up to the first count as
 LOWEST = -1e30
 
 
-def attend(
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prompt_key: Tensor,
-    prompt_value: Tensor,
-    log_mask: Tensor | None,
-    owners: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Shapes as in `api.continuation_attention`; scores are in float32 or better."""
-    with full_precision(q.device):
-        return _ContinuationAttention.apply(q, key, value, prompt_key, prompt_value, log_mask, owners, scale)
+def attend(given: Continuations, scale: float) -> Tensor:
+    """As `api.continuation_attention`; scores are in float32 or better."""
+    with full_precision(given.q.device):
+        return _ContinuationAttention.apply(scale, *given)
 
 
 def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -63,17 +55,8 @@ class _ContinuationAttention(torch.autograd.Function):
     """The query heads of a group are rows [H, G t, d] of their KV head; backward, one continuation after another."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        key: Tensor,
-        value: Tensor,
-        prompt_key: Tensor,
-        prompt_value: Tensor,
-        log_mask: Tensor | None,
-        owners: Tensor | None,
-        scale: float,
-    ) -> Tensor:
+    def forward(ctx: Any, scale: float, *tensors: Any) -> Tensor:
+        q, key, value, prompt_key, prompt_value, log_mask, owners = tensors
         out, lse = _flash(q, repeat_heads(key, q), repeat_heads(value, q), scale, is_causal=True)
         if prompt_key.shape[2]:
             out, lse = merge(*_attend_to_prompt(q, prompt_key, prompt_value, log_mask, owners, scale), out, lse)
@@ -111,7 +94,7 @@ class _ContinuationAttention(torch.autograd.Function):
                 d_mask[number, :, part] = d_scores.sum(1)
                 d_query[number] += d_scores @ k[:, part, :-2]
         d_q, d_key, d_value = (x.to(dtype) for x in (d_q + d_query.mul_(scale).view(q.shape), d_key, d_value))
-        return d_q, d_key, d_value, None, None, d_mask if ctx.needs_input_grad[5] else None, None, None
+        return None, d_q, d_key, d_value, None, None, d_mask if ctx.needs_input_grad[6] else None, None
 
 
 def _own_gradients(

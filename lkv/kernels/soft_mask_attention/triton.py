@@ -109,7 +109,6 @@ class _SoftMaskAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, log_mask, out, lse = ctx.saved_tensors
         batch, heads, rows, _ = q.shape
-        kv_heads, columns = k.shape[1:3]
         d_out = laid_out_as_rows(d_out).copy_(d_out) if d_out.stride() != out.stride() else d_out
         d_q, d_k, d_v = (laid_out_as_rows(x) for x in (q, k, v))
         d_mask, delta = torch.empty_like(log_mask), torch.empty_like(lse)
@@ -117,22 +116,19 @@ class _SoftMaskAttention(torch.autograd.Function):
         kernels.query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
             q, k, v, log_mask, out, d_out, lse, delta, d_q, **shared_arguments(q, k, v, ctx.scale, tile)
         )
-        tile = ctx.tiles.key_gradient
-        kernels.key_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
-            q,
-            k,
-            v,
-            log_mask,
-            d_out,
-            lse,
-            delta,
-            d_k,
-            d_v,
-            d_mask,
-            bounded=rows % tile.rows != 0,
-            **shared_arguments(q, k, v, ctx.scale, tile),
-        )
+        results = d_k, d_v, d_mask
+        launch_key_gradient(q, k, v, log_mask, d_out, lse, delta, *results, ctx.scale, ctx.tiles.key_gradient)
         return d_q, d_k, d_v, d_mask, None, None
+
+
+def launch_key_gradient(
+    q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, d_out: Tensor, lse: Tensor, delta: Tensor, d_k: Tensor,
+    d_v: Tensor, d_mask: Tensor, scale: float, tile: Tile,
+) -> None:  # fmt: skip
+    """Fill the gradients of k, v and log m."""
+    arguments = shared_arguments(q, k, v, scale, tile) | {"bounded": q.shape[2] % tile.rows != 0}
+    grid = (triton.cdiv(k.shape[2], tile.columns), len(k) * k.shape[1])
+    kernels.key_gradient[grid](q, k, v, log_mask, d_out, lse, delta, d_k, d_v, d_mask, **arguments)
 
 
 def laid_out_as_rows(x: Tensor) -> Tensor:

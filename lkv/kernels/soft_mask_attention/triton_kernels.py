@@ -55,41 +55,21 @@ def _load_vector(base, start, limit, fill: tl.constexpr, bounded: tl.constexpr, 
 
 
 @triton.jit
-def _query_block(
-    q,
-    q_batch,
-    q_head,
-    q_row,
-    rows,
-    heads,
-    kv_heads,
-    block_rows: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
-):
+def _query_block(q, strides, rows, heads, kv_heads, block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
     """First row (the longest blocks come first), batch row, head, KV head and queries of this program's block."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_rows
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    queries = _load(q + batch * q_batch + head * q_head, start, q_row, rows, True, block_rows, dim, width)
+    q += batch * strides[0] + head * strides[1]
+    queries = _load(q, start, strides[2], rows, True, block_rows, dim, width)
     return start, batch, head, head // (heads // kv_heads), queries
 
 
 @triton.jit
 def _output_gradient(
-    out,
-    d_out,
-    lse,
-    delta,
-    start,
-    batch,
-    head,
-    rows,
-    heads,
-    block_rows: tl.constexpr,
-    dim: tl.constexpr,
-    width: tl.constexpr,
+    out, d_out, lse, delta, place, rows, heads, block_rows: tl.constexpr, dim: tl.constexpr, width: tl.constexpr
 ):
     """Gradient of the output, log-sum-exp and sum(out d_out), which goes into `delta`, of a block of rows."""
+    start, batch, head = place
     offset = (batch * rows).to(tl.int64) * (heads * dim) + head * dim
     gradient = _load(d_out + offset, start, heads * dim, rows, True, block_rows, dim, width)
     outs = _load(out + offset, start, heads * dim, rows, True, block_rows, dim, width)
@@ -132,7 +112,7 @@ def forward(
 ):  # fmt: skip
     """One block of rows of one query head. Grid: row blocks (the longest first), B Hq."""
     start, batch, head, kv_head, queries = _query_block(
-        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+        q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
     )
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
@@ -190,13 +170,13 @@ def query_gradient(
 ):  # fmt: skip
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which `key_gradient` reads."""
     start, batch, head, kv_head, queries = _query_block(
-        q, q_batch, q_head, q_row, rows, heads, kv_heads, block_rows, dim, width
+        q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
     )
     k += batch * k_batch + kv_head * k_head
     v += batch * v_batch + kv_head * v_head
     log_mask += (batch * kv_heads + kv_head).to(tl.int64) * columns
     gradient, log_sum, product = _output_gradient(
-        out, d_out, lse, delta, start, batch, head, rows, heads, block_rows, dim, width
+        out, d_out, lse, delta, (start, batch, head), rows, heads, block_rows, dim, width
     )
     older = columns - rows
     position = start + older + tl.arange(0, block_rows)
