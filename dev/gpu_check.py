@@ -25,6 +25,7 @@ CHECKS = [
     "tests/kernels/test_ragged_triton.py",
     "tests/kernels/test_soft_mask_triton.py",
     "tests/kernels/test_selection.py",
+    "tests/kernels/test_ragged_attention.py",
     "tests/gpu/test_cuda.py",
 ]
 # The sanitizer slows down tenfold and more: a few launches of every kernel.

@@ -77,19 +77,43 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # No tensor: it selects the flash kernels' own alignment of fewer queries than keys, in one launch.
         bias: Any = causal_lower_right(tokens, keys)
         return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=is_grouped)
+    if not (q.numel() and v.numel()):
+        return q.new_zeros((*q.shape[:3], v.shape[-1]))
     # On a CPU the bias would become a mask. The flash kernel is called directly instead, which checks nothing.
+    return _JoinedAttention.apply(q, k, v, scale)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exp of the CPU's flash kernel over at least one key, for tensors that fit each other."""
     value_dim = v.shape[-1]
-    q, k, v = (_pad_head(x, max(k.shape[-1], value_dim)) for x in (q, k, v))
-    if not (q.numel() and v.numel()):  # by whose sizes it divides
-        return q.new_zeros((*q.shape[:3], value_dim))
-    return _JoinedAttention.apply(q, k, v, scale)[..., :value_dim]
+    if not q.numel():  # it divides by sizes
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return q.new_empty((*q.shape[:3], value_dim)), q.new_empty(q.shape[:3], dtype=wide)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*pad_heads(q, k, v), is_causal=is_causal, scale=scale)
+    return out[..., :value_dim], lse
 
 
-def _pad_head(x: Tensor, dim: int) -> Tensor:
-    """`x` with zeros up to head dimension `dim`, each head vector contiguous."""
-    if x.shape[-1] < dim:
-        return pad(x, (0, dim - x.shape[-1]))
-    return x if x.stride(-1) == 1 else x.contiguous()
+def flash_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool = False
+) -> list[Tensor]:
+    """The gradients of q, k and v through `flash_attention`.
+
+    With `out` and `lse` over more keys than these, they are the part of these keys in the whole's.
+    """
+    if not q.numel():
+        return [torch.zeros_like(x) for x in (q, k, v)]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    gradients = flash(*pad_heads(d_out, q, k, v, out), lse, 0.0, is_causal, scale=scale)
+    return [x[..., : like.shape[-1]] for x, like in zip(gradients, (q, k, v), strict=True)]
+
+
+def pad_heads(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
+    width = max(x.shape[-1] for x in tensors)
+    width += -width % 8
+    padded = [pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
 class _JoinedAttention(torch.autograd.Function):
@@ -101,10 +125,9 @@ class _JoinedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         (earlier_k, own_k), (earlier_v, own_v) = (_split_keys(x, q) for x in (k, v))
-        left, left_lse = flash(_group(q, k), earlier_k, earlier_v, scale=scale)
-        right, right_lse = flash(q, repeat_heads(own_k, q), repeat_heads(own_v, q), is_causal=True, scale=scale)
+        left, left_lse = flash_attention(_group(q, k), earlier_k, earlier_v, scale)
+        right, right_lse = flash_attention(q, repeat_heads(own_k, q), repeat_heads(own_v, q), scale, is_causal=True)
         out, lse = merge(left.reshape(right.shape), left_lse.reshape(right_lse.shape), right, right_lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
@@ -113,21 +136,23 @@ class _JoinedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        # With the output and the log-sum-exp over all keys, the gradients of each part are its share of the whole's.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         (earlier_k, own_k), (earlier_v, own_v) = (_split_keys(x, q) for x in (k, v))
         grouped_grad, grouped_q, grouped_out, grouped_lse = (_group(x, k) for x in (grad, q, out, lse))
-        left_q, *left = flash(
-            grouped_grad, grouped_q, earlier_k, earlier_v, grouped_out, grouped_lse, 0.0, False, scale=ctx.scale
+        left_q, *left = flash_gradients(
+            grouped_grad, grouped_q, earlier_k, earlier_v, grouped_out, grouped_lse, ctx.scale
         )
-        right_q, *right = flash(
-            grad, q, repeat_heads(own_k, q), repeat_heads(own_v, q), out, lse, 0.0, True, scale=ctx.scale
-        )
-        grad_k, grad_v = (
-            torch.cat([earlier, later.unflatten(1, (k.shape[1], -1)).sum(2)], 2)
-            for earlier, later in zip(left, right, strict=True)
-        )
+        right_q, *right = own_gradients(grad, q, own_k, own_v, out, lse, ctx.scale)
+        grad_k, grad_v = (torch.cat(parts, 2) for parts in zip(left, right, strict=True))
         return left_q.reshape(q.shape) + right_q, grad_k, grad_v, None
+
+
+def own_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> list[Tensor]:
+    """`flash_gradients` of causal attention to the queries' own tokens, k and v [B, Hkv, Tq, .]."""
+    repeated = repeat_heads(k, q), repeat_heads(v, q)
+    d_q, *d_own = flash_gradients(d_out, q, *repeated, out, lse, scale, is_causal=True)
+    return [d_q, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in d_own)]
 
 
 def _split_keys(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,61 +28,44 @@ _KERNELS = (
 _CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
 
 
-class Launches:
+class FakeKernel:
     """In place of one kernel: checks grid and current device, logs the launch, and computes unless `stubbed`."""
 
-    def __init__(self, kernel: Any, name: str, made: list["Launch"], stubbed: bool):
-        self._kernel, self._name, self._made, self._stubbed = kernel, name, made, stubbed
+    def __init__(self, kernel: Any, name: str, launches: list[str], stubbed: bool):
+        self._kernel, self._name, self._launches, self._stubbed = kernel, name, launches, stubbed
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
-            made = Launch(self._kernel, self._name, grid, args, options)
-            made.check()
-            self._made.append(made)
+            self._check(grid, [x for x in (*args, *options.values()) if isinstance(x, Tensor)])
+            self._launches.append(self._name)
             for log in logs():
                 log.add("launch", self._name)
             if not self._stubbed:
-                made.run()
+                # The interpreter copies what lies on a device: none of the program's doing.
+                with watched():
+                    self._kernel[grid](*args, **options)
 
         return launch
 
-
-class Launch:
-    """One launch of a kernel over tensors of one device."""
-
-    def __init__(self, kernel: Any, name: str, grid: tuple[int, ...], args: Any, options: Any):
-        self.name, self.grid = name, grid
-        self._kernel, self._args, self._options = kernel, args, options
-
-    def check(self) -> None:
+    def _check(self, grid: tuple[int, ...], tensors: list[Tensor]) -> None:
         """Raise where CUDA would refuse the launch, or run it on another device than its tensors'."""
-        places = {x.device for x in (*self._args, *self._options.values()) if isinstance(x, Tensor)}
-        assert len(places) == 1, f"{self.name} got tensors on {places}"
-        (place,) = places
-        if place.type == NAME:
-            assert load().fake_gpu_current() == place.index, (
-                f"{self.name} was launched away from its tensors on {place}"
-            )
-        assert all(0 < n <= most for n, most in zip(self.grid, _GRID, strict=False)), (
-            f"{self.name} cannot have the grid {self.grid}"
-        )
-
-    def run(self) -> None:
-        # The interpreter copies what lies on a device: none of the program's doing.
-        with watched():
-            self._kernel[self.grid](*self._args, **self._options)
+        (place,) = {x.device for x in tensors}
+        is_current = place.type != NAME or load().fake_gpu_current() == place.index
+        assert is_current, f"{self._name} was launched away from its tensors on {place}"
+        fits = all(0 < n <= most for n, most in zip(grid, _GRID, strict=False))
+        assert fits, f"{self._name} cannot have the grid {grid}"
 
 
 @contextmanager
-def fake_gpus(stubbed: bool = False) -> Iterator[list[Launch]]:
-    """In the block the fake devices count as GPUs; yields the launches of kernels, which compute unless `stubbed`."""
+def fake_gpus(stubbed: bool = False) -> Iterator[list[str]]:
+    """In the block the fake devices count as GPUs; yields names of launched kernels, which compute unless `stubbed`."""
     load()
-    made: list[Launch] = []
+    made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "is_gpu", lambda device: device.type in ("cuda", NAME))
         for module, names in _KERNELS:
             for name in names:
-                patch.setattr(module, name, Launches(getattr(module, name), name, made, stubbed))
+                patch.setattr(module, name, FakeKernel(getattr(module, name), name, made, stubbed))
         patch.setattr(triton_devices, "is_interpreted", lambda: True)
         _forget()
         yield made

@@ -147,29 +147,22 @@ def facts(kernel: Any, arch: int) -> dict[str, Any]:
     }
 
 
-def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1) -> None:
-    """One step over 8 heads in groups of 4."""
+def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1, tiers: tuple[tuple[int, int], ...] = ()) -> None:
+    """One step over 8 heads in groups of 4; the first entries may be in `tiers` of these bits of k and v."""
+    # What is compiled already would be launched.
+    ragged._launch.cache_clear()
     q, new = on_gpu(1, 32, rows, dim, dtype=dtype), on_gpu(1, 8, rows, dim, dtype=dtype)
     pool = on_gpu(4096, dim, dtype=dtype)
     kv = RaggedKV(pool, pool, *(on_gpu(1, 8, dtype=torch.int32) for _ in range(2)))
+    if tiers:
+        quantized = []
+        for bits in tiers:
+            sides = [(on_gpu(4096, dim * number // 8, dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
+                     for number in bits]  # fmt: skip
+            quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
+        by_head, rotation = on_gpu(1, 8, dim, dtype=torch.bfloat16), on_gpu(dim, dim)
+        kv = kv._replace(quantized=quantized, basis=Basis(by_head, by_head, rotation, rotation))
     ragged.append_and_attend(q, new, new, kv, dim**-0.5)
-
-
-def tier_rows(dim: int, dtype: torch.dtype, tiers: tuple[tuple[int, int], ...]) -> None:
-    """One step over 8 heads in groups of 4, whose first entries are in `tiers` of these bits of k and v."""
-    # What is compiled already would be launched.
-    ragged._launch.cache_clear()
-    q, new = on_gpu(1, 32, 1, dim, dtype=dtype), on_gpu(1, 8, 1, dim, dtype=dtype)
-    pool = on_gpu(256, dim, dtype=dtype)
-    starts, lens = (on_gpu(1, 8, dtype=torch.int32) for _ in range(2))
-    quantized = []
-    for bits in tiers:
-        sides = [(on_gpu(4096, dim * number // 8, dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
-                 for number in bits]  # fmt: skip
-        quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
-    by_head, rotation = on_gpu(1, 8, dim, dtype=torch.bfloat16), on_gpu(dim, dim)
-    basis = Basis(by_head, by_head, rotation, rotation)
-    ragged.append_and_attend(q, new, new, RaggedKV(pool, pool, starts, lens, quantized, basis), dim**-0.5)
 
 
 def eviction_rows(dim: int, dtype: torch.dtype) -> None:
@@ -192,27 +185,26 @@ def eviction_rows(dim: int, dtype: torch.dtype) -> None:
     selection.move(stored, places, (pool, pool, starts), *extra, extra)
 
 
-def soft_rows(dim: int, dtype: torch.dtype) -> int:
-    """Forward and backward of 512 rows over 2,048 columns; returns the shared memory that their tiles state."""
-    q, k, mask = on_gpu(1, 8, 512, dim, dtype=dtype), on_gpu(1, 2, 2048, dim, dtype=dtype), on_gpu(1, 2, 2048)
-    tiles = soft.tiles_on(q.device, dtype, dim)
-    assert tiles is not None, "no tiles fit"
-    context: Any = SimpleNamespace()
-    context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    out = soft._SoftMaskAttention.forward(context, q, k, k, mask, dim**-0.5, tiles)
-    soft._SoftMaskAttention.backward(context, out)
-    return tiles.shared
-
-
-def continuation_rows(dim: int, dtype: torch.dtype) -> int:
-    """As `soft_rows`, of 4 continuations of 130 rows over one prompt."""
-    q, new = on_gpu(4, 8, 130, dim, dtype=dtype), on_gpu(4, 2, 130, dim, dtype=dtype)
-    prompt, mask, owners = on_gpu(1, 2, 2100, dim, dtype=dtype), on_gpu(4, 2, 2100), on_gpu(4, dtype=torch.int64)
-    tiles = soft.tiles_on(q.device, dtype, dim)
-    assert tiles is not None, "no tiles fit"
+def saving_context() -> Any:
+    """What an autograd function saves its tensors in."""
     context: Any = SimpleNamespace(needs_input_grad=[True] * 9)
     context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
-    call = continuation._ContinuationAttention
+    return context
+
+
+def training_rows(dim: int, dtype: torch.dtype) -> int:
+    """Forward and backward of 512 rows over 2,048 columns, and of 4 continuations of 130 rows over one prompt.
+
+    Returns the shared memory that their tiles state.
+    """
+    q, k, mask = on_gpu(1, 8, 512, dim, dtype=dtype), on_gpu(1, 2, 2048, dim, dtype=dtype), on_gpu(1, 2, 2048)
+    tiles, context = soft.tiles_on(q.device, dtype, dim), saving_context()
+    assert tiles is not None, "no tiles fit"
+    out = soft._SoftMaskAttention.forward(context, q, k, k, mask, dim**-0.5, tiles)
+    soft._SoftMaskAttention.backward(context, out)
+    q, new = on_gpu(4, 8, 130, dim, dtype=dtype), on_gpu(4, 2, 130, dim, dtype=dtype)
+    prompt, mask, owners = on_gpu(1, 2, 2100, dim, dtype=dtype), on_gpu(4, 2, 2100), on_gpu(4, dtype=torch.int64)
+    call, context = continuation._ContinuationAttention, saving_context()
     out = call.forward(context, dim**-0.5, tiles, q, new, new, prompt, prompt, mask, owners)
     call.backward(context, out)
     return tiles.shared
@@ -228,8 +220,7 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
             for new in (1, 16, 64):
                 decode_rows(dim, numbers, new)
         elif kernels == "training":
-            soft_rows(dim, numbers)
-            stated = continuation_rows(dim, numbers)
+            stated = training_rows(dim, numbers)
             if arch == 90:  # for which the tiles state what they need
                 for row in compiler.rows:
                     row["limit"] = stated
@@ -237,7 +228,7 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
             for new in (1, 64):
                 decode_rows(dim, numbers, new)
             for tiers in TIERS:
-                tier_rows(dim, numbers, tiers)
+                decode_rows(dim, numbers, tiers=tiers)
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
 

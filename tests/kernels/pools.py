@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import code_width, dequantize
+from lkv.cache.quantization import code_width, dequantize, rotation
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import TierSplit
-from lkv.kernels.ragged_attention import QuantizedKV, RaggedKV, api, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV, api, append_and_attend, ragged_attention
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, Precision
@@ -46,20 +46,30 @@ class TieredPools(NamedTuple):
         return cls(store.compressed_view(), key.double(), value.double())
 
     def reference(self, query, scale, new=None, **options):
-        """Attention over `key` and `value`, and the `new` ones [B, H, n, .] behind those of each span."""
+        """Attention over the entries as the model knows them, and the `new` ones [B, H, n, .] behind each span's."""
         lens = self.kv.lens.long()
-        sides = [self.key, self.value]
+        sides = [list(side.split(lens.flatten().tolist())) for side in (self.key, self.value)]
+        if self.kv.basis is not None:
+            mean, factor = (x.double().flatten(0, 1) for x in self.kv.basis[:2])
+            k_rotation, v_rotation = (x.double().mT for x in self.kv.basis[2:])
+            sides[0] = [k @ k_rotation * factor[span] + mean[span] for span, k in enumerate(sides[0])]
+            sides[1] = [v @ v_rotation for v in sides[1]]
         if new is not None:
-            counts = lens.flatten().tolist()
-            for index, (side, entries) in enumerate(zip(sides, new, strict=True)):
-                spans = zip(side.split(counts), entries.flatten(0, 1).double(), strict=True)
-                sides[index] = torch.cat([part for span in spans for part in span])
+            ends = ((*x.flatten(0, 1).double(),) for x in new)
+            sides = [[torch.cat(pair) for pair in zip(*both, strict=True)] for both in zip(sides, ends, strict=True)]
             lens = lens + new[0].shape[2]
         starts = (lens.flatten().cumsum(0) - lens.flatten()).view_as(lens)
-        return ragged_attention(query.double(), RaggedKV(*sides, starts, lens), scale, "reference", **options)
+        packed = RaggedKV(*(torch.cat(side) for side in sides), starts, lens)
+        return ragged_attention(query.double(), packed, scale, "reference", **options)
 
 
-def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1):
+def random_basis(lens, dim, value_dim):
+    """Coordinates for the heads of `lens` [B, H]."""
+    rotations = (rotation(n, torch.float32, lens.device) for n in (dim, value_dim))
+    return Basis(torch.randn(*lens.shape, dim), torch.rand(*lens.shape, dim) * 2 + 0.3, *rotations)
+
+
+def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1, has_basis=False):
     """Random codes and entries: `lens` [tiers + 1, B, H] of each tier of `bits`, then of those that are not quantised.
 
     The slack of the pools is NaN, and so are the norms of entries of no span, of which `around` lie before and behind
@@ -67,29 +77,27 @@ def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1):
     """
     lens = torch.as_tensor(lens)
     *pools, starts, _ = pool_of(lens[-1].tolist(), slack, dim, value_dim, dtype)[:4]
-    spans, quantized = [[] for _ in range(lens[0].numel())], []
-    for counts, (key_bits, value_bits) in zip(lens, bits, strict=False):
+    # k and v in float64, [tiers + 1][spans] of each.
+    sides, quantized = ([], []), []
+    for counts, pair in zip(lens, bits, strict=False):
         flat, entries = counts.flatten(), int(counts.sum()) + 2 * around
         tables = torch.stack([counts, (flat.cumsum(0) - flat).view_as(counts) + around]).int()
         tensors = []
-        for size, number in ((dim, key_bits), (value_dim, value_bits)):
+        for side, size, number in zip(sides, (dim, value_dim), pair, strict=True):
             norms = torch.rand(entries) + 0.5
             norms[:around] = norms[entries - around :] = torch.nan
             codes = torch.randint(256, (entries, code_width(number, size)), dtype=torch.uint8)
             tensors += [codes, norms.bfloat16()]
-        sides = [
-            dequantize(*tensors[at : at + 2], number, torch.float64) for at, number in ((0, key_bits), (2, value_bits))
-        ]
-        for span, parts in zip(
-            spans, zip(*(x[around : entries - around].split(flat.tolist()) for x in sides), strict=True), strict=True
-        ):
-            span.append(parts)
-        quantized.append(QuantizedKV(*tensors, tables, key_bits, value_bits))
-    for span, start, count in zip(spans, starts.flatten().tolist(), lens[-1].flatten().tolist(), strict=True):
-        span.append([pool[start : start + count].double() for pool in pools])
-    key, value = (torch.cat([parts[side] for span in spans for parts in span]) for side in (0, 1))
+            restored = dequantize(*tensors[-2:], number, torch.float64)
+            side.append(restored[around : entries - around].split(flat.tolist()))
+        quantized.append(QuantizedKV(*tensors, tables, *pair))
+    places = list(zip(starts.flatten().tolist(), lens[-1].flatten().tolist(), strict=True))
+    for side, pool in zip(sides, pools, strict=True):
+        side.append([pool[start : start + count].double() for start, count in places])
+    key, value = (torch.cat([part for span in zip(*side, strict=True) for part in span]) for side in sides)
     starts, total = starts - lens[:-1].sum(0).int(), lens.sum(0).int()
-    return TieredPools(RaggedKV(*pools, starts, total, tuple(quantized)), key, value)
+    basis = random_basis(total, dim, value_dim) if has_basis else None
+    return TieredPools(RaggedKV(*pools, starts, total, tuple(quantized), basis), key, value)
 
 
 def split_randomly(lengths, tiers):
@@ -158,30 +166,46 @@ def assert_steps(store, group, steps, backend):
     assert_near(lse[seen], exact_lse[seen], dtype)
 
 
+def assert_attention(q, kv, scale, backend="triton", causal=True):
+    """Attention over pools alone, with and without its log-sum-exp."""
+    wide = kv._replace(k_pool=kv.k_pool.double(), v_pool=kv.v_pool.double())
+    exact, exact_lse = ragged_attention(q.double(), wide, scale, "reference", causal=causal, lse=True)
+    out, lse = ragged_attention(q, kv, scale, backend, causal=causal, lse=True)
+    seen = exact_lse > -torch.inf
+    assert torch.equal(lse > -torch.inf, seen) and not out[~seen].any()
+    assert_near(lse[seen], exact_lse[seen], q.dtype, 32)
+    for found in (out, ragged_attention(q, kv, scale, backend, causal=causal)):
+        assert found.dtype == q.dtype
+        assert_near(found, exact, q.dtype, 32 if q.dtype == torch.float32 else 4)
+
+
 def assert_equals_reference(pools, group, rows, scale, backend="triton"):
     """Attention over tiers, causal and not, with its log-sum-exp, and a step that appends."""
-    k_pool, v_pool, starts, lens, *_ = pools.kv
-    (batch, heads), dtype = lens.shape, k_pool.dtype
+    kv, (batch, heads), dtype = pools.kv, pools.kv.lens.shape, pools.kv.k_pool.dtype
+    # As models give them: heads behind tokens.
     query, key, value = (
         torch.randn(batch, rows, *shape).to(dtype).transpose(1, 2)
-        for shape in ((group * heads, k_pool.shape[1]), (heads, k_pool.shape[1]), (heads, v_pool.shape[1]))
+        for shape in ((group * heads, kv.k_pool.shape[1]), (heads, kv.k_pool.shape[1]), (heads, kv.v_pool.shape[1]))
     )
-    for causal in (False, True) if int(lens.min()) >= rows else (False,):
-        out, lse = ragged_attention(query, pools.kv, scale, backend, causal=causal, lse=True)
+    for causal in (False, True) if int(kv.lens.min()) >= rows else (False,):
+        out, lse = ragged_attention(query, kv, scale, backend, causal=causal, lse=True)
         exact, exact_lse = pools.reference(query, scale, causal=causal, lse=True)
-        assert out.dtype == dtype
-        assert_near(out, exact, dtype)
         seen = exact_lse > -torch.inf
-        assert torch.equal(lse > -torch.inf, seen)
+        assert out.dtype == dtype and torch.equal(lse > -torch.inf, seen) and not out[~seen].any()
+        assert_near(out, exact, dtype)
         assert_near(lse[seen], exact_lse[seen], dtype)
-    exact = pools.reference(query, scale, (key, value))
-    longer, (first, counts) = lens + rows, ((starts.long() + lens).cpu(), torch.full_like(lens, rows).long().cpu())
-    places = slot_indices(first, counts, lens.device)
-    out = append_and_attend(query, key, value, pools.kv, scale, backend)
+    exact, longer = pools.reference(query, scale, (key, value)), kv.lens + rows
+    ends = (kv.starts.long() + kv.lens).cpu()
+    out = append_and_attend(query, key, value, kv, scale, backend)
     assert_near(out, exact, dtype)
-    assert torch.equal(lens, longer)
-    for pool, new in ((k_pool, key), (v_pool, value)):
-        assert torch.equal(pool[places], new.flatten(0, 2))
+    assert torch.equal(kv.lens, longer)
+    places = slot_indices(ends, torch.full_like(ends, rows), kv.lens.device)
+    stored = (key, value) if kv.basis is None else kv.basis.enter_entries(key.double(), value.double())
+    for pool, new in zip(kv[:2], stored, strict=True):
+        if kv.basis is None:
+            assert torch.equal(pool[places], new.flatten(0, 2))
+        else:
+            assert_near(pool[places], new.flatten(0, 2), dtype)
 
 
 def assert_near(ours, exact, dtype, factor=16):

@@ -151,7 +151,8 @@ def test_tiers_that_do_not_fit(place, change):
     [
         *((name, change) for name in Basis._fields
           for change in (freed, shrunk, torch._neg_view, lambda x: x.to("meta"), lambda x: x.to_sparse(),
-                         lambda x: x.as_strided(x.shape, [0] * x.ndim))),
+                         lambda x: x.as_strided(x.shape, [0] * x.ndim), lambda x: x[..., :-1], lambda x: x.double(),
+                         lambda x: x[None])),
         ("mean", lambda x: x.float()), ("scale", lambda x: x.half()), ("key_rotation", lambda x: x.bfloat16()),
     ],
 )  # fmt: skip
@@ -207,111 +208,77 @@ def test_no_tokens_and_no_entries():
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-def test_spans_may_lie_in_descending_order():
-    q, _, _, k, v, _, _ = good().values()
-    starts, lens = (torch.tensor([row], dtype=torch.int32) for row in ([40, 0], [20, 20]))
-    expected = ragged_attention(q, RaggedKV(k, v, starts, lens), 0.3, "reference")
-    torch.testing.assert_close(ragged_attention(q, RaggedKV(k, v, starts, lens), 0.3, "loop"), expected)
+def normal(*shapes):
+    return [torch.randn(shape) for shape in shapes]
 
 
-@pytest.mark.parametrize(
-    ("index", "change"),
-    [
+# Tensors that fit each operator.
+OPERATORS = {
+    masked_attention: lambda: [*normal((1, 4, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8)), torch.ones(1, 2, 3, 5) > 0, 0.3],
+    merge_attention: lambda: normal((3, 4), (3,), (3, 4), (3,)),
+    join_sinks: lambda: normal((1, 4, 3, 8), (1, 4, 3), (4,)),
+    soft_mask_attention: lambda: [*normal((1, 4, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8)), -torch.rand(1, 2, 5)],
+    continuation_attention: lambda: [
+        *normal(*[(2, 2, 3, 8)] * 3, *[(2, 2, 5, 8)] * 2),
+        -torch.rand(2, 2, 5),
+        torch.tensor([0, 1]),
+    ],
+    causal_attention: lambda: [*normal((1, 4, 3, 8), (1, 2, 5, 8), (1, 2, 5, 8)), 0.3, [1]],
+    soft_topk: lambda: [*normal((2, 5)), torch.ones(2)],
+}
+UNREADABLE = (freed, lambda x: x[None], lambda x: x.to("meta"), lambda x: x.to_sparse())
+UNFIT = {
+    masked_attention: [
         (0, lambda x: x[0]), (0, lambda x: x[:, :3]), (1, lambda x: x[:, :, :4]), (1, lambda x: x[..., :7]),
         (2, lambda x: x[:, :, :4]), (3, lambda x: x.float()), (3, lambda x: x[..., :2]), (3, lambda x: x[0]),
         *((index, freed) for index in range(4)), *((index, torch._neg_view) for index in range(3)),
     ],
-)  # fmt: skip
-def test_masked_attention_that_does_not_fit(index, change):
-    tensors = [torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.ones(1, 2, 3, 5) > 0]
-    masked_attention(*tensors, 0.3)
-    tensors[index] = change(tensors[index])
-    with pytest.raises(ValueError, match=SENTENCE):
-        masked_attention(*tensors, 0.3)
-
-
-@pytest.mark.parametrize(("index", "shape"), [(0, (2, 4)), (1, (2,)), (2, (3, 5)), (3, (3, 1)), (0, ())])
-def test_merge_of_outputs_that_do_not_fit(index, shape):
-    tensors = [torch.randn(3, 4), torch.randn(3), torch.randn(3, 4), torch.randn(3)]
-    merge_attention(*tensors)
-    tensors[index] = torch.randn(shape)
-    with pytest.raises(ValueError, match="Expected two outputs"):
-        merge_attention(*tensors)
-
-
-@pytest.mark.parametrize(
-    ("index", "change"),
-    [
-        *((index, change) for index in range(4)
-          for change in (freed, lambda x: x[0], torch._neg_view, lambda x: x.to("meta"))),
+    merge_attention: [
+        (0, lambda x: x[:2]), (1, lambda x: x[:2]), (2, lambda x: x[:, :3]), (3, lambda x: x[:, None]),
+        (0, lambda x: x[0, 0]), *((index, freed) for index in range(4)),
+    ],
+    join_sinks: [(index, change) for index in range(3) for change in (shrunk, *UNREADABLE)],
+    soft_mask_attention: [
+        *((index, change) for index in range(4) for change in (torch._neg_view, lambda x: x[0], *UNREADABLE)),
         (0, lambda x: x[:, :3]), (2, lambda x: x[:, :, 1:]), (2, lambda x: x.double()), (3, lambda x: x[:, :1]),
         (3, lambda x: x * torch.nan), (3, lambda x: x - -torch.inf),
     ],
-)  # fmt: skip
-def test_soft_mask_attention_of_tensors_that_do_not_fit(index, change):
-    tensors = [torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), -torch.rand(1, 2, 5)]
-    soft_mask_attention(*tensors)
-    with pytest.raises(ValueError, match="backend is 'magic'"):
-        soft_mask_attention(*tensors, backend="magic")
-    tensors[index] = change(tensors[index])
-    with pytest.raises(ValueError, match=SENTENCE):
-        soft_mask_attention(*tensors)
-
-
-@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
-@pytest.mark.parametrize(
-    ("index", "change"),
-    [
-        *((index, change) for index in range(7)
-          for change in (freed, shrunk, lambda x: x[None], lambda x: x.to("meta"), lambda x: x.to_sparse())),
+    continuation_attention: [
+        *((index, change) for index in range(7) for change in (shrunk, *UNREADABLE)),
         *((index, lambda x: x[:1]) for index in (0, 1, 2, 5, 6)), *((index, lambda x: x[:, :1]) for index in range(6)),
         *((index, lambda x: x[:, :, 1:]) for index in range(6)), (0, lambda x: x[..., 1:]), (3, lambda x: x[..., 1:]),
         (6, lambda x: x + 1), (6, lambda x: x - 2), (6, lambda x: x.int()), (6, lambda x: None),
         (1, lambda x: x.double()), (2, lambda x: x.half()), (5, lambda x: x * torch.nan), (5, lambda x: x - -torch.inf),
     ],
-)  # fmt: skip
-def test_continuations_of_tensors_that_do_not_fit(backend, index, change):
-    tensors = [torch.randn(2, 2, 3, 8) for _ in range(3)] + [torch.randn(2, 2, 5, 8) for _ in range(2)]
-    tensors += [-torch.rand(2, 2, 5), torch.tensor([0, 1])]
-    continuation_attention(*tensors, backend=backend)
-    tensors[index] = change(tensors[index])
-    with pytest.raises(ValueError, match=r"\w+ "):
-        continuation_attention(*tensors, backend=backend)
-
-
-@pytest.mark.parametrize("change", [freed, shrunk, lambda x: x[None], lambda x: x.to("meta"), lambda x: x.to_sparse()])
-@pytest.mark.parametrize("index", range(3))
-def test_sinks_that_do_not_fit(index, change):
-    tensors = [torch.randn(1, 4, 3, 8), torch.randn(1, 4, 3), torch.randn(4)]
-    join_sinks(*tensors)
-    tensors[index] = change(tensors[index])
-    with pytest.raises(ValueError, match=r"\w+ "):
-        join_sinks(*tensors)
-
-
-@pytest.mark.parametrize(
-    ("index", "change"),
-    [
+    # The kernel below reads where it is told to, and divides by 0.
+    causal_attention: [
         *((index, change) for index in range(3)
           for change in (lambda x: x[0], lambda x: x[:, :1].repeat(1, 3, 1, 1), lambda x: torch.cat([x, x]))),
         *((index, change) for index in (1, 2) for change in (lambda x: x[:, :0], lambda x: x[:, :, 1:])),
         (0, lambda x: x[..., :0]), (1, lambda x: x[..., :0]), (0, lambda x: torch.cat([x, x, x], 2)),
-        (3, lambda x: [0, 0]), (3, lambda x: [-1]), (3, lambda x: [6]), (3, lambda x: []),
+        (4, lambda x: [0, 0]), (4, lambda x: [-1]), (4, lambda x: [6]), (4, lambda x: []),
     ],
-)  # fmt: skip
-def test_causal_attention_of_shapes_that_do_not_fit(index, change):
-    """The kernel below reads where it is told to, and divides by 0."""
-    arguments = [torch.randn(1, 4, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), [1]]
-    assert causal_attention(*arguments[:3], 0.3, arguments[3]).shape == (1, 4, 3, 8)
+    soft_topk: [(0, lambda x: x[:1].expand(3, -1)), (0, lambda x: x.to_sparse()), (0, freed)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("operator", "index", "change"),
+    [pytest.param(op, *case, id=f"{op.__name__}-{at}") for op, cases in UNFIT.items() for at, case in enumerate(cases)],
+)
+def test_tensors_that_do_not_fit_an_operator(operator, index, change):
+    arguments = OPERATORS[operator]()
+    operator(*arguments)
     arguments[index] = change(arguments[index])
-    with pytest.raises(ValueError, match=r"\w+ "):
-        causal_attention(*arguments[:3], 0.3, arguments[3])
+    backends = [{"backend": name} for name in ("auto", "sdpa", "reference")]
+    for options in backends if operator in (soft_mask_attention, continuation_attention) else [{}]:
+        with pytest.raises(ValueError, match=r"\w+ "):
+            operator(*arguments, **options)
 
 
-@pytest.mark.parametrize("x", [torch.ones(3, 5), torch.ones(2, 5).to_sparse(), freed(torch.ones(2, 5))])
-def test_soft_topk_of_tensors_that_do_not_fit(x):
-    with pytest.raises(ValueError, match=SENTENCE):
-        soft_topk(x, torch.ones(2))
+def test_a_backend_that_there_is_not():
+    with pytest.raises(ValueError, match="backend is 'magic'"):
+        soft_mask_attention(*OPERATORS[soft_mask_attention](), backend="magic")
 
 
 HOSTILE = """

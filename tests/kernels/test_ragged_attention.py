@@ -1,48 +1,196 @@
-"""Attention over the ragged pool against the float64 reference."""
+"""Attention over the ragged pools, their tiers and bases, by every backend against the float64 reference.
+
+Triton's kernels run in its interpreter on the CPU, and on a GPU where TRITON_INTERPRET=0 is set.
+"""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.profile.memory import LiveBytes
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import RaggedKV, api, loop, masked_attention, merge_attention, ragged_attention
-from tests.kernels.pools import pool_of
+from lkv.kernels.ragged_attention import (
+    RaggedKV,
+    api,
+    append_and_attend,
+    cpp,
+    loop,
+    masked_attention,
+    merge_attention,
+    ragged_attention,
+)
+from tests.kernels.pools import (
+    TIERS,
+    assert_attention,
+    assert_equals_reference,
+    assert_near,
+    assert_steps,
+    coded_pools,
+    pool_of,
+    split_randomly,
+    tiered_store,
+)
+
+pytestmark = pytest.mark.usefixtures("threads")
+FUSED = ["cpp", "triton"]
+BACKENDS = ["loop", *FUSED]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def on_device(request, monkeypatch):
+    """Skip backends that cannot run here. New tensors are on the backend's device, and buffers full of NaN."""
+    backend, device = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None, "cpu"
+    if backend == "cpp" and (reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64)):
+        pytest.skip(reason)
+    if backend == "triton":
+        devices = pytest.importorskip("lkv.kernels.triton_devices")
+        device = "cpu" if devices.is_interpreted() else "cuda"
+        if device == "cuda" and not torch.cuda.is_available():
+            pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU")
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        made = plain(self, *args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with torch.device(device):
+        yield
+
+
+def heads_of(most, rows=3):
+    """Numbers of entries of up to `rows` batch rows and three heads."""
+    return st.integers(1, 3).flatmap(
+        lambda heads: st.lists(
+            st.lists(st.integers(0, most), min_size=heads, max_size=heads), min_size=1, max_size=rows
+        )
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=15, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 30), min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 3),
-    st.integers(1, 17), st.booleans(), st.booleans(), st.integers(1, 9),
-    st.sampled_from([torch.float64, torch.float32, torch.float16]),
+    heads_of(200), st.integers(1, 3), st.integers(1, 5), st.booleans(), st.sampled_from([3, 900]), st.integers(1, 2),
+    st.sampled_from([(16, 16), (48, 32), (64, 128), (7, 20), (80, 8)]), st.sampled_from(DTYPES), st.integers(0, 99),
 )  # fmt: skip
-def test_loop_equals_reference(older, groups, rows, causal, with_lse, block, dtype):
-    """Spans without entries, and new tokens in several blocks, included."""
-    torch.manual_seed(1)
+def test_attention_equals_the_reference(backend, older, group, rows, causal, slack, threads, dims, dtype, seed):
+    """Empty spans, several new tokens, slices that end anywhere; one slice, and (pools with much slack) several."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
     lengths = [[count + rows if causal else count for count in row] for row in older]
-    kv = pool_of(lengths, 3, 16, 16, dtype)
-    q = torch.randn(len(older), 2 * groups, rows, 16).to(dtype)
+    kv = pool_of(lengths, slack, *dims, dtype)
+    # Queries as models give them: a view with the heads inside the tokens.
+    q = torch.randn(len(older), rows, group * len(older[0]), dims[0]).to(dtype).transpose(1, 2)
+    assert_attention(q, kv, 2 * dims[0] ** -0.5, backend, causal)
+    assert kv.lens.tolist() == lengths
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_steps_append_and_attend(backend, dtype, rows, threads):
+    threads(2)
+    torch.manual_seed(rows)
+    lengths = [[70, 0], [1, 300]]
+    kv = pool_of(lengths, 3 * rows + 900, 32, 16, dtype)
+    expected, ends = [pool.clone() for pool in kv[:2]], kv.starts + kv.lens
+    for step in range(3):
+        q, *new = (
+            torch.randn(2, rows, heads, size).to(dtype).transpose(1, 2) for heads, size in ((6, 32), (2, 32), (2, 16))
+        )
+        for span, end in enumerate((ends + step * rows).flatten().tolist()):
+            for pool, entries in zip(expected, new, strict=True):
+                pool[end : end + rows] = entries.flatten(0, 1)[span]
+        out = append_and_attend(q, *new, kv, 0.2, backend)
+        for pool, right in zip(kv[:2], expected, strict=True):
+            torch.testing.assert_close(pool, right, rtol=0, atol=0, equal_nan=True)
+        assert kv.lens.tolist() == [[count + (step + 1) * rows for count in row] for row in lengths]
+        wide = kv._replace(k_pool=kv.k_pool.double(), v_pool=kv.v_pool.double())
+        assert_near(out, ragged_attention(q.double(), wide, 0.2, "reference"), dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(32, 16), (80, 24)], ids=str)
+def test_a_basis_is_entered_and_left(backend, dtype, dims, threads):
+    """By steps of one and more tokens, over pools large enough for two threads."""
+    threads(2)
+    torch.manual_seed(dims[0])
+    for rows in (1, 3):
+        pools = coded_pools([[[7, 9], [60, 5]]], (), 400, *dims, dtype, has_basis=True)
+        assert_equals_reference(pools, 3, rows, 0.1, backend)
+
+
+# Group and new tokens: all numbers of rows that the C++ kernel treats apart.
+SHAPES = {"cpp": [(1, 1), (2, 1), (3, 1), (2, 2), (5, 1), (2, 3), (3, 3)], "triton": [(4, 2)]}
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
+@pytest.mark.parametrize("tiers", [*TIERS, ((3, 4),)], ids=str)
+def test_head_sizes_over_tiers(backend, tiers, dim):
+    """With and without a basis, and with the newest entries among the codes, where no token may see those after it."""
+    torch.manual_seed(dim)
+    for number, (group, rows) in enumerate(SHAPES[backend]):
+        case = (number + dim // 8) % 3
+        rest = [[5, 7]] if case else [[0, 0]]
+        lens = [*([[3, 60]], [[40, 0]])[: len(tiers)], rest]
+        pools = coded_pools(lens, tiers, rows, dim, 8 + 120 % dim, DTYPES[case], has_basis=case == 1)
+        assert_equals_reference(pools, group, rows, dim**-0.5, backend)
+
+
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("triton", marks=pytest.mark.slow)])
+@settings(max_examples=20, deadline=None)
+@given(
+    heads_of(150, 2), st.sampled_from(TIERS), st.integers(1, 3), st.integers(1, 4),
+    st.sampled_from([(8, 8), (64, 96), (96, 32), (128, 128), (40, 24)]), st.sampled_from(DTYPES), st.integers(0, 99),
+)  # fmt: skip
+def test_attention_over_tiers(backend, lengths, tiers, group, rows, dims, dtype, seed):
+    """Tiers and spans without entries, negative starts, and slices that begin and end in any tier."""
+    torch.manual_seed(seed)
+    lens = split_randomly(lengths, len(tiers))
+    pools = coded_pools(lens, tiers, rows + 600 * (seed % 2), *dims, dtype, has_basis=seed % 3 == 0)
+    torch.set_num_threads(1 + seed % 2)
+    assert_equals_reference(pools, group, rows, dims[0] ** -0.5, backend)
+
+
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiers", TIERS, ids=str)
+def test_a_tiered_store_attends_to_its_codes(backend, tiers, dtype):
+    """And restores nothing; steps of one and more tokens."""
+    torch.manual_seed(len(tiers))
+    for dims in ((8, 8), (64, 64), (96, 128)):
+        store = tiered_store([[70, 0], [1, 300]], 6, *dims, dtype, tiers, torch.get_default_device())
+        assert_steps(store, 3, [1, 3, 2], backend)
+        assert store.appended_tokens == 6
+
+
+@pytest.mark.parametrize("backend", ["cpp", pytest.param("triton", marks=pytest.mark.slow)])
+def test_nothing_beyond_the_tensors_is_read(backend):
+    """Entries and codes, in a process that ends where it is."""
+    words = [sys.executable, "-m", "tests.kernels.guarded", backend]
+    done = subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.stdout == "ok\n", (done.returncode, done.stderr[-2000:])
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 17), st.booleans(), st.integers(1, 9), st.lists(st.integers(0, 30), min_size=2, max_size=4))
+def test_the_loop_over_blocks_of_new_tokens_is_exact(rows, causal, block, older):
+    """With a log-sum-exp it attends to so many new tokens at once; in float64."""
+    kv = pool_of([[count + rows if causal else count for count in older]], 3, 16, 16, torch.float64)
+    q = torch.randn(1, 2 * len(older), rows, 16, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_ROWS", block)
-        found = ragged_attention(q, kv, 0.25, "loop", causal=causal, lse=with_lse)
-    exact, exact_lse = ragged_attention(q, kv, 0.25, backend="reference", causal=causal, lse=True)
-    tolerance = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 4e-3}[dtype]
-    torch.testing.assert_close(found[0] if with_lse else found, exact, atol=tolerance, rtol=tolerance)
-    if with_lse:
-        torch.testing.assert_close(found[1].double(), exact_lse, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("older", [[0, 40], [30, 30], [5000, 9]])
-def test_half_precision(dtype, rows, older):
-    torch.manual_seed(1)
-    kv = pool_of([[count + rows for count in older]], 4, 32, 32, dtype)
-    q = torch.randn(1, 6, rows, 32).to(dtype)
-    ours = ragged_attention(q, kv, 32**-0.5, backend="loop")
-    exact = ragged_attention(q, kv, 32**-0.5, backend="reference")
-    assert ours.dtype == dtype
-    torch.testing.assert_close(ours, exact, atol=2e-2, rtol=2e-2)
+        found = ragged_attention(q, kv, 0.25, "loop", causal=causal, lse=True)
+    exact = ragged_attention(q, kv, 0.25, "reference", causal=causal, lse=True)
+    torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -6,26 +6,20 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import RaggedKV, api, append_and_attend, cpp, loop, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, api, cpp, loop, ragged_attention
 from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.utils import cpp_compiler as build
 from tests.conftest import tiny_llama
 from tests.kernels.pools import (
-    TIERS,
-    assert_equals_reference,
-    assert_steps,
     coded_pools,
     pool_of,
-    split_randomly,
-    tiered_store,
 )
 from tests.kernels.test_ragged_attention import Without
 
@@ -38,85 +32,6 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 def assert_close(ours, expected, dtype, factor=1.0):
     tolerance = TOLERANCES[dtype] * factor
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 200), min_size=2, max_size=2), min_size=1, max_size=3),
-    st.integers(1, 3), st.integers(1, 5), st.booleans(), st.sampled_from([(16, 16), (48, 32), (64, 128), (7, 20)]),
-    st.sampled_from(list(TOLERANCES)), st.integers(1, 2), st.sampled_from([3, 900]), st.floats(0.01, 5),
-)  # fmt: skip
-def test_equals_reference(older, groups, tokens, causal, dims, dtype, threads, slack, scale):
-    """Empty spans, several new tokens, both head sizes, slices that end anywhere, large scores; one slice, and (pools
-    with much slack) several."""
-    torch.manual_seed(1)
-    lengths = [[length + tokens if causal else length for length in row] for row in older]
-    kv = pool_of(lengths, slack, *dims, dtype)
-    lens = kv.lens
-    q = torch.randn(len(older), 2 * groups, tokens, dims[0]).to(dtype)
-    torch.set_num_threads(threads)
-    out, lse = ragged_attention(q, kv, scale, "cpp", causal=causal, lse=True)
-    expected, expected_lse = ragged_attention(q, kv, scale, "reference", causal=causal, lse=True)
-    empty = lens.repeat_interleave(groups, 1) == 0
-    assert out.dtype == dtype and (out[empty] == 0).all() and (lse[empty] == -torch.inf).all()
-    # What float32 leaves off a score counts in its exponential.
-    assert_close(out, torch.nan_to_num(expected, nan=0.0), dtype, max(1.0, scale * dims[0] ** 0.5))
-    torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=3e-6)
-    assert lens.tolist() == lengths
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("count", [1, 2])
-def test_append_and_attend_equals_the_loop(dtype, tokens, count, threads):
-    threads(count)
-    torch.manual_seed(2)
-    pools = pool_of([[70, 0], [1, 300]], 900, 32, 16, dtype)
-    others = RaggedKV(*(x.clone() for x in pools[:4]))
-    for _ in range(4):
-        # As models give them: heads behind tokens.
-        q, key = (torch.randn(2, tokens, heads, 32).to(dtype).transpose(1, 2) for heads in (6, 2))
-        value = torch.randn(2, tokens, 2, 16).to(dtype).transpose(1, 2)
-        ours = append_and_attend(q, key, value, pools, 0.2, "cpp")
-        assert_close(ours, append_and_attend(q, key, value, others, 0.2, "loop"), dtype)
-        assert_close(ours, ragged_attention(q, pools, 0.2, "reference"), dtype)
-    for pool, other in zip(pools[:4], others[:4], strict=True):
-        torch.testing.assert_close(pool, other, rtol=0, atol=0, equal_nan=True)
-    assert pools[3].tolist() == [[70 + 4 * tokens, 4 * tokens], [1 + 4 * tokens, 300 + 4 * tokens]]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 3).flatmap(
-        lambda heads: st.lists(st.lists(st.integers(0, 150), min_size=heads, max_size=heads), min_size=1, max_size=2)
-    ),
-    st.sampled_from(TIERS), st.integers(1, 3), st.integers(1, 4),
-    st.sampled_from([(8, 8), (64, 96), (96, 32), (128, 128), (40, 24)]), st.sampled_from(list(TOLERANCES)),
-    st.integers(0, 99),
-)  # fmt: skip
-def test_attention_over_tiers(lengths, tiers, group, rows, dims, dtype, seed):
-    """Tiers and spans without entries, negative starts, and slices that begin and end in any tier."""
-    torch.manual_seed(seed)
-    pools = coded_pools(split_randomly(lengths, len(tiers)), tiers, rows + 600 * (seed % 2), *dims, dtype)
-    torch.set_num_threads(1 + seed % 2)
-    assert_equals_reference(pools, group, rows, dims[0] ** -0.5, "cpp")
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("tiers", TIERS, ids=str)
-def test_a_tiered_store_attends_to_its_codes(tiers, dtype):
-    """And restores nothing; steps of one and more tokens."""
-    torch.manual_seed(len(tiers))
-    for dims in ((8, 8), (64, 64), (96, 128)):
-        store = tiered_store([[70, 0], [1, 300]], 6, *dims, dtype, tiers)
-        assert_steps(store, 3, [1, 3, 2], "cpp")
-        assert store.appended_tokens == 6
-
-
-def test_nothing_beyond_the_tensors_is_read():
-    """Entries and codes, in a process that ends where it is."""
-    done = subprocess.run([sys.executable, "-m", "tests.kernels.guarded", "cpp"], capture_output=True, text=True)
-    assert done.stdout == "ok\n", (done.returncode, done.stderr[-2000:])
 
 
 def test_levels_are_those_of_the_other_backends():
@@ -288,16 +203,22 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
 
 def test_codes_that_it_cannot_read_are_named():
     pools = coded_pools([[[8]], [[1]]], ((8, 8),), 1, 16, 16, torch.float32)
-    (tier,), new = pools.kv.quantized, [torch.zeros(1, 1, 1, 16)] * 3
-    tier = tier._replace(key_codes=tier.key_codes.t().contiguous().t())
+    (tier,), q = pools.kv.quantized, torch.zeros(1, 1, 1, 16)
+    transposed = tier._replace(key_codes=tier.key_codes.t().contiguous().t())
     with pytest.raises(BackendError, match="contiguous"):
-        append_and_attend(*new, pools.kv._replace(quantized=[tier]), 1.0, "cpp")
+        ragged_attention(q, pools.kv._replace(quantized=[transposed]), 1.0, "cpp")
+    for part, change in ((0, 3), (0, -200), (1, 3), (1, -3)):
+        tables = tier.tables.clone()
+        tables[part] += change
+        with pytest.raises(ValueError, match="reaches beyond the pools or codes"):
+            ragged_attention(q, pools.kv._replace(quantized=[tier._replace(tables=tables)]), 1.0, "cpp")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of that kind")
-def test_processors_without_avx512_compute_the_same(tmp_path):
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "equals or tier or infinity"]
+def test_processors_without_avx512_compute_the_same():
+    path = Path(__file__).with_name("test_ragged_attention.py")
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(path), "-k", "cpp"]
     older = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, *words], env=older, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

@@ -63,25 +63,6 @@ def test_half_precision_error_is_that_of_eager_attention(dtype):
     assert float(ours) <= 1.5 * float(eager)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [10, 3])
-def test_empty_rows_are_zero_and_pass_no_gradient(dtype, rows):
-    """The first 8 keys of head 1 have m = 0: all its rows but the last 2 are empty."""
-    q, k, v, log_mask = (x.detach() for x in inputs(1, 2, 2, rows, 10, 8, dtype))
-    log_mask[0, 1, :8] = -torch.inf
-    arguments = [x.requires_grad_() for x in (q, k, v, log_mask)]
-    empty = rows - 2
-    results = []
-    for backend in ("sdpa", "reference"):
-        out = soft_mask_attention(*arguments, backend=backend)
-        grads = torch.autograd.grad(out.sum() + out.square().sum(), arguments)
-        for x in (out[:, 2:, :empty], grads[0][:, 2:, :empty], *(x[:, 1, :8] for x in grads[1:])):
-            assert not bool(x.any())
-        results.append([out, *grads])
-    tolerance = 32 * torch.finfo(dtype).eps
-    torch.testing.assert_close(*results, atol=tolerance, rtol=tolerance)
-
-
 def continuations(rows, tokens, prompts, dim=16, value_dim=16, dtype=torch.float64):
     """Three continuations of two KV heads and six query heads, their prompts, the mask and the prompts' numbers."""
     torch.manual_seed(rows)

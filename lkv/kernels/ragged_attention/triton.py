@@ -9,7 +9,7 @@ step it also attends to the new token and appends it to the pools, so that a ste
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -38,48 +38,38 @@ _NONE, _SINGLE, _COUNT = 0, 1, 2
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
-class Compiled(NamedTuple):
-    """A kernel as it is compiled, and its constants.
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Everything about a call that its shapes decide.
 
+    `compiled` are kernels as they were compiled, and their constants, by what else of the arguments is compiled in.
     Launched like this, a kernel takes the host less than half of the time of Triton's own launch, which binds some
     forty arguments anew. `python -m tests.cache.host_time` measures it.
     """
-
-    kernel: Any
-    constants: tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Launch:
-    """Everything about a call that its shapes decide; `compiled` by what else of the arguments is compiled in."""
 
     programs: int
     tiles: int
     slice_options: dict[str, Any]
     enter_options: dict[str, Any]
     leave_options: dict[str, Any]
-    compiled: dict[Any, Compiled] = field(default_factory=dict)
+    compiled: dict[Any, tuple[CompiledKernel, tuple[Any, ...]]] = field(default_factory=dict)
 
     def start(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        arguments: tuple[Any, ...],
-        options: dict[str, Any],
-        variant: tuple[Any, ...],
-        is_aligned: bool,
-    ) -> None:
+        self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any],
+        variant: tuple[Any, ...], is_aligned: bool,
+    ) -> None:  # fmt: skip
         """Launch `kernel`; `variant` is what else of the arguments is compiled in, if the tensors are aligned."""
         place = kernel, *variant
-        launcher = self.compiled.get(place) if is_aligned else None
-        if launcher is not None:
-            launcher.kernel[grid](*arguments, *launcher.constants)
+        known = self.compiled.get(place) if is_aligned else None
+        if known is not None:
+            compiled_kernel, constants = known
+            compiled_kernel[grid](*arguments, *constants)
             return
         compiled_kernel = kernel[grid](*arguments, **options)
         if is_aligned and isinstance(compiled_kernel, CompiledKernel):
             # The constexpr arguments come last.
             constants = tuple(options[name] for name in kernel.arg_names if name in options)
-            self.compiled[place] = Compiled(compiled_kernel, constants)
+            self.compiled[place] = compiled_kernel, constants
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import BackendError
-from lkv.kernels.causal_attention import causal_attention
+from lkv.kernels.causal_attention import causal_attention, pad_heads
 from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import cpu
 from lkv.kernels.soft_mask_attention.arguments import Continuations
@@ -210,7 +210,7 @@ def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: fl
     gives the gradient of log m as that of a key: no T x T bias, and no 1/m.
     """
     value_dim = v.shape[-1]
-    q, k, v = cpu.pad_heads(*cpu.append_mask(q, k, log_mask, scale), v)
+    q, k, v = pad_heads(*cpu.append_mask(q, k, log_mask, scale), v)
     groups, rows, length = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     out = causal_attention(q, k, v, scale)
     empty = (log_mask > -torch.inf).cumsum(-1)[..., length - rows :] == 0

@@ -5,7 +5,7 @@ Its backward pass over the prompt would compute gradients that nobody reads, so 
 the scores nothing is saved for them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, threshold
 
-from lkv.kernels.causal_attention import merge, repeat_heads
+from lkv.kernels.causal_attention import flash_attention, merge, own_gradients, repeat_heads
 from lkv.kernels.soft_mask_attention.arguments import Continuations
 from lkv.utils.devices import full_precision
 
@@ -44,20 +44,13 @@ def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[T
     return torch.cat([q, ones], -1), torch.cat([k, torch.stack(columns, -1)], -1)
 
 
-def pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
-    width = max(x.shape[-1] for x in tensors)
-    width += -width % 8
-    return [pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors]
-
-
 class _ContinuationAttention(torch.autograd.Function):
     """The query heads of a group are rows [H, G t, d] of their KV head; backward, one continuation after another."""
 
     @staticmethod
     def forward(ctx: Any, scale: float, *tensors: Any) -> Tensor:
         q, key, value, prompt_key, prompt_value, log_mask, owners = tensors
-        out, lse = _flash(q, repeat_heads(key, q), repeat_heads(value, q), scale, is_causal=True)
+        out, lse = flash_attention(q, repeat_heads(key, q), repeat_heads(value, q), scale, is_causal=True)
         if prompt_key.shape[2]:
             out, lse = merge(*_attend_to_prompt(q, prompt_key, prompt_value, log_mask, owners, scale), out, lse)
         if log_mask is None:
@@ -77,7 +70,7 @@ class _ContinuationAttention(torch.autograd.Function):
         dtype, scale, (*tensors, log_mask, out, lse) = d_out.dtype, ctx.scale, ctx.saved_tensors
         # In half precision CPUs are no faster at this, and those without its instructions ten times as slow.
         d_out, out, q, key, value, prompt_key, prompt_value = (x.to(lse.dtype) for x in (d_out, out, *tensors))
-        d_q, d_key, d_value = _own_gradients(d_out, q, key, value, out, lse, scale)
+        d_q, d_key, d_value = own_gradients(d_out, q, key, value, out, lse, scale)
         # One product each: scale q k + log m - lse, and d_out v - delta.
         delta = (d_out * out).sum(-1)
         rows = torch.cat([q * scale, torch.ones_like(lse)[..., None], -lse[..., None]], -1)
@@ -97,21 +90,6 @@ class _ContinuationAttention(torch.autograd.Function):
         return None, d_q, d_key, d_value, None, None, d_mask if ctx.needs_input_grad[6] else None, None
 
 
-def _own_gradients(
-    d_out: Tensor, q: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> Iterable[Tensor]:
-    """Gradients by q, key and value through the attention to a continuation's own tokens."""
-    if not q.numel():
-        return map(torch.zeros_like, (q, key, value))
-    repeated = (repeat_heads(key, q), repeat_heads(value, q))
-    d_out, q, k, v, out = pad_heads(d_out, q, *repeated, out)
-    # With the output and the log-sum-exp over all keys, it is the part of these tokens in the whole.
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    d_q, *d_own = flash(d_out, q, k, v, out, lse, 0.0, True, scale=scale)
-    d_key, d_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in d_own)
-    return (x[..., : like.shape[-1]] for x, like in ((d_q, key), (d_key, key), (d_value, value)))
-
-
 def _attend_to_prompt(
     q: Tensor, key: Tensor, value: Tensor, log_mask: Tensor | None, owners: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -128,21 +106,10 @@ def _attend_to_prompt(
     flat = rows.flatten(2, -2)
     if log_mask is not None:
         flat, key = append_mask(flat, key, log_mask, scale)
-    out, lse = (x.unflatten(2, rows.shape[2:-1]) for x in _flash(flat, key, value, scale))
+    out, lse = (x.unflatten(2, rows.shape[2:-1]) for x in flash_attention(flat, key, value, scale))
     if is_shared:
         out, lse = out[0].transpose(0, 1), lse[0].transpose(0, 1)
     return out.flatten(1, 2), lse.flatten(1, 2)
-
-
-def _flash(q: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp of PyTorch's kernel, which checks nothing."""
-    value_dim = value.shape[-1]
-    if not q.numel():
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return q.new_empty((*q.shape[:3], value_dim)), q.new_empty(q.shape[:3], dtype=wide)
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*pad_heads(q, key, value), is_causal=is_causal, scale=scale)
-    return out[..., :value_dim], lse
 
 
 def _parts(rows: Tensor, key: Tensor) -> Iterator[slice]:
