@@ -183,6 +183,7 @@ def test_prediction_is_teacher_forced(model, policy):
     ("text", "options", "error", "message"),
     [
         ("  \n", {}, PromptError, "the text is empty"),
+        ("a\0b", {}, PromptError, "the text holds NUL characters, the first at 1"),
         ("one two three", {}, PromptError, r"has 3 tokens: at retention 0\.15 nothing .* kept\. Give at least 7"),
         ("word " * 600, {}, PromptError, "has 600 tokens, but the model reads at most 512"),
         (TEXT, {"retention": 1.5}, RetentionError, "retention is 1.5"),
