@@ -266,6 +266,16 @@ HYBRIDS = [
         **_STATES,
         rotation="none: k as cached",
     ),
+    Family(
+        "Zamba",
+        {
+            "num_hidden_layers": 4, "layers_block_type": _HYBRID, "mamba_d_state": 8, "mamba_d_conv": 4,
+            "mamba_expand": 2, "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+        },
+        **_STATES,
+        rotation=_UNROTATED,
+    ),
     Family("OlmoHybrid", _DELTA | {"linear_num_key_heads": 4, "head_dim": 8}, **_STATES),
     Family("LaraMini", _DELTA, **_STATES, rotation=_UNROTATED),
 ]  # fmt: skip
@@ -288,6 +298,8 @@ REFUSED = [
         },
         refused="a cache of its own",
     ),
+    Family("KimiLinear", {"layer_types": _LINEAR[:3], "kv_lora_rank": 16}, refused="no per-head key-value cache"),
+    Family("BailingHybrid", refused="no per-head key-value cache"),
     Family("RecurrentGemma", refused="keeps recurrent states outside of its cache", since="5.24"),
 ]
 
