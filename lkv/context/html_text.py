@@ -3,14 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
+
+from lkv.context.flow_text import SPACES, UNSEEN, Cell, FlowText, table_lines
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
 
-_SPACES = " \t\n\r\f"
-# Displayed as spaces, or not at all: soft hyphens, zero-width spaces, word joiners, byte order marks.
-_UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
 
 # Section "Rendering" of the standard: https://html.spec.whatwg.org/multipage/rendering.html
 _DISPLAYS = {
@@ -41,8 +40,6 @@ SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅�
 _NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
 _NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
-_MAX_COLUMNS = 200  # of a table whose columns are aligned
-_MAX_CELL = 300  # characters of a cell of several lines that is put on one
 
 _MAX_DEPTH = 5000  # beyond it the parser's quadratic time shows; browsers display 512 levels
 _TAG = re.compile(
@@ -94,61 +91,6 @@ def _check_depth(page: str) -> None:
                 raise RecursionError(f"more than {_MAX_DEPTH:,} elements within one another")
 
 
-class _Text:
-    """A text that grows by pieces, and by line breaks and spaces that collapse."""
-
-    def __init__(self) -> None:
-        self._pieces: list[str] = []
-        self._breaks = self._explicit_breaks = 0
-        self._has_space = False
-        self.marker = ""  # of a list item, in front of its first text
-
-    def write(self, text: str) -> None:
-        """Add text whose white space collapses."""
-        words = text.strip(_SPACES)
-        self._has_space |= text[:1] in _SPACES
-        if words:
-            self.write_verbatim(re.sub(f"[{_SPACES}]+", " ", words).translate(_UNSEEN))
-            self._has_space = text[-1] in _SPACES
-
-    def write_verbatim(self, text: str) -> None:
-        """Add text as it is."""
-        if not text:
-            return
-        if self._pieces and (breaks := max(self._breaks, self._explicit_breaks)):
-            self._pieces[-1] = self._pieces[-1].rstrip("\n")
-            self._pieces.append("\n" * min(breaks, 2))
-        elif self._has_space and self._pieces and not self._pieces[-1].endswith("\n"):
-            self._pieces.append(" ")
-        self._pieces.append(self.marker + text)
-        self._breaks = self._explicit_breaks = 0
-        self._has_space, self.marker = False, ""
-
-    def add_space(self) -> None:
-        self._has_space = True
-
-    def add_break(self) -> None:
-        self._explicit_breaks += 1
-
-    def separate(self, breaks: int) -> None:
-        """Put at least so many line breaks before what follows."""
-        self._breaks = max(self._breaks, breaks)
-
-    def last_character(self) -> str:
-        """Return the character that the next piece would follow without a gap."""
-        is_apart = self._has_space or self._breaks or self._explicit_breaks or not self._pieces
-        return "" if is_apart else self._pieces[-1][-1:]
-
-    def value(self) -> str:
-        return "".join(self._pieces).strip("\n")
-
-
-class _Cell(NamedTuple):
-    text: str
-    columns: int
-    rows: int
-
-
 class _List:
     """The numbers of a list's items."""
 
@@ -173,12 +115,12 @@ class _Renderer:
     """Renders without recursion, because pages nest as deeply as they like."""
 
     def __init__(self) -> None:
-        self.text = _Text()
+        self.text = FlowText()
         self.left_out: Counter[str] = Counter()
         self._lists: list[_List] = []
-        self._tables: list[list[list[_Cell]]] = []
+        self._tables: list[list[list[Cell]]] = []
         self._white_space = "normal"
-        self._outer_texts: list[_Text] = []
+        self._outer_texts: list[FlowText] = []
         self._quotes = 0
 
     def render(self, page: str) -> None:
@@ -197,7 +139,7 @@ class _Renderer:
 
     def _write(self, text: str) -> None:
         if self._white_space in ("pre", "pre-wrap", "break-spaces"):
-            self.text.write_verbatim(text.translate(_UNSEEN))
+            self.text.write_verbatim(text.translate(UNSEEN))
         elif self._white_space == "pre-line":
             for number, line in enumerate(text.split("\n")):
                 if number:
@@ -306,7 +248,7 @@ class _Renderer:
 
         def begin() -> None:
             self._outer_texts.append(self.text)
-            self.text = _Text()
+            self.text = FlowText()
 
         def end() -> None:
             text, self.text = self.text.value(), self._outer_texts.pop()
@@ -372,10 +314,10 @@ class _Renderer:
         columns = max(1, min(_integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
         rows = _integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
         row = self._tables[-1][-1]
-        return self._capture(_children(node), lambda text: row.append(_Cell(text, columns, rows)))
+        return self._capture(_children(node), lambda text: row.append(Cell(text, columns, rows)))
 
     def _write_table(self) -> None:
-        lines = _table_lines(self._tables.pop())
+        lines = table_lines(self._tables.pop())
         self.text.write_verbatim("\n".join(line for line in lines if line.strip()))
 
 
@@ -407,7 +349,7 @@ def _input_text(attributes: dict[str, str | None]) -> str:
 
 def _integer(value: str | None, default: int) -> int:
     """The number that an attribute begins with, as the standard reads it."""
-    match = re.match(rf"[{_SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
+    match = re.match(rf"[{SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
     return int(match[1]) if match else default
 
 
@@ -425,34 +367,3 @@ def _format_number(number: int, kind: str) -> str:
     else:
         return str(number)
     return letters.upper() if kind.isupper() else letters
-
-
-def _table_lines(rows: list[list[_Cell]]) -> list[str]:
-    """Rows of cells as lines, with empty cells where others reach over columns or rows."""
-    placed_rows: list[dict[int, str]] = []
-    taken: dict[int, int] = {}  # rows for which a column is taken
-    for row in rows:
-        column, placed, begun = 0, dict[int, str](), dict[int, int]()
-        for cell in row:
-            while taken.get(column):
-                column += 1
-            placed[column] = cell.text
-            begun |= dict.fromkeys(range(column, column + cell.columns), cell.rows)
-            column += cell.columns
-        placed_rows.append(placed)
-        taken = {column: number - 1 for column, number in (taken | begun).items() if number > 1}
-        taken = taken if len(taken) <= _MAX_COLUMNS else {}
-    columns = sorted(set[int]().union(*placed_rows))
-    is_aligned = len(columns) <= _MAX_COLUMNS
-    return [
-        _row_line([placed.get(column, "") for column in columns] if is_aligned else list(placed.values()))
-        for placed in placed_rows
-    ]
-
-
-def _row_line(texts: list[str]) -> str:
-    """The cells of a row on one line, or those of a layout one after the other."""
-    several = [text for text in texts if "\n" in text]
-    if any("\t" in text or len(text) > _MAX_CELL for text in several):
-        return "\n".join(text for text in texts if text)
-    return "\t".join(re.sub(r"\s*\n\s*", " ", text) for text in texts).rstrip("\t")

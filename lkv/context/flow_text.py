@@ -1,0 +1,101 @@
+"""Text that grows as a browser lays it out: lines, white space that collapses, and tables."""
+
+import re
+from typing import NamedTuple
+
+SPACES = " \t\n\r\f"
+# Displayed as spaces, or not at all: soft hyphens, zero-width spaces, word joiners, byte order marks.
+UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
+_MAX_COLUMNS = 200  # of a table whose columns are aligned
+_MAX_CELL = 300  # characters of a cell of several lines that is put on one
+
+
+class FlowText:
+    """A text that grows by pieces, and by line breaks and spaces that collapse."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._breaks = self._explicit_breaks = 0
+        self._has_space = False
+        self.marker = ""  # of a list item, in front of its first text
+
+    def write(self, text: str) -> None:
+        """Add text whose white space collapses."""
+        words = text.strip(SPACES)
+        self._has_space |= text[:1] in SPACES
+        if words:
+            self.write_verbatim(re.sub(f"[{SPACES}]+", " ", words).translate(UNSEEN))
+            self._has_space = text[-1] in SPACES
+
+    def write_verbatim(self, text: str) -> None:
+        """Add text as it is."""
+        if not text:
+            return
+        if self._pieces and (breaks := max(self._breaks, self._explicit_breaks)):
+            self._pieces[-1] = self._pieces[-1].rstrip("\n")
+            self._pieces.append("\n" * min(breaks, 2))
+        elif self._has_space and self._pieces and not self._pieces[-1].endswith("\n"):
+            self._pieces.append(" ")
+        self._pieces.append(self.marker + text)
+        self._breaks = self._explicit_breaks = 0
+        self._has_space, self.marker = False, ""
+
+    def add_space(self) -> None:
+        """Put a space before what follows on the line."""
+        self._has_space = True
+
+    def add_break(self) -> None:
+        """Add a line break that a line can end with."""
+        self._explicit_breaks += 1
+
+    def separate(self, breaks: int) -> None:
+        """Put at least so many line breaks before what follows."""
+        self._breaks = max(self._breaks, breaks)
+
+    def last_character(self) -> str:
+        """Return the character that the next piece would follow without a gap."""
+        is_apart = self._has_space or self._breaks or self._explicit_breaks or not self._pieces
+        return "" if is_apart else self._pieces[-1][-1:]
+
+    def value(self) -> str:
+        """Return the text so far."""
+        return "".join(self._pieces).strip("\n")
+
+
+class Cell(NamedTuple):
+    """A cell of a table, and how many columns and rows it takes."""
+
+    text: str
+    columns: int
+    rows: int
+
+
+def table_lines(rows: list[list[Cell]]) -> list[str]:
+    """Rows of cells as lines, with empty cells where others reach over columns or rows."""
+    placed_rows: list[dict[int, str]] = []
+    taken: dict[int, int] = {}  # rows for which a column is taken
+    for row in rows:
+        column, placed, begun = 0, dict[int, str](), dict[int, int]()
+        for cell in row:
+            while taken.get(column):
+                column += 1
+            placed[column] = cell.text
+            begun |= dict.fromkeys(range(column, column + cell.columns), cell.rows)
+            column += cell.columns
+        placed_rows.append(placed)
+        taken = {column: number - 1 for column, number in (taken | begun).items() if number > 1}
+        taken = taken if len(taken) <= _MAX_COLUMNS else {}
+    columns = sorted(set[int]().union(*placed_rows))
+    is_aligned = len(columns) <= _MAX_COLUMNS
+    return [
+        _row_line([placed.get(column, "") for column in columns] if is_aligned else list(placed.values()))
+        for placed in placed_rows
+    ]
+
+
+def _row_line(texts: list[str]) -> str:
+    """The cells of a row on one line, or those of a layout one after the other."""
+    several = [text for text in texts if "\n" in text]
+    if any("\t" in text or len(text) > _MAX_CELL for text in several):
+        return "\n".join(text for text in texts if text)
+    return "\t".join(re.sub(r"\s*\n\s*", " ", text) for text in texts).rstrip("\t")
