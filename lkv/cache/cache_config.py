@@ -82,7 +82,7 @@ class CacheConfig:
         return self.request.bits is not None or bool(self.method.tiers)
 
     def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
-        """The tiers of entries of which each row and head has `lens` [tiers, B, H] in a tier and all better ones.
+        """Return the tiers of entries: each row and head has `lens` [tiers, B, H] in a tier and all better ones.
 
         `numbers`: as in `TierSplit`; None for one tier.
         """
@@ -147,7 +147,7 @@ class SharedState:
     nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def nan_flag(self, device: torch.device) -> Tensor:
-        """That of `nan_flags` on `device`."""
+        """Return that of `nan_flags` on `device`."""
         if device not in self.nan_flags:
             self.nan_flags[device] = torch.zeros(1, dtype=torch.uint8, device=device)
         return self.nan_flags[device]

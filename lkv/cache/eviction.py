@@ -81,7 +81,7 @@ def evict_entries(
     free_slots: int,
     score: Callable[[RaggedStore], Tensor],
 ) -> KVStore:
-    """A new store of the best entries of `store`, appended ones included; raises CacheError for scores that are NaN.
+    """Make a store of the best entries of `store`, appended ones included; raises CacheError for scores that are NaN.
 
     Args:
         context: That of the layer.
@@ -124,7 +124,7 @@ def gather_best(
     key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> tuple[RaggedStore, Tensor | None]:  # fmt: skip
-    """A store of the best tokens of each head, in order of their positions, and the number of the tier of each.
+    """Return a store of the best tokens of each head, in order of their positions, and the number of the tier of each.
 
     Args:
         key: [B, H, T, d], in any memory layout.
@@ -196,7 +196,7 @@ class EntryRows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "EntryRows":
-        """A view of `x`, in any memory layout; a copy only where its last axis is not contiguous."""
+        """Return a view of `x`, in any memory layout; a copy only where its last axis is not contiguous."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         step = math.gcd(x.shape[-1], *x.stride()[:3])
         strides = [stride // step for stride in x.stride()[:3]]
@@ -244,7 +244,7 @@ def best_rows(counted: Tensor, lens: Tensor, free_slots: int, *sources: EntryRow
 
 
 def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
-    """`counts` [B][H] that `budget` returned for `scores` [B, H, T]. Raises CacheError where they are invalid."""
+    """Check and return the `counts` [B][H] of `budget` for `scores` [B, H, T]. Raises CacheError for invalid ones."""
     batch, heads, tokens = scores.shape
     try:
         table = torch.as_tensor(counts, device="cpu")
@@ -271,7 +271,7 @@ def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
 
 
 def _concatenate(tables: list[Tensor]) -> Tensor:
-    """The rows of `tables` [., H, T] in one tensor."""
+    """Return the rows of `tables` [., H, T] in one tensor."""
     return tables[0] if len(tables) == 1 else torch.cat(tables)
 
 

@@ -304,7 +304,7 @@ class RaggedLayer(AttentionCacheLayer):
         return store
 
     def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
-        """The scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
+        """Return the scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
         assert self.store is not None and entries.scores is not None and entries.positions is not None
         context = self._context
         key, value, starts, counts, *_ = entries.attention_view()
@@ -353,7 +353,7 @@ class RaggedLayer(AttentionCacheLayer):
             self._padding = [self._padding[row] for row in rows.tolist()]
 
     def fork(self, shared: SharedState) -> "RaggedLayer":
-        """A copy with its own pools, for a cache whose layers share `shared`."""
+        """Return a copy with its own pools, for a cache whose layers share `shared`."""
         twin = copy.copy(self)
         twin._context = replace(self._context, shared=shared)
         if self.store is not None:
@@ -361,7 +361,7 @@ class RaggedLayer(AttentionCacheLayer):
         return twin
 
     def state(self) -> dict[str, Tensor]:
-        """The compressed prompt as tensors to be saved: the store's, kept [B, H], real [B] and the length [1]."""
+        """Return the compressed prompt as tensors to save: the store's, kept [B, H], real [B] and the length [1]."""
         if self.store is None or not self.prompt_length or self.base_length != self.prompt_length:
             raise CacheError("there is no compressed prompt to save, or tokens that followed it were evicted with it.")
         counts = {"real": self.real_tokens, "length": [self.prompt_length]}

@@ -62,7 +62,7 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The entries [n, d] that `codes` and `norms` stand for, in `dtype`."""
+    """Return the entries [n, d] that `codes` and `norms` stand for, in `dtype`."""
     values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
     return to_dtype(values, dtype)
 
@@ -74,7 +74,7 @@ def to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An orthogonal matrix [d, d] that mixes all channels: Hadamard's, times a cosine transform for the odd factor."""
+    """Make an orthogonal matrix [d, d] that mixes channels: Hadamard's and a cosine transform of the odd factor."""
     hadamard, odd = torch.ones(1, 1, dtype=torch.float64, device="cpu"), width
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu") / math.sqrt(2)
     while odd % 2 == 0:

@@ -211,7 +211,7 @@ class RaggedStore(KVStore):
         return RaggedKV(self.k, self.v, self._device_starts, self._device_lens)
 
     def compressed_view(self) -> RaggedKV:
-        """The compressed entries alone; nothing that is read through it is ever written to."""
+        """Return the compressed entries alone; nothing that is read through it is ever written to."""
         return RaggedKV(self.k, self.v, self._device_starts, self._device_compressed)
 
     @override
@@ -246,7 +246,7 @@ class RaggedStore(KVStore):
         torch.add(self._device_compressed, appended, out=self._device_lens)
 
     def head_entries(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """Views of the compressed k and v [n, d] of one row and head."""
+        """Return views of the compressed k and v [n, d] of one row and head."""
         start = int(self.starts[row, head])
         entries = slice(start, start + int(self.lens[row, head]))
         return self.k[entries], self.v[entries]
@@ -308,7 +308,7 @@ class RaggedStore(KVStore):
         return {"k": key, "v": value}
 
     def pack(self) -> tuple[Tensor, Tensor]:
-        """The compressed k and v of all rows and heads one after another, [sum of lens, d] each."""
+        """Return the compressed k and v of all rows and heads one after another, [sum of lens, d] each."""
         slots = slot_indices(self.starts, self.lens, self.k.device)
         return self.k[slots], self.v[slots]
 
@@ -328,13 +328,13 @@ class RaggedStore(KVStore):
 
 
 def packed_starts(counts: Tensor) -> Tensor:
-    """The first entry of each row and head [B, H], where `counts` [B, H] entries are contiguous."""
+    """Return the first entry of each row and head [B, H], where `counts` [B, H] entries are contiguous."""
     flat = counts.flatten()
     return (flat.cumsum(0) - flat).view_as(counts)
 
 
 def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """The pool indices, on `device`, of `counts` [B, H] entries from `starts` [B, H] on, head after head."""
+    """Return the pool indices, on `device`, of `counts` [B, H] entries from `starts` [B, H] on, head after head."""
     begin, count = devices.stack_to_device(device, (starts - packed_starts(counts)).flatten(), counts.flatten())
     total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)

@@ -48,7 +48,7 @@ def check_layer(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
 
 
 def restore_store(state: dict[str, Tensor], lens: Tensor, free_slots: int, like: Tensor) -> KVStore:
-    """The store that returned `state`, on the device and in the dtype of `like`."""
+    """Return the store that returned `state`, on the device and in the dtype of `like`."""
     if "key_basis" in state:
         return TieredStore.restore_state(state, free_slots, like)
     key, value = state["k"].to(like), state["v"].to(like)

@@ -191,7 +191,7 @@ class TieredStore(KVStore):
         return store
 
     def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
-        """A new store of entries of this one.
+        """Return a new store of entries of this one.
 
         Args:
             kept: The entries, as `restore` returned them.
@@ -307,7 +307,7 @@ class TieredStore(KVStore):
 
     @classmethod
     def restore_state(cls, state: dict[str, Tensor], free_slots: int, like: Tensor) -> "TieredStore":
-        """The store that returned `state`, on the device and for a cache of the dtype of `like`."""
+        """Return the store that returned `state`, on the device and for a cache of the dtype of `like`."""
         key, value = state["k"].to(like), state["v"].to(like)
         rest = RaggedStore(state["kept_unquantized"], free_slots, key, value)
         rest.fill(key, value)
@@ -335,14 +335,14 @@ class TieredStore(KVStore):
 
 
 def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
-    """`counts`, which belong to `what`; ValueError unless each of the heads of `lens` has 0 or more, up to its lens."""
+    """Return `counts` of `what`; raises ValueError unless each head has between 0 and its number in `lens`."""
     if counts.dtype != torch.long or counts.shape != lens.shape or bool(((counts < 0) | (counts > lens)).any()):
         raise ValueError(f"its counts of {what} are no whole numbers, one a head, or more than the head has")
     return counts
 
 
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
-    """The number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
+    """Return the number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
     return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
 
 

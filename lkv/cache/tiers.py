@@ -41,7 +41,7 @@ class Tier:
         return packed_starts(self.lens)
 
     def select(self, part: Any) -> "Tier":
-        """The entries of those rows and heads that `part` indexes in `lens`."""
+        """Return the entries of those rows and heads that `part` indexes in `lens`."""
         lens = self.lens[part]
         entries = slot_indices(self.starts[part], lens, self.tensors[0].device)
         return self._take(entries, lens)
@@ -85,11 +85,11 @@ class KeyBasis:
         return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
 
     def select(self, rows: Tensor) -> "KeyBasis":
-        """The basis of the batch rows `rows` [n]."""
+        """Return the basis of the batch rows `rows` [n]."""
         return KeyBasis(self.tensor[:, rows.to(self.tensor.device)])
 
     def select_heads(self, heads: slice) -> "KeyBasis":
-        """The basis of some heads."""
+        """Return the basis of some heads."""
         return KeyBasis(self.tensor[:, :, heads].contiguous())
 
     def enter(self, key: Tensor, heads: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class KeyBasis:
         return (key - mean) / scale @ rotation(key.shape[-1], key.dtype, key.device)
 
     def leave(self, key: Tensor, heads: Tensor) -> Tensor:
-        """The entries that `enter` took."""
+        """Return the entries that `enter` took."""
         mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
         return (key @ rotation(key.shape[-1], key.dtype, key.device).mT) * scale + mean
 
@@ -118,5 +118,5 @@ class TierSplit:
     numbers: Tensor
 
     def entries(self) -> tuple[Tensor, ...]:
-        """The entries of each tier, in order. Nothing waits for the device."""
+        """Return the entries of each tier, in order. Nothing waits for the device."""
         return self.numbers.argsort(stable=True).split(self.lens.flatten(1).sum(1).tolist())

@@ -134,7 +134,7 @@ class Ask(PolicyOptions, RunOptions):
         return context
 
     def _compress(self) -> tuple["Context", "Context | None"]:
-        """The document's compressed context, and with --compare the one with its full cache."""
+        """Return the document's compressed context, and with --compare the one with its full cache."""
         from lkv.context.document_reader import read_document
 
         text = read_document(self.words[0])

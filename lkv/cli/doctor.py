@@ -143,7 +143,7 @@ def _check_kernels() -> Iterator[Finding]:
         return _distance(content_scores(ContentWeights(*weights), key, value), expected)
 
     def soft_topk_error() -> float:
-        """The mask must sum to k."""
+        """Return the mask must sum to k."""
         return _distance(soft_topk(random(4, 500), 75.0, 0.1).mask.double().sum(-1) / 75, torch.ones(4))
 
     checks: dict[str, Callable[[], float]] = {

@@ -91,7 +91,7 @@ class Chat:
         return self._context.nbytes()
 
     def _prepare(self, question: str, length: int | None, options: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-        """The ids of everything up to the answer, and the options of generate."""
+        """Return the ids of everything up to the answer, and the options of generate."""
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
         encode = encode_next_question if self.turns else encode_question

@@ -207,7 +207,7 @@ class Context:
 
     @contextmanager
     def working_cache(self) -> Iterator[RaggedCache | FullCache]:
-        """A cache of the text alone, for model(...) or model.generate(...) in the block.
+        """Return a cache of the text alone, for model(...) or model.generate(...) in the block.
 
         It is the context's own, cropped to the text before and after, or a copy if that cannot be cropped.
         """

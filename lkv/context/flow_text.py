@@ -94,7 +94,7 @@ def table_lines(rows: list[list[Cell]]) -> list[str]:
 
 
 def _row_line(texts: list[str]) -> str:
-    """The cells of a row on one line, or those of a layout one after the other."""
+    """Return the cells of a row on one line, or those of a layout one after the other."""
     several = [text for text in texts if "\n" in text]
     if any("\t" in text or len(text) > _MAX_CELL for text in several):
         return "\n".join(text for text in texts if text)

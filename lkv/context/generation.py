@@ -91,7 +91,7 @@ def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: 
 
 
 def longest_answer(model: Any, tokens: int) -> int:
-    """The number of new tokens, at most, that the model can generate after `tokens`; below 1 if there are none.
+    """Return the number of new tokens, at most, that the model can generate after `tokens`; below 1 if there are none.
 
     The last one is never read. Where the length lies at which LongRoPE rotates all of a text with other frequencies,
     an answer ends there.
@@ -164,7 +164,7 @@ def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[st
 
 
 def end_tokens(model: Any, options: dict[str, Any]) -> set[int]:
-    """The ids that end an answer generated with `options`."""
+    """Return the ids that end an answer generated with `options`."""
     ends = _effective(model, options, "eos_token_id")
     ends = ends.tolist() if isinstance(ends, Tensor) else ends
     return {ends} if isinstance(ends, int) else set(ends or ())
@@ -183,12 +183,12 @@ def is_truncated(model: Any, answer: list[int], length: int, options: dict[str, 
 
 
 def _requested(options: dict[str, Any], name: str) -> Any:
-    """The value of `name` in the caller's options, or in a generation_config among them."""
+    """Return the value of `name` in the caller's options, or in a generation_config among them."""
     return options[name] if name in options else getattr(options.get("generation_config"), name, None)
 
 
 def _effective(model: Any, options: dict[str, Any], name: str) -> Any:
-    """The value of `name` that generate uses: the caller's, else the model's. A caller's None counts as a value."""
+    """Return the value of `name` in generate: the caller's, else the model's. A caller's None counts as a value."""
     value = _requested(options, name)
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
 
@@ -206,12 +206,12 @@ def printed(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_answer(tokenizer: Any, ids: list[int]) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
-    """The text that `answer(**options of generate)` generates in another thread, piece by piece.
+    """Return the text that `answer(**options of generate)` generates in another thread, piece by piece.
 
     The thread has ended when the iterator is exhausted or closed; its exceptions are raised here.
     """

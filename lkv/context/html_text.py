@@ -103,7 +103,7 @@ class _List:
         self.number = _integer(attributes.get("start"), items if self.step < 0 else 1)
 
     def next_marker(self, value: str | None) -> str:
-        """The next item's marker; `value` is its own number, if any."""
+        """Return the next item's marker; `value` is its own number, if any."""
         if not self.kind:
             return f"{self.indent}* "
         number = _integer(value, self.number)
@@ -212,7 +212,7 @@ class _Renderer:
         return [*content, leave]
 
     def _render_content(self, node: "LexborNode", display: str) -> list[_Step]:
-        """What an element displays: its children, for most."""
+        """Return what an element displays: its children, for most."""
         tag, attributes, children = node.tag or "", node.attributes, _children(node)
         if tag in _LISTS:
             self._lists.append(_List(node, len(self._lists)))
@@ -244,7 +244,7 @@ class _Renderer:
         return children
 
     def _capture(self, steps: Sequence[_Step], use: Callable[[str], None]) -> list[_Step]:
-        """Steps that render into a text of its own, with which `use` is then called."""
+        """Return steps that render into a text of its own, with which `use` is then called."""
 
         def begin() -> None:
             self._outer_texts.append(self.text)
@@ -331,7 +331,7 @@ def _children(node: "LexborNode") -> list[_Step]:
 
 
 def _parse_style(node: "LexborNode") -> dict[str, str]:
-    """The declarations of an element's own attribute `style`."""
+    """Return the declarations of an element's own attribute `style`."""
     declarations = (part.partition(":") for part in (node.attributes.get("style") or "").lower().split(";"))
     return {name.strip(): value.replace("!important", "").strip() for name, _, value in declarations if value.strip()}
 
@@ -348,13 +348,13 @@ def _input_text(attributes: dict[str, str | None]) -> str:
 
 
 def _integer(value: str | None, default: int) -> int:
-    """The number that an attribute begins with, as the standard reads it."""
+    """Return the number that an attribute begins with, as the standard reads it."""
     match = re.match(rf"[{SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
     return int(match[1]) if match else default
 
 
 def _format_number(number: int, kind: str) -> str:
-    """A list item's number, by the list's attribute `type`."""
+    """Return a list item's number, by the list's attribute `type`."""
     letters = ""
     if kind in "aA" and number > 0:
         while number > 0:

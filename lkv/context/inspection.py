@@ -138,7 +138,7 @@ def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.n
 
 
 def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
-    """The text of each token of the context; joined, they are the text as the model reads it."""
+    """Return the text of each token of the context; joined, they are the text as the model reads it."""
     whole = chat_template_parts(tokenizer)[0] + text
     extra = len(ids) - len(encode(tokenizer, whole))
     if not getattr(tokenizer, "is_fast", False):

@@ -139,7 +139,7 @@ def _second_column(line: list[_Piece]) -> int | None:
 
 
 def _line_text(line: list[_Piece]) -> str:
-    """A line's text, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}, not 106."""
+    """Return a line's text, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}, not 106."""
     text = ""
     for before, piece in zip([None, *line], line, strict=False):
         is_small = before is not None and piece.size < 0.8 * before.size and text[-1:].isalnum()
@@ -163,7 +163,7 @@ def _join_words(text: str) -> str:
 
 
 def _fields(reader: "PdfReader") -> Iterator[str]:
-    """The filled fields of forms, as `label: value`."""
+    """Return the filled fields of forms, as `label: value`."""
     for name, field in (reader.get_fields() or {}).items():
         value = field.get("/V")
         value = value.get_object() if value is not None else None
@@ -173,7 +173,7 @@ def _fields(reader: "PdfReader") -> Iterator[str]:
 
 
 def _notes(reader: "PdfReader") -> Iterator[str]:
-    """The contents of annotations that are displayed."""
+    """Return the contents of annotations that are displayed."""
     for page in reader.pages:
         for reference in page.get("/Annots") or []:
             note = reference.get_object()

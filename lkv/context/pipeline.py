@@ -37,7 +37,7 @@ class ContextQuestionPipeline(Pipeline):
         return {}, options, {}
 
     def preprocess(self, input_: Any, **preprocess_parameters: Any) -> dict[str, Any]:
-        """The context, as `forward` takes it. Raises PromptError for anything but a text."""
+        """Return the context, as `forward` takes it. Raises PromptError for anything but a text."""
         if not isinstance(input_, str):
             raise PromptError(f"the context is a {type(input_).__name__}; give one text, or a list of texts.")
         return {"context": input_}
@@ -53,7 +53,7 @@ class ContextQuestionPipeline(Pipeline):
         return {"answers": [context.ask(each, **options) for each in questions]}
 
     def postprocess(self, model_outputs: Any, **postprocess_parameters: Any) -> Any:
-        """The answers as they are."""
+        """Return the answers as they are."""
         return model_outputs
 
 

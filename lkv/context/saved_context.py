@@ -52,7 +52,7 @@ _METADATA: dict[str, tuple[type, ...]] = {
 
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
-    """The tensors that are saved of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
+    """Return the tensors to save of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
     if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
     states = [layer.state() if isinstance(layer, RaggedLayer) else {} for layer in cache.layers]
@@ -78,7 +78,7 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: d
 
 
 def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], RaggedCache, dict[str, Any]]:
-    """The ids of a saved text, its compressed cache and its metadata. Raises ContextFileError like `Context.load`."""
+    """Read the ids of a saved text, its cache and its metadata. Raises ContextFileError like `Context.load`."""
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
     tensors, header = tensor_file.read(path, CONTEXT_FILE)
@@ -113,7 +113,7 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
 
 
 def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
-    """A cache with `tensors`, as `context_tensors` gives them."""
+    """Return a cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
     states, likes = split_numbered(tensors, len(cache.layers)), _empty_tensors(model, len(cache.layers))
@@ -132,7 +132,7 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
 
 
 def _empty_tensors(model: Any, layers: int) -> list[Tensor]:
-    """A tensor in the model's dtype for each of its `layers`, on the device of that layer: they may be on several."""
+    """Make a tensor in the model's dtype for each of its `layers`, on the device of that layer."""
     devices = [next(layer.parameters()).device for layer in decoder_layers(model)] or [input_device(model)] * layers
     dtype = model.get_input_embeddings().weight.dtype
     return [torch.empty(0, dtype=dtype, device=device) for device in devices]

@@ -113,7 +113,7 @@ class MethodGrid:
         self.pairs = frozenset(product(self.methods, self.retentions))
 
     def select(self, pairs: frozenset[tuple[str, float]]) -> "MethodGrid":
-        """A grid with only these (method, retention) pairs, and the full cache."""
+        """Return a grid with only these (method, retention) pairs, and the full cache."""
         grid = copy.copy(self)
         grid.pairs = self.pairs & pairs
         grid._specs = {
@@ -126,7 +126,7 @@ class MethodGrid:
         return grid
 
     def _build_tiers(self, spec: MethodSpec, memory: float, table: TierTable | None) -> tuple[TierBudget, ...]:
-        """The tiers of a method within a share of the full cache's bytes."""
+        """Return the tiers of a method within a share of the full cache's bytes."""
         inputs = self._inputs[memory, spec.policy_name]
         learned = inputs.policy if spec.needs_policy else None
         return build_tiers(spec, inputs, MemoryTarget(share=memory), table or tier_table_of(learned))
@@ -169,12 +169,12 @@ def _row_name(method: str, table: str) -> str:
 
 
 def _selector_key(spec: MethodSpec) -> tuple[str, str]:
-    """What methods with the same selector share: its name, and the policy's if it reads one."""
+    """Return what methods with the same selector share: its name, and the policy's if it reads one."""
     return spec.selector, spec.policy_name if POLICY in selectors()[spec.selector].needs else ""
 
 
 def _prepare(selector: Selector, ids: list[int], prompt: list[LayerKV]) -> tuple[Selector, Tensor | LkvError]:
-    """The selector for this prompt with its scores of the first layer, or the error why it cannot score it."""
+    """Return the selector for this prompt with its scores of the first layer, or the error why it cannot score it."""
     try:
         prepared = selector.for_prompt(ids, prompt)
         return prepared, prepared.scores(0, prompt[0])
@@ -255,11 +255,11 @@ class MethodComparison:
         return torch.stack([layer.lens for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
 
     def nbytes(self) -> int:
-        """The bytes of k and v of all rows, without sliding windows, from which nothing is evicted."""
+        """Return the bytes of k and v of all rows, without sliding windows, from which nothing is evicted."""
         return sum(layer.nbytes() for layer in self._cache.ragged_layers)
 
     def realised_retentions(self) -> list[float]:
-        """The share of the prompt's KV entries that each method keeps."""
+        """Return the share of the prompt's KV entries that each method keeps."""
         entries = sum(layer.lens.shape[1] for layer in self._cache.ragged_layers) * self._prompt_tokens
         return [count / entries for count in self.kept_entries()]
 
@@ -315,7 +315,7 @@ class MethodComparison:
 
     @contextmanager
     def _working_cache(self, last: bool = False) -> Iterator[RaggedCache]:
-        """The cache, cropped afterwards unless this is its `last` use; a copy if it cannot be cropped."""
+        """Return the cache, cropped afterwards unless this is its `last` use; a copy if it cannot be cropped."""
         if self._cache.others or not self._cache.is_rewindable:
             yield self._cache.fork()
             return

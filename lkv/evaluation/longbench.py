@@ -103,7 +103,7 @@ def _find_file(task: str, folder: Path) -> Path:
 
 
 def _read_rows(path: Path, task: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The row of each line that is not blank, with its position in the file."""
+    """Return the row of each line that is not blank, with its position in the file."""
     try:
         with ExitStack() as stack:
             file: TextIO

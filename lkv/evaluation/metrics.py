@@ -112,7 +112,7 @@ def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str
 
 
 def _best(metric: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
-    """The highest score over the true answers of a metric in 0..1 that takes one of them."""
+    """Return the highest score over the true answers of a metric in 0..1 that takes one of them."""
     return lambda answer, truths, classes: 100 * max(metric(answer, truth, classes) for truth in truths)
 
 

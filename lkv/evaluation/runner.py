@@ -249,7 +249,7 @@ def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
 
 
 def _header(model: "PreTrainedModel", grid: MethodGrid, config: EvaluationConfig, named: dict[str, Example]) -> Record:
-    """The first line of the file: all settings that results depend on."""
+    """Return the first line of the file: all settings that results depend on."""
     policy, pattern, policies = config.policy, config.pattern, config.policies
     tiers = {name: own.card["tiers"] for name, own in {"": policy, **policies}.items() if own and own.card.get("tiers")}
     header = {
@@ -282,12 +282,12 @@ def _header(model: "PreTrainedModel", grid: MethodGrid, config: EvaluationConfig
 
 
 def _qualified_name(function: Any) -> str:
-    """A function with its module, or the kind of another callable."""
+    """Return a function with its module, or the kind of another callable."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _missing_methods(grid: MethodGrid, line: Record | None) -> MethodGrid | None:
-    """The methods that an example's line lacks, None if it has all."""
+    """Return the methods that an example's line lacks, None if it has all."""
     if line is None:
         return grid
     measured = {(row["method"], row["retention"]) for row in (*line.get("rows", ()), *line.get("skipped", ()))}
@@ -296,7 +296,7 @@ def _missing_methods(grid: MethodGrid, line: Record | None) -> MethodGrid | None
 
 
 def _extend(line: Record, measured: Record) -> Record:
-    """An example's line with the rows of more methods; the full cache is already there."""
+    """Return an example's line with the rows of more methods; the full cache is already there."""
     rows = [row for row in measured["rows"] if row["method"] != FULL]
     return line | {"rows": line["rows"] + rows, "skipped": line["skipped"] + measured["skipped"]}
 
@@ -311,7 +311,7 @@ def _share_of(keys: Sequence[str], rank: int, world_size: int) -> list[str]:
 
 
 def _digest_example(example: Example) -> dict[str, str]:
-    """What an example's line holds of what it was measured with."""
+    """Return what an example's line holds of what it was measured with."""
     text = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
     scoring = (example.metric, example.classes, example.first_line, example.stop_at_newline, example.chat)
     return {"text_sha256": _digest(text), "scoring_sha256": _digest(scoring)}

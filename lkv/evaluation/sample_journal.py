@@ -121,7 +121,7 @@ def _has_valid_rows(sample: Record) -> bool:
 
 
 def _merge_headers(path: Path, written: Record, header: Record) -> Record:
-    """The header of a file that holds the samples of both runs. Raises DataError if their settings conflict."""
+    """Return the header of a file that holds the samples of both runs. Raises DataError if their settings conflict."""
     merged = {name: _merge_setting(name, written, header) for name in {**header, **written}}
     check_header(path, written, header, [name for name, value in merged.items() if value is not _CONFLICT])
     return merged

@@ -20,7 +20,7 @@ class Mean(NamedTuple):
 
 
 def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
-    """The mean of the groups' means, with a percentile bootstrap that draws samples within each group.
+    """Return the mean of the groups' means, with a percentile bootstrap that draws samples within each group.
 
     The draws of small groups vary too little, by (n - 1) / n, and so few samples are not normally distributed: the
     interval is widened by both, the latter as Student's t with Satterthwaite's degrees of freedom. A group of one
@@ -39,7 +39,7 @@ def macro_mean(groups: Groups, draws: int = 2000) -> Mean:
 
 
 def draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """The mean over the groups' means [K] and its draws [draws, K], for groups of shape [samples, K]."""
+    """Return the mean over the groups' means [K] and its draws [draws, K], for groups of shape [samples, K]."""
     from scipy.stats import norm, t
 
     if not groups or not all(len(group) for group in groups):
@@ -68,6 +68,6 @@ def draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarr
 
 
 def to_interval(value: float, drawn: np.ndarray, samples: int) -> Mean:
-    """The mean `value` with the 95% interval of its draws [draws]."""
+    """Return the mean `value` with the 95% interval of its draws [draws]."""
     low, high = np.quantile(drawn, [0.025, 0.975])
     return Mean(float(value), float(low), float(high), samples)

@@ -128,7 +128,7 @@ def is_rope_by_length(model: PreTrainedModel) -> bool:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """The device on which the model takes its token ids."""
+    """Return the device on which the model takes its token ids."""
     weight: Any = model.get_input_embeddings().weight
     return weight.device
 
@@ -194,7 +194,7 @@ def _attention(
 
 
 def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The mask of one kind of layer: that of the model, or `key_mask` where the layers of an LKV cache need no more."""
+    """Return the mask of one kind of layer: the model's, or `key_mask` where layers of an LKV cache need no more."""
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None

@@ -31,7 +31,7 @@ class BaseCache(Cache):
         self.name = register_cache(self)
 
     def _parts(self) -> list[OtherLayer]:
-        """The parts of hybrid layers that `layers` does not contain."""
+        """Return the parts of hybrid layers that `layers` does not contain."""
         return [other for index, other in self.others.items() if self.layers[index] is not other]
 
     def set_others(self, others: dict[int, OtherLayer]) -> None:
@@ -57,14 +57,14 @@ class BaseCache(Cache):
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The convolution state of a layer before this pass, None before the first one; models write to it."""
+        """Return the convolution state of a layer before this pass, None before the first one; models write to it."""
         if state_idx == 0:
             self.before_states(layer_idx)
         layer = self._recurrent(layer_idx)
         return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state of a layer before this pass, None before the first one."""
+        """Return the recurrent state of a layer before this pass, None before the first one."""
         layer = self._recurrent(layer_idx)
         return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
 

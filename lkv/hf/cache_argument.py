@@ -17,7 +17,7 @@ def cache_argument(cache: Any) -> dict[str, Any]:
 
 
 def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
-    """The arguments of a pass of `ids` [B, T] over `cache`: the cache, and positions where it has read a text.
+    """Return the arguments of a pass of `ids` [B, T] over `cache`: the cache, and positions where it has read a text.
 
     Some models count positions from 0 in every pass unless they are given.
     """
@@ -27,5 +27,5 @@ def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
 
 
 def find_cache(arguments: dict[str, Any]) -> Any:
-    """The cache among keyword arguments, by either name; None without one."""
+    """Return the cache among keyword arguments, by either name; None without one."""
     return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)

@@ -47,7 +47,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new k and v alone."""
+        """Return the new k and v alone."""
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
@@ -63,7 +63,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.17."""
+        """Return the name of `get_max_length` before transformers 5.17."""
         return self.get_max_length()
 
 

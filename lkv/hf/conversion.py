@@ -144,7 +144,7 @@ def _check_layers(reader: Any) -> None:
 
 
 def _stored_dtype(reader: Any) -> torch.dtype:
-    """The dtype of most weights in a GGUF file; bfloat16 where they are quantised."""
+    """Return the dtype of most weights in a GGUF file; bfloat16 where they are quantised."""
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -192,7 +192,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
-    """The `missing` tensors but for biases, which such a class has in every projection where a file has them in some.
+    """Leave out of `missing` biases, which such a class has in every projection where a file has them in some.
 
     These are made zeros, as none is.
     """
@@ -230,7 +230,7 @@ def add_end_tokens(model: Any, ids: list[int]) -> None:
 
 
 def _without_quantization(model: Any) -> Any:
-    """The same weights in a model that is not marked as quantised, since a marked one cannot be saved."""
+    """Return the same weights in a model that is not marked as quantised, since a marked one cannot be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

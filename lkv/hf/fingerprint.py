@@ -43,7 +43,7 @@ def encode_direction(position: str, values: Sequence[float]) -> str | None:
 
 @torch.no_grad()
 def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
-    """The factors [columns] of the sampled layers' norms, by the norm's name within the decoder."""
+    """Return the factors [columns] of the sampled layers' norms, by the norm's name within the decoder."""
     norm_names = {name for _, names in _READERS for name in names}
     norms = {}
     for name, norm in decoder.named_modules():
@@ -62,7 +62,7 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
 def read_directions(
     weights: Mapping[str, Tensor], layers: int, norms: Mapping[str, Tensor] | None = None
 ) -> tuple[str, ...]:
-    """The fingerprint of the decoder's `weights` by name, as `lkv.policy.model_match.agreement` compares it.
+    """Return the fingerprint of the decoder's `weights` by name, as `lkv.policy.model_match.agreement` compares it.
 
     `norms` is what `read_norms` returned. Matrices whose rows cannot be read are left out, so that a model may have an
     empty fingerprint. Under tensor parallelism every process of the group must call this.
@@ -90,7 +90,7 @@ def read_directions(
 
 
 def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base model's `weights` under its own names, where PEFT has put adapters around some of its layers."""
+    """Return the base model's `weights` under its own names, where PEFT has put adapters around some of its layers."""
     adapted = {name.rpartition(".base_layer.")[0] for name in weights if ".base_layer." in name}
     base = {}
     for name, weight in weights.items():
@@ -103,7 +103,7 @@ def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_adapters(model: nn.Module) -> str:
-    """A digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none.
+    """Return a digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none.
 
     It covers their weights, their scales, and which of them are merged into the base model.
     """
@@ -137,7 +137,7 @@ def check_same_adapters(before: str, now: str) -> None:
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:
-    """A few single values of each plain matrix, for a digest that only the very same weights have."""
+    """Return a few single values of each plain matrix, for a digest that only the very same weights have."""
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
         height, columns = weight.shape
@@ -162,13 +162,13 @@ def _sampled(layers: int) -> set[int]:
 
 
 def _layer(name: str) -> int | None:
-    """The index of the layer that a module or parameter belongs to, by its name."""
+    """Return the index of the layer that a module or parameter belongs to, by its name."""
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
-    """The one of `norms` whose output the matrix `name` reads; None where it is unknown."""
+    """Return the one of `norms` whose output the matrix `name` reads; None where it is unknown."""
     for matrix, possible in _READERS:
         if match := matrix.search(name):
             layer = name[: match.start()]
@@ -179,14 +179,14 @@ def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
 
 
 def _shape(weight: Tensor) -> tuple[int, ...]:
-    """The shape of the matrix that `weight` represents: bitsandbytes packs two 4-bit values into a byte."""
+    """Return the shape of the matrix that `weight` represents: bitsandbytes packs two 4-bit values into a byte."""
     state = getattr(weight, "quant_state", None)
     return tuple(weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()
 def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
-    """The `rows` [n, columns] of a matrix, or None where they cannot be read."""
+    """Return the `rows` [n, columns] of a matrix, or None where they cannot be read."""
     if getattr(weight, "device_mesh", None) is not None:
         return _gather_rows(weight, rows)
     if type(weight) in (Tensor, nn.Parameter):

@@ -205,7 +205,7 @@ def _divided(short: Any, long: Any, base: float, original: int, attention: float
 
 
 def _llama3_factors(base: float, pairs: int, factor: float) -> Any:
-    """What the RoPE scaling of Llama 3.1 to 3.3, with its settings there, divides the frequencies [pairs] by."""
+    """Return what the RoPE scaling of Llama 3.1 to 3.3, with its settings there, divides the frequencies [pairs] by."""
     low, high, original = _LLAMA3.values()
     turns = original * base ** (-np.arange(pairs) / pairs) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)

@@ -110,7 +110,7 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
 
 
 def _check_name(name: str, revision: str | None) -> str:
-    """The name as a str. Raises ModelLoadError for one that cannot be a model's, or has no revisions."""
+    """Return the name as a str. Raises ModelLoadError for one that cannot be a model's, or has no revisions."""
     as_path(name, ModelLoadError, "the model")
     name = str(name)
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
@@ -181,7 +181,7 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
 
 @contextmanager
 def _default_file() -> Iterator[Path]:
-    """The embedded model's GGUF file: from the package where it is installed, else from its wheel."""
+    """Return the embedded model's GGUF file: from the package where it is installed, else from its wheel."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(_PACKAGE) or []:
             if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():

@@ -88,7 +88,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         return copy.copy(self)
 
     def state(self) -> dict[str, Tensor]:
-        """The last tokens: k and v [B, H, T, d]."""
+        """Return the last tokens: k and v [B, H, T, d]."""
         if self.keys is None or self.values is None:
             raise CacheError("there is no text in a sliding layer to save; read one first.")
         return {"sliding_k": self.keys, "sliding_v": self.values}
@@ -149,7 +149,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self.__init__(self.number_of_states, self.is_stepwise)  # type: ignore[misc]
 
     def state(self) -> dict[str, Tensor]:
-        """The states: conv_I and recurrent_I, where the layer has them."""
+        """Return the states: conv_I and recurrent_I, where the layer has them."""
         if not any(self.has_previous_state.values()):
             raise CacheError("there is no text in a recurrent layer to save; read one first.")
         states = (("conv", self.conv_states), ("recurrent", self.recurrent_states))
@@ -213,7 +213,7 @@ if LinearAttentionLayer is not object:
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The kind of each decoder layer of a model, from the configuration of its text model."""
+    """Return the kind of each decoder layer of a model, from the configuration of its text model."""
     window, names = positions.attention_window(config), getattr(config, "layer_types", None)
     if names is None:
         # Without a list of kinds a window holds for all layers.
@@ -231,12 +231,12 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
 
 def unknown_kinds(kinds: Sequence[LayerKind]) -> list[str]:
-    """The names of those `kinds` that LKV does not know, sorted."""
+    """Return the names of those `kinds` that LKV does not know, sorted."""
     return sorted({kind.name for kind in kinds} - _OTHERS.keys())
 
 
 def make_layers(kinds: Sequence[LayerKind], attention: Iterable[Any]) -> tuple[list[Any], dict[int, OtherLayer]]:
-    """The layers of a cache: those of `attention` for full attention, new ones for the rest.
+    """Return the layers of a cache: those of `attention` for full attention, new ones for the rest.
 
     Returns the layers, and by their indices the parts that nothing is evicted from, of hybrid layers too.
     """
@@ -245,7 +245,7 @@ def make_layers(kinds: Sequence[LayerKind], attention: Iterable[Any]) -> tuple[l
 
 
 def join_layers(kinds: Sequence[LayerKind], attention: Iterable[Any], others: dict[int, OtherLayer]) -> list[Any]:
-    """The layers of a cache: those of `attention` for full attention, else `others`."""
+    """Return the layers of a cache: those of `attention` for full attention, else `others`."""
     remaining = iter(attention)
     return [
         next(remaining) if kind.is_evicted else others[index] if index in others else cache_utils.DummyLayer()

@@ -9,7 +9,7 @@ from lkv.errors import PromptError
 
 
 def max_positions(config: Any) -> Any:
-    """The longest text, in tokens, that the model can read; None where its configuration does not state it.
+    """Return the longest text, in tokens, that the model can read; None where its configuration does not state it.
 
     YaRN extends it without a change to `max_position_embeddings`.
     """
@@ -20,14 +20,14 @@ def max_positions(config: Any) -> Any:
 
 
 def attention_window(config: Any) -> int | None:
-    """The window of the model's sliding layers; None where it has none, or one that is as long as any text."""
+    """Return the window of the model's sliding layers; None where it has none, or one that is as long as any text."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     limit = max_positions(config)
     return None if window and isinstance(limit, int) and window >= limit else window
 
 
 def frequency_change(config: Any) -> int | None:
-    """The tokens beyond which LongRoPE rotates all of a text with other frequencies; None for other embeddings."""
+    """Find the tokens beyond which LongRoPE rotates all of a text with other frequencies; None for other embeddings."""
     rope = rope_settings(config)
     return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
@@ -44,6 +44,6 @@ def check_frequencies(config: Any, read: int, tokens: int) -> None:
 
 
 def rope_settings(config: Any) -> dict[str, Any]:
-    """The settings of the rotary embedding of full-attention layers."""
+    """Return the settings of the rotary embedding of full-attention layers."""
     settings = getattr(config, "rope_parameters", None) or {}
     return settings.get("full_attention") or settings

@@ -73,7 +73,7 @@ class LayerKV:
         return self.rotation
 
     def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
-        """Some rows and tokens, as if they had been read alone from position 0 on."""
+        """Return some rows and tokens, as if they had been read alone from position 0 on."""
         queries = self.queries
         if queries is not None:  # perhaps of the last tokens alone
             start, stop, step = tokens.indices(self.key.shape[2])
@@ -100,7 +100,7 @@ class PromptKV(list[LayerKV]):
         self.kinds, self.others = kinds, others or {}
 
     def continuation_layers(self, layers: Sequence[Any], rows: int = 1) -> tuple[list[Any], dict[int, OtherLayer]]:
-        """The layers of a cache that continues the prompt in `rows` rows, as `make_layers` returns them.
+        """Return the layers of a cache that continues the prompt in `rows` rows, as `make_layers` returns them.
 
         These are `layers` for full attention, and copies of the others.
         """
@@ -145,7 +145,7 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
 
 
 def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
-    """The rotation of each full-attention layer, verified for its queries.
+    """Return the rotation of each full-attention layer, verified for its queries.
 
     A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
     without an error. So the model reads tokens whose queries are all equal before RoPE: undoing it must make

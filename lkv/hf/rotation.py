@@ -67,7 +67,7 @@ class Rotation:
         return self.rotate(self._turn(x, cos, sin), start)
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
-        """The mean of the rotations at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by.
+        """Compute the mean rotation at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by.
 
         They follow a text of `start` tokens: as in `future_start`.
         """
@@ -88,7 +88,7 @@ class Rotation:
         return (cos[0, 0], sin[0, 0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
 
     def future_start(self, end: int, count: int) -> int:
-        """The first of `count` positions that follow a text of `end` tokens.
+        """Return the first of `count` positions that follow a text of `end` tokens.
 
         It is earlier where LongRoPE, which has other frequencies for longer texts, would rotate these differently.
         """
@@ -109,7 +109,7 @@ class Rotation:
         return self._rotates_halves
 
     def _mean_cos_sin(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """The means [1, 1, d] of the tables; all layers of a prompt need the same."""
+        """Return the means [1, 1, d] of the tables; all layers of a prompt need the same."""
         key = ("mean", start, end, like.dtype, like.device)
         tables = self._tables.get(key)
         if tables is None:
@@ -125,7 +125,7 @@ class Rotation:
         return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
 
     def _cos_sin(self, like: Tensor, start: int, end: int, inverse: bool = False) -> tuple[Tensor, Tensor]:
-        """The tables cos and sin [1, end - start, d]; the few that all layers of a prompt need are kept."""
+        """Return the tables cos and sin [1, end - start, d]; the few that all layers of a prompt need are kept."""
         key = (start, end, like.dtype, like.device, inverse)
         tables = self._tables.get(key)
         if tables is None:
@@ -137,7 +137,7 @@ class Rotation:
         return tables
 
     def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The tables cos and sin [1, n, d] at `positions` [n], by the model's embedding, which stays as it is."""
+        """Compute cos and sin [1, n, d] at `positions` [n] by the model's embedding, which stays as it is."""
         rotary = self._rotary
         if self._has_state:
             rotary = copy.deepcopy(rotary, {id(config): config for config in [getattr(rotary, "config", None)]})
@@ -158,7 +158,7 @@ class NoRotation(Rotation):
         return x
 
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
-        """The tokens `part` of x."""
+        """Return the tokens `part` of x."""
         return x[:, :, part]
 
     def half_tables(self, like: Tensor, start: int, end: int) -> None:
@@ -172,7 +172,7 @@ class NoRotation(Rotation):
         return x
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
-        """The identity."""
+        """Return the identity."""
         return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
     def future_start(self, end: int, count: int) -> int:
@@ -195,13 +195,13 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _invert(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables of the inverse rotation."""
+    """Return the tables of the inverse rotation."""
     size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
     return cos / size, -sin / size
 
 
 def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[Rotation | None, ...]:
-    """The `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo.
+    """Return the `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo.
 
     A model may leave some layers unrotated, or change k after RoPE: the k of one token repeated shows that. Without
     weights only names do, those that the families with such layers have in common.
@@ -228,7 +228,7 @@ def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[R
 
 
 def _rotation_of(key: Tensor, rotation: Rotation) -> Rotation | None:
-    """The rotation of a layer with these k [1, H, T, d] of one token repeated, which are all equal before RoPE."""
+    """Find the rotation of a layer with these k [1, H, T, d] of one token repeated, which are all equal before RoPE."""
     if variation(key) <= _EQUAL * float(key.norm()):
         return NoRotation()
     return rotation if variation(rotation.unrotate(key)) <= _UNROTATED * variation(key) else None

@@ -27,7 +27,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
-        """The shape that a transformers configuration states.
+        """Return the shape that a transformers configuration states.
 
         Raises:
             UnsupportedModelError: For a configuration that lacks a field.

@@ -95,12 +95,12 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 
 
 def decoder_kinds(model: PreTrainedModel) -> list[LayerKind]:
-    """The kind of each decoder layer."""
+    """Return the kind of each decoder layer."""
     return layer_kinds(model.config.get_text_config(decoder=True))
 
 
 def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
-    """The sinks of each full-attention layer, one more logit [Hq] of its query heads; None where it has none."""
+    """Return the sinks of each full-attention layer, one more logit [Hq] of its query heads; None where it has none."""
     sinks: dict[int, Tensor] = {}
     for module in model.get_decoder().modules():
         index, weight = getattr(module, "layer_idx", None), getattr(module, "sinks", None)
@@ -110,7 +110,7 @@ def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
 
 
 def local_kv_heads(model: PreTrainedModel) -> slice:
-    """The KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
+    """Return the KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
 
     Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
     """
@@ -141,7 +141,7 @@ def _kv_heads(text: Any) -> Any:
 
 
 def output_projections(model: PreTrainedModel) -> list[Tensor]:
-    """The weight [hidden, Hq * d] of each full-attention layer's output projection.
+    """Return the weight [hidden, Hq * d] of each full-attention layer's output projection.
 
     Under tensor parallelism it has only the columns of the heads computed here. Raises UnsupportedModelError for a
     model that has no such matrices, or quantised ones.
@@ -162,7 +162,7 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
 
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
-    """The attention module of each full-attention layer, with the name of its output projection."""
+    """Return the attention module of each full-attention layer, with the name of its output projection."""
     evicted = [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
     modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
@@ -180,19 +180,19 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """The decoder layers, in order; none of a model in which they cannot be found."""
+    """Return the decoder layers, in order; none of a model in which they cannot be found."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in unwrap_model(model).get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next((list(modules) for modules in lists if len(modules) == count), [])
 
 
 def max_positions(model: PreTrainedModel) -> int:
-    """The longest text, in tokens, that `model` can read."""
+    """Return the longest text, in tokens, that `model` can read."""
     return positions.max_positions(model.config.get_text_config(decoder=True))
 
 
 def unwrap_model(model: Any) -> Any:
-    """The transformers model inside a compiled model or a PEFT model; `model` itself where it is neither."""
+    """Return the transformers model inside a compiled model or a PEFT model; `model` itself where it is neither."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, PreTrainedModel) or not isinstance(getattr(model, "base_model", None), nn.Module):
         return model

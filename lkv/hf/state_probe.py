@@ -17,7 +17,7 @@ _TOLERANCE = 0.1  # of the norm: rounding in 16 bits is below, a state that was 
 
 @torch.no_grad()
 def probed_kinds(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """What each decoder layer caches; recurrent ones know whether they may read several tokens after a text.
+    """Return what each decoder layer caches; recurrent ones know whether they may read several tokens after a text.
 
     The code of some models starts such a pass from empty states. Raises UnsupportedModelError for a model whose layers
     keep their states elsewhere than in a cache.

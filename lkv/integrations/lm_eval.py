@@ -157,7 +157,7 @@ class LKVLM(HFLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """The harness's information, and under "lkv" the settings and how the contexts of each task were compressed."""
+        """Add to the harness's information, and under "lkv" the settings and what was compressed of each task."""
         tasks = {task: statistics.summary() for task, statistics in self._statistics.items()}
         method, bits = self._request.method, self._request.bits
         settings = {"method": method, "retention": None if method == FULL else self._retention, "bits": bits}
@@ -210,7 +210,7 @@ class LKVLM(HFLM):
 
     @contextmanager
     def _compressed_cache(self, ids: Tensor) -> Iterator[dict[str, Any]]:
-        """The model's argument with the cache of the context of `ids` [1, T]; no argument without a compressed one."""
+        """Make the model's argument with the cache of the context of `ids` [1, T]; none without a compressed one."""
         if self._question is None:
             yield {}
             return
@@ -232,7 +232,7 @@ class LKVLM(HFLM):
             yield cache_argument(cache)
 
     def _compress(self, ids: list[int]) -> Context | None:
-        """The compressed context of `ids`, which successive questions share; None if the method cannot compress it."""
+        """Find the compressed context of `ids`, shared by successive questions; None if it cannot be compressed."""
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
             with suppress(PromptError):  # the method needs a longer text, or a shorter one

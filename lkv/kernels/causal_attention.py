@@ -84,7 +84,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Outputs and log-sum-exp of the CPU's flash kernel over at least one key, for tensors that fit each other."""
+    """Run the CPU's flash kernel over at least one key; return outputs and log-sum-exp."""
     value_dim = v.shape[-1]
     if not q.numel():  # it divides by sizes
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -97,7 +97,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bo
 def flash_gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool = False
 ) -> list[Tensor]:
-    """The gradients of q, k and v through `flash_attention`.
+    """Return the gradients of q, k and v through `flash_attention`.
 
     With `out` and `lse` over more keys than these, they are the part of these keys in the whole's.
     """
@@ -109,7 +109,7 @@ def flash_gradients(
 
 
 def pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
+    """Return the tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
     width = max(x.shape[-1] for x in tensors)
     width += -width % 8
     padded = [pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]

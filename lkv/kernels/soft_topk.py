@@ -73,7 +73,7 @@ def _warn_that_the_cpu_computes(kind: str) -> None:
 
 
 def threshold(x: Tensor, k: Tensor) -> Tensor:
-    """The lambda of Sec. 3.2 for float64 scores `x` [..., n] and `k` [...]: sum f(x - lambda) = k. Returns [...].
+    """Find the lambda of Sec. 3.2 for float64 scores `x` [..., n] and `k` [...]: sum f(x - lambda) = k. Returns [...].
 
     Everything is kept in logarithms and relative to the split score x_m, so nothing overflows when scores spread over
     thousands (tau = 0.001). Unlike App. A it allows m = 0 (small k, root above the largest score) and m = n.

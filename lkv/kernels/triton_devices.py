@@ -39,5 +39,5 @@ def shared_memory(device: torch.device) -> int:
 
 
 def padded(size: int) -> int:
-    """The size of a block for `size` numbers; a dot product takes at least 16 of everything."""
+    """Return the size of a block for `size` numbers; a dot product takes at least 16 of everything."""
     return max(16, triton.next_power_of_2(size))

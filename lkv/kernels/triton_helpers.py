@@ -11,7 +11,7 @@ IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def split_heads(number, heads):
-    """The batch row and the head of the head with this number among all rows' heads, in 64 bits."""
+    """Return the batch row and the head of the head with this number among all rows' heads, in 64 bits."""
     return (number // heads).to(tl.int64), (number % heads).to(tl.int64)
 
 

@@ -43,7 +43,7 @@ class MethodInputs:
     strict: bool = True  # without it, a budget that cannot keep as little as `target` keeps the least it can
 
     def require(self, name: str) -> Any:
-        """The input `name`. Raises LkvError where it is missing."""
+        """Return the input `name`. Raises LkvError where it is missing."""
         value = getattr(self, name)
         if value is None:
             raise LkvError(f"the method needs a {name}; give {INPUT_SOURCES[name]}.")
@@ -121,7 +121,7 @@ class StoredEntries(NamedTuple):
         self.positions[slots] = (self.start + steps).int()
 
     def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
-        """The number of each head and its entries, of all rows in order."""
+        """Return the number of each head and its entries, of all rows in order."""
         heads = self.starts.shape[1]
         for number, (start, count) in enumerate(self.spans):
             row, slots = number // heads, slice(start, start + count)
@@ -152,7 +152,7 @@ class Selector(Buildable, ABC):
     refines = False
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
-        """The selector for the one prompt `ids`, already read into `prompt`: itself, for most."""
+        """Return the selector for the one prompt `ids`, already read into `prompt`: itself, for most."""
         return self
 
     @abstractmethod
@@ -182,15 +182,15 @@ class Selector(Buildable, ABC):
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
+        """Return the part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
         return self.scores(layer, prompt)
 
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
-        """The completed scores [n] of the `entries` of head number `head`, counted within this process."""
+        """Return the completed scores [n] of the `entries` of head number `head`, counted within this process."""
         return entries.scores
 
     def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
-        """The completed scores [B * H, n] of all `entries` of a layer, -inf beyond a head's last.
+        """Return the completed scores [B * H, n] of all `entries` of a layer, -inf beyond a head's last.
 
         New ones get their scores on arrival first.
         """
@@ -207,7 +207,7 @@ class PrecomputedScores(Selector):
         self._table = table
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The layer's part of the table."""
+        """Return the layer's part of the table."""
         # A model's layers may be on several devices; the table is on one.
         return self._table[layer].to(prompt.key.device)
 
@@ -284,7 +284,7 @@ class FixedBudget(Budget):
 
     @abstractmethod
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The share of its tokens that each head keeps.
+        """Return the share of its tokens that each head keeps.
 
         Args:
             layer: number of the layer, among those evicted from.
@@ -309,7 +309,7 @@ class FixedBudget(Budget):
         return [min(tokens, int(ratio * tokens + ROUNDING)) for ratio in ratios]
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """The same `limits` for every row."""
+        """Return the same `limits` for every row."""
         batch, heads, tokens = scores.shape
         return [self.limits(layer, heads, tokens)] * batch
 

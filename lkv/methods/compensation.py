@@ -23,7 +23,7 @@ _FISTA_STEPS = 30
 
 
 def reference_queries(prompt: LayerKV) -> Tensor:
-    """Queries of the prompt's second half, evenly spaced and rotated to follow its end: [B, H, G n, d] by KV head.
+    """Return queries of the prompt's second half, spaced evenly and rotated behind its end: [B, H, G n, d] by KV head.
 
     Raises UnsupportedModelError if queries cannot be rotated back, and CacheError if the prompt has none.
     """
@@ -97,14 +97,14 @@ def _entry_weights(share: Tensor) -> Tensor:
 
 
 def _common_direction(query: Tensor) -> Tensor:
-    """The direction u [d] with q u near 1 for every row of `query` [n, d]."""
+    """Return the direction u [d] with q u near 1 for every row of `query` [n, d]."""
     spread = query.T @ query / len(query)
     ridge = (_DIRECTION_RIDGE * spread.diagonal().mean()).clamp(min=1e-6)
     return _solve_ridge(spread, query.mean(0)[:, None], ridge)[:, 0]
 
 
 def _smallest_change(attention: Tensor, missing: Tensor) -> Tensor:
-    """The smallest change [m, dv] of v with which `attention` [n, m] gives the `missing` [n, dv] (ridge regression)."""
+    """Find the least change [m, dv] of v so that `attention` [n, m] gives `missing` [n, dv] (ridge regression)."""
     rows, entries = attention.shape
     ridge = _RIDGE * attention.square().sum() / rows
     if entries < rows:

@@ -78,7 +78,7 @@ class Method:
         raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
-        """The method for the one prompt `ids`, already read into `prompt`: itself, for most methods.
+        """Return the method for the one prompt `ids`, already read into `prompt`: itself, for most methods.
 
         Raises what the selector's second pass raises.
         """
@@ -123,7 +123,7 @@ class _RowwiseMethods(Selector, Budget):
 
 
 def combine_rowwise(methods: Sequence[Method]) -> Method:
-    """A method for a batch of copies of one prompt whose row i is evicted by `methods[i]`, none with a memory budget.
+    """Make a method for a batch of copies of one prompt row i evicted by `methods[i]`, none with a memory budget.
 
     Methods that hold the same selector object share its scores.
     """

@@ -308,7 +308,7 @@ def methods() -> dict[str, MethodSpec]:
 
 
 def parse_method(name: str) -> MethodSpec:
-    """The method that a name says: a named one or "BUDGET+SELECTOR", also with "+compensation" and "@NAME".
+    """Return the method that a name says: a named one or "BUDGET+SELECTOR", also with "+compensation" and "@NAME".
 
     Raises:
         LkvError: If the name is not a method's; the message suggests similar names.
@@ -327,7 +327,7 @@ def parse_method(name: str) -> MethodSpec:
 
 
 def method_label(name: str) -> str:
-    """The method's name in tables and figures; the name itself where it is not a method's."""
+    """Return the method's name in tables and figures; the name itself where it is not a method's."""
     spec = find_method(name)
     return spec.label if spec else name
 
@@ -341,7 +341,7 @@ def find_method(name: str) -> MethodSpec | None:
 
 
 def _combination(name: str) -> MethodSpec:
-    """The method "BUDGET+SELECTOR", a named one where the combination has a name. Raises LkvError."""
+    """Return the method "BUDGET+SELECTOR", a named one where the combination has a name. Raises LkvError."""
     budget, plus, selector = name.partition("+")
     if not plus:
         raise LkvError(_unknown(name))
@@ -376,7 +376,7 @@ def _unknown(name: str) -> str:
 
 
 def _similar_methods(name: str) -> list[str]:
-    """The method that `name` writes otherwise (in capitals, by its title, as kvpress does), else up to three."""
+    """Return the method that `name` writes otherwise (in capitals, by its title, as kvpress does), else up to three."""
     named = {_letters(method): method for method in (*METHODS, *(method + COMPENSATION for method in METHODS))}
     titles = {_letters(spec.title): method for method, spec in METHODS.items() if spec.title}
     by_letters = titles | _KVPRESS_NAMES | named

@@ -43,7 +43,7 @@ class RetentionTarget:
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     def share(self, tokens: int) -> float:
-        """The fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        """Return the fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
         whole = tokens + self.protected
         share = self.retention if self.tokens is None else min(1.0, self.tokens / max(1, whole))
         return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
@@ -61,7 +61,7 @@ class RetentionTarget:
 
 
 def as_target(target: float | RetentionTarget) -> RetentionTarget:
-    """A retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
+    """Return a retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
     return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
@@ -97,7 +97,7 @@ class MemoryTarget:
         return cls(nbytes=int(number))
 
     def share_of(self, full: float) -> float:
-        """The share of a full cache of `full` bytes."""
+        """Return the share of a full cache of `full` bytes."""
         return self.share if self.share is not None else (self.nbytes or 0) / full
 
     def __str__(self) -> str:
@@ -234,11 +234,11 @@ class TierTarget(RetentionTarget):
     precision: Precision
 
     def share(self, tokens: int) -> float:
-        """The fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        """Return the fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
         return self.shares(tokens)[self.precision]
 
     def total_share(self, tokens: int) -> float:
-        """The fraction that all tiers hold."""
+        """Return the fraction that all tiers hold."""
         return self.shares(tokens)[self.table.precisions[-1]]
 
     def protected_entries(self, tokens: int) -> int:
@@ -255,7 +255,7 @@ class TierTarget(RetentionTarget):
         return {precision: min(1.0, total) for precision, total in zip(precisions, totals, strict=True)}
 
     def _spend(self, tokens: int) -> tuple[Precision, dict[Precision, float]]:
-        """The best precision in use, and the fraction of the unprotected text in each precision."""
+        """Return the best precision in use, and the fraction of the unprotected text in each precision."""
         shape, memory, precisions = self.shape, self.memory, self.table.precisions
         whole = max(1, tokens + self.protected)
         full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head, as the model computes them
@@ -273,7 +273,7 @@ class TierTarget(RetentionTarget):
         return best, fractions
 
     def _fractions(self, bits: float, row: TierRow) -> dict[Precision, float]:
-        """The fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
+        """Return the fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
         fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
         if sum(fractions.values()) <= 1:
             return fractions

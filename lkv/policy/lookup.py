@@ -67,7 +67,7 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
 
 
 def stored_policy(model: ModelSpec | str, paper: bool = False) -> Policy | None:
-    """The policy on this machine that is the default for a model, by its description or name; None without one."""
+    """Find the policy on this machine that is the default for a model, by its description or name; None without one."""
     for entry in [*(entry for entry in fitted_policies() if entry.is_preferred), *shipped_policies()]:
         if entry.has_paper_scorer == paper and entry.is_for(model):
             return Policy.from_pretrained(entry.folder)

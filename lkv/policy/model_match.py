@@ -60,7 +60,7 @@ def has_same_heads(expected: ModelSpec, actual: ModelSpec) -> bool:
 
 
 def _decode(directions: Sequence[str]) -> dict[str, "array[int]"]:
-    """The 8-bit values by their position; what is not base64 is left out, and so compares with nothing."""
+    """Return the 8-bit values by their position; what is not base64 is left out, and so compares with nothing."""
     decoded = {}
     for direction in directions:
         position, _, codes = direction.rpartition(" ")

@@ -131,7 +131,7 @@ class Policy(nn.Module):
         raise PolicyMismatchError(f"{problem}; {remedy}.")
 
     def on(self, device: torch.device) -> "Policy":
-        """This policy if it is on `device`, else a copy there."""
+        """Return this policy if it is on `device`, else a copy there."""
         if all(parameter.device == device for parameter in self.parameters()):
             return self
         return copy.deepcopy(self).to(device)

@@ -65,7 +65,7 @@ class TokenScoreWeights(NamedTuple):
 
 
 def content_formula(key: Tensor, value: Tensor, content: ContentWeights) -> Tensor:
-    """The MLP over [k; v], normalised by mean and std: [B, H, T], in float32 or the precision of k if it is higher."""
+    """Apply the MLP to [k; v], normalised by mean and std: [B, H, T], in float32 or k's higher precision."""
     mean, std, hidden, bias, output = content
     dtype = torch.promote_types(key.dtype, torch.float32)
     # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
@@ -106,7 +106,7 @@ def interpolate_knots(table: Tensor, distances: Tensor) -> Tensor:
 
 
 def scores_on_arrival(weights: TokenScoreWeights, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-    """The part of the scores [B, H, T], in float32 or better, that is final when tokens arrive: content and `start`.
+    """Sum the part of the scores [B, H, T], in float32 or better, final when tokens arrive: content and `start`.
 
     Args:
         weights: The layer's weights.
@@ -130,7 +130,7 @@ def scores_at_eviction(
     rotation: Tensor | None,
     scale: float,
 ) -> Tensor | None:
-    """The part [B, H, T] that depends on where the text ends: expected attention, and the distance to `end`.
+    """Return the part [B, H, T] that depends on where the text ends: expected attention, and the distance to `end`.
 
     Args:
         weights: The layer's weights.
@@ -156,7 +156,7 @@ def scores_at_eviction(
 
 
 def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tensor:
-    """The content component alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
+    """Return the content component alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
 
     Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
     """
@@ -172,7 +172,7 @@ def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tenso
 def expected_attention_scores(
     attention: ExpectedAttentionWeights, key: Tensor, value: Tensor, rotation: Tensor, scale: float
 ) -> Tensor:
-    """The expected attention alone, [B, H, T].
+    """Return the expected attention alone, [B, H, T].
 
     Args:
         attention: The layer's weights of this component.
@@ -201,7 +201,7 @@ def fold_weights(weights: TokenScoreWeights, like: torch.dtype) -> ScoreWeights:
 
 
 def split_blocks(tokens: int, device: torch.device) -> Iterator[slice]:
-    """The blocks of `tokens` tokens; larger where every product has to be launched."""
+    """Return the blocks of `tokens` tokens; larger where every product has to be launched."""
     size = 2048 if device.type == "cpu" else 16_384
     return (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 

@@ -115,7 +115,7 @@ def shipped_policies() -> list[StoredPolicy]:
 
 
 def fitted_policies() -> list[StoredPolicy]:
-    """The policies that `lkv fit` saved in the cache folder, newest first; what cannot be read is left out."""
+    """Return the policies that `lkv fit` saved in the cache folder, newest first; what cannot be read is left out."""
     policies = []
     paths = [path for path in (cache_folder() / "policies").glob("*/config.json") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -125,12 +125,12 @@ def fitted_policies() -> list[StoredPolicy]:
 
 
 def named_policy(name: str) -> StoredPolicy | None:
-    """The policy on this machine that `lkv policies` lists by this name, in capitals or not."""
+    """Return the policy on this machine that `lkv policies` lists by this name, in capitals or not."""
     return next((each for each in (*shipped_policies(), *fitted_policies()) if each.name.lower() == name.lower()), None)
 
 
 def fitted_folder(model_name: str, spec: ModelSpec) -> Path:
-    """The folder in which `lkv fit` saves the policy of a model, by its name and fingerprint."""
+    """Return the folder in which `lkv fit` saves the policy of a model, by its name and fingerprint."""
     name = re.sub(r"[^a-z0-9.]+", "-", Path(model_name).name.lower()).strip("-.") or "model"
     return cache_folder() / "policies" / f"{name}-{spec.digest()[:12]}"
 
@@ -147,14 +147,14 @@ def _read_policy(path: Path) -> StoredPolicy:
 
 
 def card_stages(card: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A card's stages of training, the last one first."""
+    """Return a card's stages of training, the last one first."""
     while card:
         yield card
         card = card.get("started_from", {})
 
 
 def _retentions(card: dict[str, Any]) -> str:
-    """The smallest and largest retention of all stages of the training."""
+    """Return the smallest and largest retention of all stages of the training."""
     used = []
     for training in (stage["training"] for stage in card_stages(card) if stage.get("training")):
         retentions = [training[name] for name in ("retention_low", "retention_high") if training.get(name)]
@@ -165,6 +165,6 @@ def _retentions(card: dict[str, Any]) -> str:
 
 
 def text_lengths(row: dict[str, Any]) -> str:
-    """The lengths of the texts that a row of a card's fidelity was measured on."""
+    """Return the lengths of the texts that a row of a card's fidelity was measured on."""
     shortest, longest = row["tokens"]
     return f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"

@@ -67,7 +67,7 @@ class TokenScores(nn.Module):
             self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
     def weights(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> TokenScoreWeights:
-        """The weights of the KV heads `heads` of one layer, in float32 or better, on `device` where it is given."""
+        """Get the weights of the KV heads `heads` of one layer, in float32 or better, on `device` where it is given."""
 
         def of(*names: str) -> Iterator[Tensor]:
             return (to_fp32(getattr(self, name)[layer, heads]).to(device) for name in names)
@@ -94,14 +94,14 @@ class TokenScores(nn.Module):
         return final if rest is None else final + rest
 
     def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
-        """The part of `forward` that does not depend on where the text ends."""
+        """Return the part of `forward` that does not depend on where the text ends."""
         if (scores := self._score_by_kernel(prompt, layer, heads, eviction=False)) is not None:
             return scores
         weights = self.weights(layer, heads, prompt.key.device)
         return scores_on_arrival(weights, self.read_key(prompt), prompt.value, self._positions(prompt))
 
     def score_at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
-        """The rest of `forward`; None where there is none.
+        """Return the rest of `forward`; None where there is none.
 
         Args:
             prompt: The entries.
@@ -179,7 +179,7 @@ class TokenScores(nn.Module):
         return key_tables, mean_tables
 
     def folded_weights(self, layer: int, heads: slice, like: Tensor) -> ScoreWeights:
-        """The weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""
+        """Return the weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""
         tensors = (*self.parameters(), *self.buffers())
         versions = tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
         folded, folded_from = self._folded
@@ -192,18 +192,18 @@ class TokenScores(nn.Module):
         return weights
 
     def _positions(self, prompt: LayerKV) -> Tensor:
-        """The positions [T] of the tokens, where a component reads them."""
+        """Return the positions [T] of the tokens, where a component reads them."""
         tokens = prompt.key.shape[2] if self.inputs.knots else 0
         return torch.arange(prompt.start, prompt.start + tokens, device=prompt.key.device)
 
     def _future_rotation(self, prompt: LayerKV) -> Tensor | None:
-        """The mean rotation [d, d] of the `FUTURE` positions after the text."""
+        """Return the mean rotation [d, d] of the `FUTURE` positions after the text."""
         if self.inputs.attention == "none":
             return None
         return prompt.required_rotation.mean_rotation(to_fp32(prompt.key[:, :1, :1]), prompt.end, prompt.end + FUTURE)
 
     def read_key(self, prompt: LayerKV, part: slice = slice(None)) -> Tensor:
-        """The k [B, H, n, d] of the tokens `part` as the content component reads it."""
+        """Return the k [B, H, n, d] of the tokens `part` as the content component reads it."""
         if self.inputs.key == "cached":
             return prompt.key[:, :, part]
         return prompt.required_rotation.unrotate(prompt.key, prompt.start, part)

@@ -131,7 +131,7 @@ class IncrementalDetokenizer:
         self.is_stopped = False
 
     def push(self, ids: list[int], ended: bool) -> str:
-        """The new text, given all ids so far."""
+        """Return the new text, given all ids so far."""
         text = self._decode(ids, ended).lstrip()
         start = max(0, self._sent - self._longest)
         places = [place for stop in self._stops if (place := text.find(stop, start)) >= 0]

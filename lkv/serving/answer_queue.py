@@ -17,7 +17,7 @@ _MAX_SCORES = 2**22
 
 
 class AnswerQueue:
-    """Requests about contexts of one model. Contexts take turns. It may be used from several threads."""
+    """Return requests about contexts of one model. Contexts take turns. It may be used from several threads."""
 
     def __init__(self, model: Any, tokenizer: Any, requests: int, rows: int, memory_bytes: int):
         """Create an empty queue.
@@ -125,7 +125,7 @@ class AnswerQueue:
         self._changed.notify_all()
 
     def next_batch(self) -> list[Answer]:
-        """Requests about the context whose turn it is; none when the worker is stopped."""
+        """Return requests about the context whose turn it is; none when the worker is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)
             if self._is_stopped:

@@ -141,7 +141,7 @@ class _AnswerResponse:
         self._is_late = False
 
     async def whole(self) -> Any:
-        """The whole answer, once it is complete."""
+        """Return the whole answer, once it is complete."""
         try:
             text = "".join([piece async for piece in self._pieces()])
         except LkvError as error:
@@ -151,7 +151,7 @@ class _AnswerResponse:
         return {**self._base, "object": "chat.completion", "choices": [choice], "usage": self._usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
+        """Return the answer as server-sent events."""
         yield self._chunk({"role": "assistant", "content": ""})
         try:
             async for piece in self._pieces():
@@ -169,7 +169,7 @@ class _AnswerResponse:
         return _event({**self._base, "object": "chat.completion.chunk", "choices": [choice]})
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """The answer's text as it is generated; cancels an answer whose client has gone, or that takes too long."""
+        """Yield the answer's text as it is generated; cancel it when its client has gone or it takes too long."""
         seconds, clock, sent = self._service.settings.timeout, asyncio.get_running_loop().time, 0
         deadline = clock() + seconds
         try:

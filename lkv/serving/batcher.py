@@ -151,7 +151,7 @@ class _Sampling(LogitsProcessor):
         self._batch = batch
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """The scores [B, V], with all tokens but the drawn ones at -inf."""
+        """Return the scores [B, V], with all tokens but the drawn ones at -inf."""
         scores = scores.clone()
         for row, answer in enumerate(self._batch):
             if answer.sampler is None or answer.done.is_set():

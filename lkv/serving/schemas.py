@@ -82,7 +82,7 @@ _MAX_TOKENS = 2**31
 
 
 def _check_memory(value: Any) -> str | float:
-    """A memory budget as text or number, which `MemoryTarget` reads."""
+    """Return a memory budget as text or number, which `MemoryTarget` reads."""
     is_text = isinstance(value, str) and len(value) <= 20
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**60):
         return value
@@ -205,7 +205,7 @@ class ContextRequest(BaseModel):
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """A chat request that this server can answer. Raises PromptError for any other body."""
+    """Return a chat request that this server can answer. Raises PromptError for any other body."""
     request = parse(ChatRequest, body)
     request.check_offered()
     return request
@@ -299,7 +299,7 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 
 
 def error_response(error: LkvError) -> JSONResponse:
-    """The answer to a request that fails with `error`."""
+    """Return the answer to a request that fails with `error`."""
     status, kind = next((value for cls, value in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
     return JSONResponse(
         error_object(str(error), kind), status, {"Retry-After": "1"} if isinstance(error, BusyError) else None
@@ -307,5 +307,5 @@ def error_response(error: LkvError) -> JSONResponse:
 
 
 def error_object(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error as OpenAI's clients read it."""
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

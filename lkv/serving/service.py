@@ -209,7 +209,7 @@ class Service:
         self._worker.join(seconds)
 
     def tokens_per_second(self) -> float:
-        """Generated tokens per second, over the last ten seconds or since the last call."""
+        """Return the generated tokens per second, over the last ten seconds or since the last call."""
         with self._rate_lock:
             now, count = time.monotonic(), self.answers.tokens
             while len(self._rate) > 1 and now - self._rate[0][0] > _RATE_WINDOW:

@@ -34,7 +34,7 @@ _ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 
 
 def unknown_context(name: str) -> UnknownContextError:
-    """The error for an id that is not stored; ids come from clients and may be long."""
+    """Return the error for an id that is not stored; ids come from clients and may be long."""
     return UnknownContextError(f"there is no context {name[:80]!r}; GET /v1/contexts lists all contexts.")
 
 
@@ -57,7 +57,7 @@ class StoredContext(BaseModel):
 
     @classmethod
     def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
-        """The description of a new context with the id `name`."""
+        """Return the description of a new context with the id `name`."""
         return cls(
             id=name,
             name=title,
@@ -72,7 +72,7 @@ class StoredContext(BaseModel):
         )
 
     def as_object(self) -> dict[str, Any]:
-        """What clients get: a context that is ready."""
+        """Return what clients get: a context that is ready."""
         return {
             "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
             "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
@@ -156,7 +156,7 @@ class ContextStore:
             write_text(path, stored.model_dump_json(), ContextFileError, "the context", mode=0o600)
 
     def get(self, name: str) -> Context:
-        """A context, from memory or its file.
+        """Return a context, from memory or its file.
 
         Raises UnknownContextError, ContextFileError for a damaged file, and StoreError where it cannot be read or does
         not fit into memory.
@@ -219,7 +219,7 @@ class ContextStore:
             raise unknown_context(stored.id)
 
     def describe(self, name: str) -> StoredContext | None:
-        """The description of a context; None if there is none, or it is damaged or not for this user."""
+        """Return the description of a context; None if there is none, or it is damaged or not for this user."""
         if not _ID.fullmatch(name):
             return None
         try:
@@ -253,7 +253,7 @@ class ContextStore:
         return len(contexts), sum(file.get("size") or 0 for file in files.values())
 
     def _listing(self) -> dict[str, dict[str, Any]]:
-        """What the file system says of each file, by its name."""
+        """Return what the file system says of each file, by its name."""
         with self._store_errors("listed", "check its folder"):
             try:
                 files = self._files.ls(self._root, detail=True, refresh=True)
@@ -302,7 +302,7 @@ class ContextStore:
             raise problem
 
     def _expired(self, seconds: float | None) -> Iterator[tuple[Callable[[str], bool], str]]:
-        """What `expire` deletes, and by what."""
+        """Return what `expire` deletes, and by what."""
         files = self._listing()
         for name, file in files.items():
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
@@ -376,7 +376,7 @@ class ContextStore:
 
     @contextmanager
     def _local_path(self, file: str, is_written: bool = False) -> Iterator[Path]:
-        """A local path with the content of `file`, or whose content replaces it when the block succeeds."""
+        """Return a local path with the content of `file`, or whose content replaces it when the block succeeds."""
         if self._is_local:
             yield Path(self._path(file))  # written atomically there
             return

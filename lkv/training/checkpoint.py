@@ -150,7 +150,7 @@ def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def read_initial_policy(folder: Path, inputs: ScorerInputs) -> Policy:
-    """The policy in `folder`, which a policy that reads `inputs` can start from. Raises TrainingError if it cannot."""
+    """Load the policy in `folder`, from which a policy reading `inputs` can start; raises TrainingError otherwise."""
     policy = Policy.from_pretrained(folder)
     number = min(policy.inputs.knots, 1)  # how many knots there are makes no difference
     if replace(policy.inputs, knots=number) != replace(inputs, knots=min(inputs.knots, 1)):
@@ -175,7 +175,7 @@ def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folde
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the training curve in `folder`, none if it has no curve. Raises TrainingError for a damaged file."""
+    """Read the rows of the training curve in `folder`, none without one. Raises TrainingError for a damaged file."""
     path = folder / CURVE
     if not path.exists():
         return []

@@ -39,7 +39,7 @@ class Estimate:
         return self.calibration_flops + self.warm_start_flops + training
 
     def after(self, steps: int, validations: int) -> "Estimate":
-        """What is left after so many steps and validations."""
+        """Return what is left after so many steps and validations."""
         return replace(
             self,
             calibration_flops=0.0,
@@ -111,7 +111,7 @@ def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole
 
 
 def mean_length(least: float, most: float) -> float:
-    """The mean of lengths drawn log-uniformly between two bounds."""
+    """Return the mean of lengths drawn log-uniformly between two bounds."""
     return least if most <= least else (most - least) / math.log(most / least)
 
 
@@ -123,7 +123,7 @@ def _continuation_flops(shape: Shape, tokens: float, length: float, whole: bool)
 
 
 def _sample_flops(shape: Shape, tokens: float, one_pass: float, whole: bool) -> float:
-    """The prompt once, its scores, and its continuations (`one_pass`) by teacher and student."""
+    """Return the prompt once, its scores, and its continuations (`one_pass`) by teacher and student."""
     passes = _TEACHER_PASSES + _STUDENT_PASSES + _RECOMPUTED_PASSES * whole
     return shape.forward_flops(tokens) + one_pass * passes + _score_flops(shape, tokens)
 

@@ -94,7 +94,7 @@ def draw_sample(
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
-    """The samples that have continuations to learn from. Raises DataError where none has."""
+    """Return the samples that have continuations to learn from. Raises DataError where none has."""
     if samples and not any(sample.continuations for sample in samples):
         raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
     return [sample for sample in samples if sample.continuations]

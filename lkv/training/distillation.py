@@ -123,7 +123,7 @@ def schedule(config: TrainingConfig, step: float) -> Schedule:
 
 
 def gumbel(shape: Iterable[int], generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise on the device of the generator."""
+    """Return standard Gumbel noise on the device of the generator."""
     uniform = torch.rand(tuple(shape), generator=generator, device=generator.device).clamp(1e-10, 1 - 1e-7)
     return -torch.log(-torch.log(uniform))
 

@@ -20,7 +20,7 @@ _LEAST_REST = 1e-3  # of the attention, so much counts as left for the other tok
 
 
 def longest_text(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The most tokens of a text that the model can read and then repeat; at least one."""
+    """Return the most tokens of a text that the model can read and then repeat; at least one."""
     request = encode_question(tokenizer, REQUEST)
     return max(1, (patch_attention(model).spec.max_positions - len(request)) // 2)
 

@@ -29,13 +29,13 @@ _REGRESSION_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 4
 
 
 def longest_context(tokens: float) -> int:
-    """The greatest length of a context where the model could read `tokens` tokens in the whole time."""
+    """Return the greatest length of a context where the model could read `tokens` tokens in the whole time."""
     is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
     return _LONG_CONTEXT if is_long else RECIPE.max_tokens
 
 
 def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
-    """The lengths of the contexts that are learned from; those that are only read have the ones of `config`.
+    """Return the lengths of the contexts that are learned from; those that are only read have the ones of `config`.
 
     A short distillation draws from half of the least to twice the greatest, longer ones rarer: short texts want many
     contexts and long ones some that are as long.
@@ -47,12 +47,12 @@ def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
 
 
 def shorter_contexts(config: TrainingConfig) -> int:
-    """The greatest length of a context with which the distillation's longest are half as long as with `config`."""
+    """Find the greatest length of a context with which the distillation's longest are half as long as with `config`."""
     return config.max_tokens // (4 if config.max_tokens > RECIPE.max_tokens else 2)
 
 
 def config_for(positions: int, longest: int) -> TrainingConfig:
-    """The recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
+    """Return the recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
     # The regression reads a text twice, the second time after a request of a few tokens.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(

@@ -216,7 +216,7 @@ class FitRun:
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
     def _read_targets(self) -> list[RegressionTargets]:
-        """The eviction errors of as many texts as planned, or as the time allows."""
+        """Return the eviction errors of as many texts as planned, or as the time allows."""
         targets: list[RegressionTargets] = []
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
         for text in self._samples.draw_training(STATISTICS_TEXTS, self._plan.regression_texts):
@@ -307,7 +307,7 @@ class FitRun:
         return policy
 
     def _compare(self, policy: Policy, default: Policy | None) -> tuple[list[dict[str, Any]], list[int]]:
-        """The rows of `compare`, and the lengths of the texts, which are shorter where memory is."""
+        """Return the rows of `compare`, and the lengths of the texts, which are shorter where memory is."""
         del self._progress_texts  # whose k and v are held
         longest = self._config.max_tokens
         while True:

@@ -117,7 +117,7 @@ def better_baselines(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def describe_better_baselines(better: dict[str, list[float]]) -> list[str]:
-    """What `better_baselines` found as lines of text."""
+    """Return what `better_baselines` found as lines of text."""
     return [
         f"{_BASELINES[name]} is closer to the full cache than the new policy at R = {', '.join(map(str, at))} on these "
         f'texts: method="{name}", or a fit of more minutes, is the better choice there'
@@ -131,7 +131,7 @@ def format_kl(kl: float) -> str:
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows of `compare` as text: KL and agreement a method and retention."""
+    """Return the rows of `compare` as text: KL and agreement a method and retention."""
     retentions = list(dict.fromkeys(row["retention"] for row in rows))
     lines = [f"{'KL / agreement on held-out texts':34}" + "".join(f"R = {retention:<14g}" for retention in retentions)]
     for name in dict.fromkeys(row["method"] for row in rows):

@@ -191,7 +191,7 @@ class TrainingLoop:
         return bool(self._sum([float(value)])[0])
 
     def _sum(self, values: list[float]) -> list[float]:
-        """The sums of `values` over all processes; one process asks nothing of its device."""
+        """Return the sums of `values` over all processes; one process asks nothing of its device."""
         if self._num_processes == 1:
             return values
         return all_reduce(torch.tensor(values, device=self._device)).tolist()

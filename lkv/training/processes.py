@@ -50,7 +50,7 @@ def run_at_once(
 
 
 def all_reduce(tensor: Tensor, reduction: str = "sum") -> Tensor:
-    """The sum or mean of a tensor over all processes."""
+    """Return the sum or mean of a tensor over all processes."""
     from accelerate.utils import reduce
 
     return reduce(tensor, reduction)

@@ -114,7 +114,7 @@ def _time(
     clock: Clock = time.perf_counter,
     least_calls: int = 1,
 ) -> float:
-    """The lower median of the seconds of `work`, which returns a number and so waits for the device."""
+    """Return the lower median of the seconds of `work`, which returns a number and so waits for the device."""
     work(min(_WARM_UP_TOKENS, tokens))
     durations: list[float] = []
     while len(durations) < least_calls or sum(durations) < seconds:

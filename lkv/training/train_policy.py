@@ -201,7 +201,7 @@ def build(setup: TrainingSetup) -> Trainer:
 def resolve_config(
     preset: str | None, overrides: dict[str, Any], positions: int, device: torch.device
 ) -> TrainingConfig:
-    """The settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
+    """Return the settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
     config = _override_config(base, overrides)
     check_positions(config, positions)
@@ -213,7 +213,7 @@ def _default_preset(device: torch.device) -> str:
 
 
 def _override_config(base: TrainingConfig, overrides: dict[str, Any]) -> TrainingConfig:
-    """`base` with `overrides`; a lower `max_tokens` alone lowers `min_tokens` too."""
+    """Return `base` with `overrides`; a lower `max_tokens` alone lowers `min_tokens` too."""
     longest = overrides.get("max_tokens")
     if isinstance(longest, int) and 0 < longest < base.min_tokens and "min_tokens" not in overrides:
         overrides = {**overrides, "min_tokens": max(1, longest // 2)}

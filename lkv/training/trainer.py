@@ -133,7 +133,7 @@ class Trainer:
             self._save()
 
     def _draw_batch(self, step: int) -> Batch:
-        """This process's samples of a step: every process gets about as much work."""
+        """Return this process's samples of a step: every process gets about as much work."""
         numbers = range(step * self._config.batch, (step + 1) * self._config.batch)
         samples, is_whole = [self._samples(number) for number in numbers], self._config.student == "full"
         costs = [

@@ -81,7 +81,7 @@ class _Moments:
         self._second = self._second + (x.transpose(-1, -2) @ x if outer else x.square().sum(1))
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """The mean [H, d], and the covariance [H, d, d] or, without `outer`, the variance [H, d]."""
+        """Return the mean [H, d], and the covariance [H, d, d] or, without `outer`, the variance [H, d]."""
         mean = self._sum / self._count
         is_outer = self._second.ndim > mean.ndim
         return mean, self._second / self._count - (mean[..., None] * mean[..., None, :] if is_outer else mean.square())
@@ -205,7 +205,7 @@ def regression_targets(
 
 
 def regression_scores(errors: Tensor) -> Tensor:
-    """What LKV-T is fitted to for eviction errors [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
+    """Make the targets of LKV-T for eviction errors [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
 
     One is the logarithm, in which the greatest errors are far apart; the other the normal deviate of the rank, in which
     a few very low ones do not carry the squared difference. Equal errors share a rank.

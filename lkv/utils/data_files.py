@@ -59,7 +59,7 @@ def read_json_lines(path: Path) -> Iterator[Row]:
 
 
 def read_lines(file: Any, path: Path) -> Iterator[Any]:
-    """The lines of an open `file`, bytes or text, whose path is `path`. Raises DataError for one that no text has."""
+    """Yield the lines of an open `file`, bytes or text, with path `path`. Raises DataError for one that no text has."""
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
             raise DataError(f"{path} has a line of more than {_MAX_LINE:,} characters; get the file again.")
@@ -75,7 +75,7 @@ def read_json(path: Path) -> Any:
 
 
 def replace_lone_surrogates(value: Any) -> Any:
-    """A value of JSON with "?" for halves of surrogate pairs, which JSON can escape and no tokenizer can read."""
+    """Copy a value of JSON with "?" for halves of surrogate pairs, which JSON can escape and no tokenizer can read."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def read_member(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
 
 
 def split_lines(content: str) -> list[str]:
-    """The lines of a file, split at newlines only: JSON strings may contain other separators."""
+    """Return the lines of a file, split at newlines only: JSON strings may contain other separators."""
     return [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")] if content else []
 
 
@@ -113,12 +113,12 @@ def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: 
 
 
 def require_texts(row: Row, position: str, *names: str) -> list[str]:
-    """The texts of some fields. Raises DataError where one is missing or no text."""
+    """Return the texts of some fields. Raises DataError where one is missing or no text."""
     return [require_field(row, name, str, position) for name in names]
 
 
 def require_pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
-    """The two items of an entry of the field `name`. Raises DataError for anything else."""
+    """Return the two items of an entry of the field `name`. Raises DataError for anything else."""
     if not isinstance(value, list) or len(value) != 2:
         raise DataError(f"{position}: field {name!r} must hold pairs, but has {value!r:.60}.")
     return value[0], value[1]

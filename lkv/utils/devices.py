@@ -26,12 +26,12 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def runtime(device: torch.device) -> Any:
-    """The device module of a GPU: `torch.cuda`, or what replaces it."""
+    """Return the device module of a GPU: `torch.cuda`, or what replaces it."""
     return torch.get_device_module(device)
 
 
 def exact_products(dtype: torch.dtype) -> str:
-    """The precision by which Triton's kernels multiply float32 beside values of `dtype`.
+    """Return the precision by which Triton's kernels multiply float32 beside values of `dtype`.
 
     Three parts of TF32 are as exact, and faster, where the rest of a kernel leaves registers for them; AMD's GPUs have
     none.
@@ -71,7 +71,7 @@ def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 
 def synchronised_clock(device: torch.device) -> float:
-    """The time in seconds, once a GPU `device` has finished its work."""
+    """Return the time in seconds, once a GPU `device` has finished its work."""
     if is_gpu(device):
         runtime(device).synchronize(device)
     return time.perf_counter()
@@ -83,7 +83,7 @@ def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on `device`, by a copy for which the host does not wait."""
+    """Return a tensor of the CPU on `device`, by a copy for which the host does not wait."""
     return (tensor.pin_memory() if is_gpu(device) else tensor).to(device, non_blocking=True)
 
 
@@ -115,7 +115,7 @@ def release(device: torch.device) -> None:
 
 
 def distributed_state(extra: str, purpose: str) -> "PartialState":
-    """This process among those that Accelerate started. Raises MissingPackageError where Accelerate is missing."""
+    """Return this process among those that Accelerate started. Raises MissingPackageError without Accelerate."""
     with optional_import(extra, purpose):
         from accelerate import PartialState
     # Without a GPU, Accelerate treats a launched process as a single one unless told to use the CPU.
@@ -125,17 +125,17 @@ def distributed_state(extra: str, purpose: str) -> "PartialState":
 
 
 def torch_dtype(name: str | None) -> Any:
-    """The dtype that --dtype names, None for the one that is stored."""
+    """Return the dtype that --dtype names, None for the one that is stored."""
     return None if name is None else getattr(torch, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name by which --dtype calls a dtype."""
+    """Return the name by which --dtype calls a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """The device that --device names, None for none. Raises LkvError where PyTorch has no such device."""
+    """Return the device that --device names, None for none. Raises LkvError where PyTorch has no such device."""
     try:
         return None if name is None else torch.zeros(1, device="cpu").to(name).device
     except (RuntimeError, AssertionError, ValueError) as error:
@@ -144,7 +144,7 @@ def find_device(name: str | None) -> torch.device | None:
 
 
 def faster_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which `device` multiplies matrices faster: bfloat16, unless the processor emulates it."""
+    """Return the dtype in which `device` multiplies matrices faster: bfloat16, unless the processor emulates it."""
     if device.type != "cpu":
         return torch.bfloat16
     seconds = {}

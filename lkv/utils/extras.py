@@ -82,7 +82,7 @@ def install_command(extra: str) -> str:
 
 
 def _requirement(extra: str) -> str:
-    """What pip installs to get the extra: the folder, file or address that LKV was installed from, else its name."""
+    """Name what pip installs to get the extra: the folder, file or address LKV was installed from, else its name."""
     try:
         record = metadata.distribution("lkv-cache").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -36,12 +36,12 @@ def strip_parent_dirs(model: str) -> str:
 
 
 def short_name(model: str) -> str:
-    """The last part of a model's name, by which it is served."""
+    """Return the last part of a model's name, by which it is served."""
     return Path(strip_parent_dirs(model)).name
 
 
 def cache_folder() -> Path:
-    """The folder of converted models, fitted policies and contexts: $LKV_CACHE, else the user's cache folder."""
+    """Return the folder of converted models, fitted policies and contexts: $LKV_CACHE, else the user's cache folder."""
     if folder := os.environ.get("LKV_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -104,7 +104,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of the regular file at `path`, None if there is none."""
+    """Return the permissions of the regular file at `path`, None if there is none."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def error_reason(problem: Exception) -> str:
-    """The system's message of an error, without the name of a temporary file."""
+    """Return the system's message of an error, without the name of a temporary file."""
     return getattr(problem, "strerror", None) or str(problem)
 
 

@@ -49,7 +49,7 @@ def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None
 
 
 def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
-    """The chat template's texts between an answer and the next question, and after that question."""
+    """Return the chat template's texts between an answer and the next question, and after that question."""
     if not getattr(tokenizer, "chat_template", None):
         return _PLAIN_QUESTION, _PLAIN_ANSWER
     turns = [
@@ -79,7 +79,7 @@ def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, 
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A hash of the tokenizer's template and of how it splits a text."""
+    """Return a hash of the tokenizer's template and of how it splits a text."""
     probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
     return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
 
@@ -126,12 +126,12 @@ def _log_joined_boundary(name: str) -> None:
 
 
 def decode_tail(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
-    """The end of a text by its ids, for `encode_continuation`."""
+    """Return the end of a text by its ids, for `encode_continuation`."""
     return str(tokenizer.decode(list(ids[-_TAIL_TOKENS:]), clean_up_tokenization_spaces=False))
 
 
 def bos_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The id that the tokenizer itself puts before a text, if any; base models expect it."""
+    """Return the id that the tokenizer itself puts before a text, if any; base models expect it."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [] if bos is None or tokenizer("a")["input_ids"][:1] != [bos] else [bos]
 

@@ -28,7 +28,7 @@ class HotpotQuestion(NamedTuple):
 
 
 def _require_text(value: object, name: str, position: str) -> str:
-    """A text of the field `name`, or of an entry with its text. Raises DataError for anything else."""
+    """Return a text of the field `name`, or of an entry with its text. Raises DataError for anything else."""
     text = value.get("text") if isinstance(value, dict) else value
     if not isinstance(text, str):
         raise DataError(f"{position}: field {name!r} must hold texts, but has {value!r:.60}.")
@@ -36,7 +36,7 @@ def _require_text(value: object, name: str, position: str) -> str:
 
 
 def _join_paragraph(title: object, sentences: object, position: str) -> tuple[str, str]:
-    """A title and the text of its sentences. Raises DataError where they are none."""
+    """Return a title and the text of its sentences. Raises DataError where they are none."""
     parts = [sentences] if isinstance(sentences, str) else sentences or []
     if not isinstance(parts, list):
         raise DataError(f"{position}: field 'context' must hold lists of sentences, but has {parts!r:.60}.")
@@ -64,7 +64,7 @@ def read_squad(path: Path) -> Iterator[SquadQuestion]:
 
 
 def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
-    """The questions of flat (position, row) pairs; answers are a list of texts, or the hub's columns."""
+    """Return the questions of flat (position, row) pairs; answers are a list of texts, or the hub's columns."""
     for position, row in rows:
         answers = require_field(row, "answers", (list, dict), position)
         if isinstance(answers, dict):
@@ -76,7 +76,7 @@ def squad_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[SquadQuestion]:
 
 
 def hotpot_questions(rows: Iterable[tuple[str, Row]]) -> Iterator[HotpotQuestion]:
-    """The questions of rows in HotpotQA's fields: pairs as in its own files, or the hub's columns."""
+    """Return the questions of rows in HotpotQA's fields: pairs as in its own files, or the hub's columns."""
     for position, row in rows:
         facts = require_field(row, "supporting_facts", (list, dict), position)
         context = require_field(row, "context", (list, dict), position)

@@ -80,7 +80,7 @@ def _too_large(path: Path, kind: FileKind) -> LkvError:
 
 
 def _parse_tensors(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file's bytes. Raises ValueError for other bytes, and for dtypes torch lacks."""
+    """Parse the tensors of a safetensors file's bytes. Raises ValueError for other bytes and for dtypes torch lacks."""
     try:
         for name, entry in _header(data).items():
             if name != "__metadata__" and entry["dtype"] not in _TYPES:
@@ -109,12 +109,12 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, s
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """The JSON at the beginning of a safetensors file. Raises ValueError where there is none."""
+    """Return the JSON at the beginning of a safetensors file. Raises ValueError where there is none."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("its header is cut short")

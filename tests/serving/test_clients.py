@@ -1,4 +1,4 @@
-"""Requests as clients send them: openai 3.57, langchain-openai 1.7, litellm 1.110, Open WebUI 0.6."""
+"""Requests as clients send them: those of openai 3.57, langchain-openai 1.7, litellm 1.110 recorded."""
 
 import openai
 import pytest
@@ -20,10 +20,10 @@ TOOLS_TEMPLATE = (
     [
         {"messages": [WHO]},  # openai, litellm
         {"stream": False, "messages": [WHO]},  # LangChain
-        {"stream": True, "messages": [WHO]},  # LangChain, Open WebUI
+        {"stream": True, "messages": [WHO]},  # LangChain
         {"messages": [WHO], "temperature": 0, "max_tokens": 5, "stream": True},  # litellm
-        {"stream": True, "messages": [WHO], "stream_options": USAGE, "temperature": 0.8, "top_p": 0.9},  # Open WebUI
-        {"messages": [WHO], "stream": False, "max_completion_tokens": 1000},  # Open WebUI, for a title
+        {"stream": True, "messages": [WHO], "stream_options": USAGE, "temperature": 0.8, "top_p": 0.9},  # a chat page
+        {"messages": [WHO], "stream": False, "max_completion_tokens": 1000},  # a chat page, for a title
         {"messages": [{**WHO, "name": "me"}], "user": "me", "n": 1, "tools": None, "response_format": {"type": "text"}},
     ],
 )

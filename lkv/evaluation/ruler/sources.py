@@ -102,7 +102,7 @@ class Sources:
         return words
 
     def questions(self, name: str) -> QuestionSet:
-        """The question set "squad" or "hotpot"."""
+        """Return the question set "squad" or "hotpot"."""
         if name not in self._question_sets:
             read, path = (_read_squad, self.squad) if name == "squad" else (_read_hotpot, self.hotpot)
             self._question_sets[name] = read(path or _download(_DATASET_FILES[name]))
@@ -158,7 +158,7 @@ _RawQuestion = tuple[str, tuple[str, ...], Iterable[str], Iterable[str]]
 
 
 def _number_documents(path: Path, raw: list[_RawQuestion]) -> QuestionSet:
-    """Number the distinct documents; questions without an answer are left out, but not their documents."""
+    """Return number the distinct documents; questions without an answer are left out, but not their documents."""
     documents = tuple(sorted({document for *_, pool in raw for document in pool}))
     numbers = {document: i for i, document in enumerate(documents)}
     questions = []
@@ -173,7 +173,7 @@ def _number_documents(path: Path, raw: list[_RawQuestion]) -> QuestionSet:
 
 
 def _read_essay(path: Path) -> str:
-    """A text file, or the field "text" of a JSON file, gzipped or not."""
+    """Return a text file, or the field "text" of a JSON file, gzipped or not."""
     if ".json" in path.name:
         return require_field(read_json(path), "text", str, str(path))
     text = data_files.read_text(path)

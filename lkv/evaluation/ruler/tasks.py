@@ -190,7 +190,7 @@ def _insert_at_depths(essay: Sequence[str], words: int, needles: list[str], dept
 
 
 def chain_template(seed: str, demo_lines: int) -> ExampleTemplate:
-    """A chain of four variable assignments after the first, after a solved example of `demo_lines` noise lines.
+    """Return a chain of four variable assignments after the first, after a solved example of `demo_lines` noise lines.
 
     One unit is a noise line.
     """
@@ -212,14 +212,14 @@ def chain_template(seed: str, demo_lines: int) -> ExampleTemplate:
 
 
 def chain_demo(lines: int) -> str:
-    """A solved example with `lines` noise lines up to its answer; all have about the same number of tokens."""
+    """Return a solved example with `lines` noise lines up to its answer; all have about the same number of tokens."""
     rng = random.Random("example")
     names, value = _chain(rng, _DEMO_LETTERS, {"VAR"})
     return _chain_text(rng, lines, names, value) + "".join(_chain_question(value))
 
 
 def _chain(rng: random.Random, letters: int, used: set[str]) -> tuple[list[str], str]:
-    """The names of a chain's variables, and their value."""
+    """Return the names of a chain's variables, and their value."""
     names = _draw_strings(rng, string.ascii_uppercase, letters, _HOPS + 1, used)
     while (value := str(rng.randrange(10_000, 99_999))) in used:
         pass
@@ -332,7 +332,7 @@ def _question_template(seed: str, question: Question, documents: Sequence[str]) 
 
 @cache
 def word_list(part: str) -> tuple[str, ...]:
-    """The words of one part of speech ("noun", "adjective", "verb"), sorted. Raises MissingPackageError."""
+    """Return the words of one part of speech ("noun", "adjective", "verb"), sorted. Raises MissingPackageError."""
     with optional_import("evals", "RULER"):
         from wonderwords import RandomWord
     return tuple(sorted({word.strip() for word in RandomWord().filter(include_categories=[part])}))
@@ -345,7 +345,7 @@ def vocabulary() -> tuple[str, ...]:
 
 
 def _draw_unused(rng: random.Random, kind: str, used: set[str]) -> str:
-    """A key or value that is not in `used` yet, and is added; its kind is "words", "numbers" or "uuids"."""
+    """Return a key or value that is not in `used` yet, and is added; its kind is "words", "numbers" or "uuids"."""
     while True:
         if kind == "words":  # adjective-noun
             value = f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"

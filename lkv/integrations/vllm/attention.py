@@ -21,12 +21,12 @@ except ImportError:  # this module is then only read, by documentation and check
 
 
 def current_batch() -> Batch | None:
-    """The part of LKV in the forward pass that is running."""
+    """Return the part of LKV in the forward pass that is running."""
     return get_forward_context().additional_kwargs.get(BATCH_KEY)
 
 
 def layer_index(name: str) -> int:
-    """The number of a layer, from vLLM's name of it."""
+    """Return the number of a layer, from vLLM's name of it."""
     return next(int(part) for part in name.split(".") if part.isdigit())
 
 
@@ -124,7 +124,7 @@ class LkvFlashAttentionBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type:
-        """The builder, without CUDA graphs of attention: what it attends to changes from pass to pass."""
+        """Return the builder, without CUDA graphs of attention: what it attends to changes from pass to pass."""
         from vllm.v1.attention.backend import AttentionCGSupport
 
         class Builder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]

@@ -69,7 +69,7 @@ class Batch:
 
     @classmethod
     def plan(cls, runner: Any) -> "Batch | None":
-        """The part of LKV in the pass that `runner` has prepared; None if it has none."""
+        """Return the part of LKV in the pass that `runner` has prepared; None if it has none."""
         batch, starts = runner.input_batch, runner.query_start_loc.np
         followers: dict[int, tuple[Context, list[Row]]] = {}
         compressions, lost_tokens = [], []
@@ -149,12 +149,12 @@ class Batch:
 
 
 def worker_contexts(runner: Any) -> VllmContexts:
-    """The contexts of a worker."""
+    """Return the contexts of a worker."""
     return open_contexts(runner, runner.vllm_config, runner.device)
 
 
 def _request_work(runner: Any, state: Any) -> RequestWork | None:
-    """What a request needs, found once and kept with vLLM's state of it; None for requests that are not LKV's."""
+    """Find what a request needs once and kept with vLLM's state of it; None for requests that are not LKV's."""
     args = state.sampling_params.extra_args if state.sampling_params is not None else None
     if not args or (CONTEXT not in args and COMPRESS not in args):
         return None
@@ -173,7 +173,7 @@ def _request_work(runner: Any, state: Any) -> RequestWork | None:
 
 
 def _load_context(runner: Any, state: Any, name: str) -> Context:
-    """The context of a request. Raises LkvError for one that is lost, or not the one that was checked."""
+    """Return the context of a request. Raises LkvError for one that is lost, or not the one that was checked."""
     contexts = worker_contexts(runner)
     context = contexts.store.get(name)
     # Rotary embeddings are looked up without a check.
@@ -184,7 +184,7 @@ def _load_context(runner: Any, state: Any, name: str) -> Context:
 
 
 def _start_compression(runner: Any, new_context: NewContext | None) -> Compression | None:
-    """A compression, in the rank that writes files; the others only send it their heads."""
+    """Return a compression, in the rank that writes files; the others only send it their heads."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if new_context is None or get_tensor_model_parallel_rank() != 0:
@@ -197,7 +197,7 @@ def _start_compression(runner: Any, new_context: NewContext | None) -> Compressi
 
 
 def local_heads(runner: Any) -> slice:
-    """The KV heads that this rank of tensor parallelism computes."""
+    """Return the KV heads that this rank of tensor parallelism computes."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     config = runner.model_config

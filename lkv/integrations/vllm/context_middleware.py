@@ -141,13 +141,13 @@ _STOPPING = error_object(
 
 
 def _route_path(scope: Scope) -> str:
-    """The path below vLLM's --root-path, which requests may have or not."""
+    """Return the path below vLLM's --root-path, which requests may have or not."""
     path, root = scope["path"], scope.get("root_path", "").rstrip("/")
     return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _stopping_response() -> JSONResponse:
-    """The answer to requests that the end of the server cuts off, or that come too late."""
+    """Return the answer to requests that the end of the server cuts off, or that come too late."""
     return JSONResponse(_STOPPING, 503, {"Retry-After": "10"})
 
 
@@ -180,7 +180,7 @@ class _Answer:
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
-    """The object that a body is; None for others, of which vLLM says what is wrong with them."""
+    """Return the object that a body is; None for others, of which vLLM says what is wrong with them."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):

@@ -210,7 +210,7 @@ class VllmContexts:
         return tokens if checked > time.monotonic() - _REMEMBERED else self.tokens(name)
 
     def _file_state(self, name: str) -> tuple[float, ...]:
-        """What changes with a context's file in a local folder; nothing is known of those elsewhere."""
+        """Return what changes with a context's file in a local folder; nothing is known of those elsewhere."""
         with suppress(OSError, ValueError):
             status = os.stat(f"{self.settings.store_url}/{name}.kv")
             return status.st_mtime_ns, status.st_size
@@ -235,7 +235,7 @@ class NewContext(BaseModel):
 
     @classmethod
     def parse(cls, text: Any) -> "NewContext":
-        """What a request says. Raises PromptError for anything else."""
+        """Return what a request says. Raises PromptError for anything else."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -328,5 +328,5 @@ def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_byt
 
 
 def loaded_contexts(owner: Any) -> VllmContexts | None:
-    """The contexts that `open_contexts` made for `owner`, if any."""
+    """Return the contexts that `open_contexts` made for `owner`, if any."""
     return getattr(owner, _ATTRIBUTE, None)

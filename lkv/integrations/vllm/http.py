@@ -106,7 +106,7 @@ class ContextRoutes:
         engine_client.shutdown = stop
 
     async def contexts(self) -> VllmContexts:
-        """The front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
+        """Get the front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
         if self._has_template:
             raise IntegrationError(
                 "contexts cannot be used here: --chat-template and --default-chat-template-kwargs are not used with "
@@ -237,7 +237,7 @@ class ContextRoutes:
         self._metrics.requests[str(status)] += 1
 
     def split_name(self, body: dict[str, Any]) -> str | None:
-        """The context that a request names, and its model's own name put into `body`; None for no context.
+        """Return the context that a request names, and its model's own name put into `body`; None for no context.
 
         Raises PromptError for two contexts, for what is no id, and for a field that looks like a misspelt `context`:
         vLLM would ignore that, and answer without the text.
@@ -342,7 +342,7 @@ def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
 
 
 def _question(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str]], list[int]]:
-    """The messages of a chat, role and text alone, and the tokens that follow a context.
+    """Return the messages of a chat, role and text alone, and the tokens that follow a context.
 
     Raises PromptError for messages that cannot be answered.
     """

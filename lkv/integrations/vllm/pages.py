@@ -93,7 +93,7 @@ class CPUPages:
         return first[:, None] + new, block_table[index, :blocks].long(), visible
 
     def _part(self, queries: Tensor, keys: Tensor, visible: Tensor, scale: float) -> Tensor:
-        """The log-sum-exp [R, H, g, T] of some new tokens."""
+        """Return the log-sum-exp [R, H, g, T] of some new tokens."""
         rows, heads, group, tokens, dim = queries.shape
         flat = queries.reshape(rows, 1, heads, group * tokens, dim).float()
         scores = torch.matmul(flat, keys.float()).mul_(scale)  # [R, blocks, H, g T, size]

@@ -23,7 +23,7 @@ from lkv.utils.prompts import encode_question
 
 
 def front_contexts(processor: Any) -> VllmContexts:
-    """The contexts of a front end's input processor. Raises LkvError where contexts cannot be used."""
+    """Return the contexts of a front end's input processor. Raises LkvError where contexts cannot be used."""
     from vllm.platforms import current_platform
 
     config = processor.vllm_config
@@ -34,7 +34,7 @@ def front_contexts(processor: Any) -> VllmContexts:
 
 
 def split_salt(salt: Any) -> tuple[str | None, str]:
-    """The context that a cache salt names, or None, and the rest of the salt."""
+    """Return the context that a cache salt names, or None, and the rest of the salt."""
     salt = salt if isinstance(salt, str) else ""
     prefix, _, rest = salt.partition(":")
     if prefix != CONTEXT:
@@ -44,7 +44,7 @@ def split_salt(salt: Any) -> tuple[str | None, str]:
 
 
 def salt_of(context: str, rest: str = "") -> str:
-    """The cache salt that names a context."""
+    """Return the cache salt that names a context."""
     return f"{CONTEXT}:{context}:{rest}"
 
 
@@ -161,6 +161,6 @@ def compress(
 
 
 def question_prompt(llm: Any, question: str, context: str | None = None) -> dict[str, Any]:
-    """The prompt of a question about a context, as `Context.ask` puts it; without `context`, sampling names it."""
+    """Make the prompt of a question about a context, as `Context.ask` puts it; without `context`, sampling names it."""
     prompt: dict[str, Any] = {"prompt_token_ids": encode_question(llm.get_tokenizer(), question)}
     return prompt if context is None else prompt | {"cache_salt": salt_of(context)}

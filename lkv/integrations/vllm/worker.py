@@ -14,7 +14,7 @@ _LOG = logging.getLogger("vllm.lkv")
 
 @functools.cache
 def install_in_worker() -> None:
-    """Hook into the worker's classes; called when attention is built: no other process loads them."""
+    """Replace methods of the worker's classes; called when attention is built: no other process loads them."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 

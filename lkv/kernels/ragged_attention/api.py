@@ -247,7 +247,7 @@ def _append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
 
 
 def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
-    """The name of the backend for these tensors."""
+    """Return the name of the backend for these tensors."""
     k_pool, v_pool, starts, lens, quantized, _ = kv
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
     if chosen not in _FUSED:
@@ -273,7 +273,7 @@ def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
 
 @functools.cache
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
-    """The backend by device, dtype and head sizes; cached, so that a fallback is logged once."""
+    """Return the backend by device, dtype and head sizes; cached, so that a fallback is logged once."""
     if backend != "auto":
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {BACKENDS}.")

@@ -67,7 +67,7 @@ class RaggedKV(NamedTuple):
     basis: Basis | None = None
 
     def of_row(self, row: int) -> "RaggedKV":
-        """The pools of one batch row, without its codes."""
+        """Return the pools of one batch row, without its codes."""
         rows, basis = slice(row, row + 1), self.basis
         if basis is not None:
             basis = basis._replace(mean=basis.mean[rows], scale=basis.scale[rows])

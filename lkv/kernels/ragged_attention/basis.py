@@ -36,11 +36,11 @@ class Basis(NamedTuple):
         return new_key.to(key.dtype), new_value.to(value.dtype)
 
     def leave_outputs(self, out: Tensor) -> Tensor:
-        """The outputs of the model from those [B, Hq, Tq, dv] over v'."""
+        """Return the outputs of the model from those [B, Hq, Tq, dv] over v'."""
         return (_widen(out) @ _match(out, self.value_rotation).mT).to(out.dtype)
 
     def leave_lse(self, lse: Tensor, q: Tensor, scale: float) -> Tensor:
-        """The log-sum-exp of the model's scores from that [B, Hq, Tq] of q' and k'; `q` is the model's."""
+        """Return the log-sum-exp of the model's scores from that [B, Hq, Tq] of q' and k'; `q` is the model's."""
         grouped = _widen(q).unflatten(1, (self.mean.shape[1], -1))
         return lse + scale * (grouped * self.mean[:, :, None, None]).sum(-1).flatten(1, 2).to(lse.dtype)
 

@@ -133,7 +133,7 @@ def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) 
 
 
 def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
-    """The model's outputs [B, Hq, Tq, dv] from those over v', laid out by token."""
+    """Return the model's outputs [B, Hq, Tq, dv] from those over v', laid out by token."""
     batch, heads, rows, value_dim = x.shape
     launch = _launch_for(x, starts, value_dim, rows * (heads // starts.shape[1]), basis.key_rotation.shape[0])
     out = torch.empty_like(x)
@@ -194,7 +194,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def _work_space(q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
-    """Sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
+    """Return sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
     place = "parts", q.device
     buffer = None if buffers is None else buffers.get(place)
     if buffer is not None and buffer[0].shape == (places, value_dim):

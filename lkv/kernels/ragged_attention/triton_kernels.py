@@ -23,7 +23,7 @@ SLOPE_3, CUBIC_3 = tl.constexpr(LEVELS[3][0]), tl.constexpr(LEVELS[3][1])
 
 @triton.jit
 def _pick(table, span, SPANS: tl.constexpr):
-    """Number `span` of a table [SPANS] in registers."""
+    """Return number `span` of a table [SPANS] in registers."""
     return tl.sum(tl.where(tl.arange(0, SPANS) == span, table, 0), 0)
 
 
@@ -38,7 +38,7 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
 
 @triton.jit
 def _attend_block(query, key, value, value_norm, seen, scale, state):
-    """Running maximum, weight and sums of rows, `state`, with one more block of entries.
+    """Add a block of entries to the running maximum, weight and sums of rows, `state`.
 
     `scale` is that of all scores, or of each entry [1, N]; `value_norm` is what the entries of v are multiplied by.
     """
@@ -74,7 +74,7 @@ def _attend_pools(
 
 @triton.jit
 def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
-    """The levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
+    """Return the levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
 
     Every lane reads the bytes that hold its own code (the layout is that of `lkv.cache.quantization`), so that channels
     come in their natural order; lanes that share a byte find it in the cache.
@@ -337,7 +337,7 @@ def enter_kernel(
     VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of one head of q, of k or of v in the coordinates of a `Basis`; the results are contiguous."""
+    """Return new tokens of one head of q, k or v in the coordinates of a `Basis`; the results are contiguous."""
     batch, head = split_heads(tl.program_id(0), heads + 2 * kv_heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row, row = row < rows, row.to(tl.int64)
@@ -368,7 +368,7 @@ def leave_kernel(
     x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The model's outputs of one head from those over rotated values, in the layout of `x`."""
+    """Return the model's outputs of one head from those over rotated values, in the layout of `x`."""
     batch, head = split_heads(tl.program_id(0), heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     at = batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride

@@ -42,14 +42,14 @@ class ScoreWeights(NamedTuple):
 
 
 def kernels_for(key: Tensor, value: Tensor) -> Any:
-    """The module `triton` where its kernels can run on k and v [..., d], None elsewhere."""
+    """Return the module `triton` where its kernels can run on k and v [..., d], None elsewhere."""
     if not devices.is_gpu(key.device) or value.dtype != key.dtype:
         return None
     return _kernels_for(key.device, key.dtype, key.shape[-1], value.shape[-1])
 
 
 def ranking_for(scores: Tensor) -> Any:
-    """The module `triton` where its `rank` can take `scores` [N, T], None elsewhere."""
+    """Return the module `triton` where its `rank` can take `scores` [N, T], None elsewhere."""
     if not devices.is_gpu(scores.device) or scores.dtype == torch.float64:
         return None
     return _kernels_for(scores.device, torch.float32, 1, 1)

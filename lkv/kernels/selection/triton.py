@@ -40,7 +40,7 @@ class Entries(NamedTuple):
 
     @classmethod
     def of_pools(cls, key: Tensor, value: Tensor, starts: Tensor, counts: Tensor, width: int) -> "Entries":
-        """The entries of pools [P, d]."""
+        """Return the entries of pools [P, d]."""
         return cls(key, value, starts.shape[1], starts.numel(), width, starts, counts)
 
     @property

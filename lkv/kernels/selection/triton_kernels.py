@@ -125,7 +125,7 @@ def move_kernel(
 
 @triton.jit
 def _knots(table, places, KNOTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The piecewise linear function with the values `table` [KNOTS] at the logarithms 0, 1, 2, ... of `places`."""
+    """Evaluate the piecewise linear function of values `table` [KNOTS] at the logarithms 0, 1, 2, ... of `places`."""
     knot = tl.arange(0, BLOCK_K)
     value = tl.load(table + knot, mask=knot < KNOTS, other=0.0)
     x = tl.minimum(tl.log2(tl.maximum(places, 1).to(tl.float32)), KNOTS - 1.0)
@@ -135,14 +135,14 @@ def _knots(table, places, KNOTS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _load_halves(pointers, real, HALF: tl.constexpr):
-    """The two halves of channels, the first of which lies at `pointers`, in float32."""
+    """Return the two halves of channels, the first of which lies at `pointers`, in float32."""
     first = tl.load(pointers, mask=real, other=0.0).to(tl.float32)
     return first, tl.load(pointers + HALF, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _content(halves, weight, bias, output, half, unit, DIM: tl.constexpr):
-    """The MLP over the halves of k and v of one head; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
+    """Return the MLP over the halves of k and v of one head; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
     dtype = tl.float32 if IS_INTERPRETED else weight.dtype.element_ty
     HALF: tl.constexpr = DIM // 2
     units = tl.zeros([halves[0].shape[0], unit.shape[0]], tl.float32)
@@ -160,7 +160,7 @@ def _expected_attention(
     key_0, key_1, value_0, value_1, queries, cos, sin, scale, normaliser, weight, half, DIM: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """`queries` [ROWS, DIM] of one head are GROUP means and the columns of the spread, before the mean rotation.
+    """Compute expected attention by GROUP means and the columns of the spread in `queries`, before the mean rotation.
 
     In three parts of TF32 their products are as exact as in float32, and take a third of the time. Beside an MLP in
     float32, for which `PRECISION` is "ieee", they would take more registers than there are.

@@ -162,7 +162,7 @@ def _check_mask(log_mask: Tensor) -> None:
 
 @functools.cache
 def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
-    """The name of the backend to use; cached, so that a fallback is logged once."""
+    """Return the name of the backend to use; cached, so that a fallback is logged once."""
     if backend not in ("auto", *_NAMES):
         raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
     if backend not in ("auto", "triton"):

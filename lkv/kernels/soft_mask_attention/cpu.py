@@ -93,7 +93,7 @@ class _ContinuationAttention(torch.autograd.Function):
 def _attend_to_prompt(
     q: Tensor, key: Tensor, value: Tensor, log_mask: Tensor | None, owners: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [n, Hq, t, dv] and log-sum-exp [n, Hq, t] over the prompts' tokens alone.
+    """Return outputs [n, Hq, t, dv] and log-sum-exp [n, Hq, t] over the prompts' tokens alone.
 
     Without a mask one prompt is read in place; with one it is copied for each continuation, whose columns k gets.
     """

@@ -83,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
 
 @functools.cache
 def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
-    """The tiles in use on a device; None where its shared memory is too small."""
+    """Return the tiles in use on a device; None where its shared memory is too small."""
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
     if not triton_devices.is_compiled_for(device):
         return options[0]
@@ -132,7 +132,7 @@ def launch_key_gradient(
 
 
 def laid_out_as_rows(x: Tensor) -> Tensor:
-    """An empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d]: as models want it."""
+    """Return an empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d]: as models want it."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 

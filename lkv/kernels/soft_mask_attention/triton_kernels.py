@@ -13,7 +13,7 @@ from lkv.kernels.triton_helpers import IS_INTERPRETED, LOG2_E
 
 @triton.jit
 def _dot(a, b, total):
-    """a b + total; float32 as three TF32 products, which keeps its precision on tensor cores."""
+    """Return a b + total; float32 as three TF32 products, which keeps its precision on tensor cores."""
     if IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

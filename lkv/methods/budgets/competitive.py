@@ -33,7 +33,7 @@ class Ada(Budget):
     compares_heads = True
 
     def __init__(self, retention: float | RetentionTarget, alpha: float = 0.2):
-        """Raises BudgetError for an `alpha` outside [0, 1], and RetentionError."""
+        """Raise BudgetError for an `alpha` outside [0, 1], and RetentionError."""
         if not 0.0 <= alpha <= 1.0:
             raise BudgetError(
                 f"alpha is {alpha!r}, but it is the part of an equal share that each head is safe to keep and must lie "
@@ -42,7 +42,7 @@ class Ada(Budget):
         self._target, self._alpha = as_target(retention), alpha
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """What each head keeps for sure, and what it wins."""
+        """Return what each head keeps for sure, and what it wins."""
         batch, heads, tokens = scores.shape
         equal = min(tokens, int(self._target.share(tokens) * tokens + ROUNDING))
         safe = min(equal, max(1, int(equal * self._alpha + ROUNDING))) if self._alpha else 0
@@ -71,7 +71,7 @@ class GlobalTopKBudget(Budget):
 
     @classmethod
     def from_scores(cls, table: Tensor, retention: float) -> "GlobalTopKBudget":
-        """The budget of one prompt whose scores [L, B, H, T] are known. Raises RetentionError."""
+        """Return the budget of one prompt whose scores [L, B, H, T] are known. Raises RetentionError."""
         budget = cls(RetentionTarget(check_retention(retention)))
         layers, _, heads, tokens = table.shape
         total = int(budget._target.retention * layers * heads * tokens + ROUNDING)
@@ -83,13 +83,13 @@ class GlobalTopKBudget(Budget):
     def for_prompt(
         self, selector: Selector, prompt: list[LayerKV], protected: Sequence[int] = ()
     ) -> "GlobalTopKBudget":
-        """The budget for one prompt, read into `prompt`, by the scores of `selector` of all but `protected` tokens."""
+        """Make the budget for one prompt, read into `prompt`, by scores of `selector`, without `protected` tokens."""
         scores = [drop_tokens(selector.scores(index, layer), protected) for index, layer in enumerate(prompt)]
         table = torch.stack([part.to(scores[0].device) for part in scores])
         return self.from_scores(table, self._target.share(table.shape[-1]))
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """The counts of the prompt. Raises CacheError before `for_prompt`."""
+        """Return the counts of the prompt. Raises CacheError before `for_prompt`."""
         if self.prompt_counts is None:
             raise CacheError(
                 "the budget 'global' needs the scores of all layers before it can evict from the first one: compress "

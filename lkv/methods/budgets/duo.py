@@ -109,13 +109,13 @@ class DuoOfHeads(Duo):
     exact_name = "duo"
 
     def retrieval_heads(self, tokens: int) -> int:
-        """The share R of all heads, to the nearest."""
+        """Return the share R of all heads, to the nearest."""
         heads = len(self._rank) * len(self._rank[0])
         return heads - round(heads * (1 - self._target.total_share(tokens)))
 
 
 def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[list[float]]:
-    """The alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
+    """Return the alphas [L][H] of a DuoAttention pattern file (`full_attention_heads.tsv`), clipped to [0, 1].
 
     One line a layer, one number a KV head, separated by tabs, as published by Xiao et al. (2024). Raises BudgetError.
     """
@@ -199,7 +199,7 @@ def estimate_pattern(
         )
 
     def attention_outside(prompt: LayerKV) -> Tensor:
-        """The mean attention outside sinks and recent tokens, [H]."""
+        """Return the mean attention outside sinks and recent tokens, [H]."""
         key, tokens = prompt.key, prompt.key.shape[2]
         query = prompt.grouped_query
         positions = torch.arange(tokens, device=key.device)
@@ -229,7 +229,7 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
         raise DataError("there is no text to estimate retrieval heads on; give some.")
 
     def cumulative_attention(prompt: LayerKV) -> Tensor:
-        """The area under the cumulated attention between the mean query and the mean key, [H]."""
+        """Return the area under the cumulated attention between the mean query and the mean key, [H]."""
         rotation = prompt.required_rotation
         means = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
         queries, keys = (rotation.rotate(mean.expand(-1, -1, length, -1)) for mean in means)
@@ -243,7 +243,7 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
 def _mean_over_texts(
     model: "PreTrainedModel", texts: Sequence[list[int]], score: Callable[[LayerKV], Tensor]
 ) -> list[list[float]]:
-    """The mean over `texts` of `score` [H] of each layer, as a table [L][H] of numbers in [0, 1]."""
+    """Return the mean over `texts` of `score` [H] of each layer, as a table [L][H] of numbers in [0, 1]."""
     spec, device = patch_attention(model).spec, input_device(model)
     total = torch.zeros(spec.layers, spec.kv_heads, dtype=torch.float64, device="cpu")
     with evaluation_mode(model):

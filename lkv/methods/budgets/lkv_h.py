@@ -37,7 +37,7 @@ class LearnedBudget(FixedBudget):
         self._ratios_of_layers = ratios_of_layers
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The ratios of the policy for this length."""
+        """Return the ratios of the policy for this length."""
         return self._ratios_of_layers(self._target.share(tokens), tokens)[layer]
 
 

@@ -44,11 +44,11 @@ class Pyramid(FixedBudget):
         self._cached_counts = lru_cache(maxsize=4)(self._layer_counts)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The layer's count as a share, the same for all heads."""
+        """Return the layer's count as a share, the same for all heads."""
         return [self._cached_counts(tokens)[layer] / max(1, tokens)] * heads
 
     def _layer_counts(self, tokens: int) -> list[int]:
-        """What a head of each layer keeps, [L]."""
+        """Return what a head of each layer keeps, [L]."""
         layers = self._layers
         total = min(layers * tokens, int(self._target.share(tokens) * layers * tokens + ROUNDING))
         # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.

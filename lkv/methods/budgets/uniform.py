@@ -13,7 +13,7 @@ class Uniform(FixedBudget):
         self._target = as_target(retention)
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The target's share for every head."""
+        """Return the target's share for every head."""
         return [self._target.share(tokens)] * heads
 
 
@@ -24,5 +24,5 @@ class PerHead(FixedBudget):
         self._ratios = ratios
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """The layer's ratios."""
+        """Return the layer's ratios."""
         return self._ratios[layer]

@@ -62,7 +62,7 @@ class CriticalKV(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The inner selector's scores. Raises CacheError where one is below 0."""
+        """Return the inner selector's scores. Raises CacheError where one is below 0."""
         attention = to_fp32(self._inner.scores(layer, prompt))
         if bool((attention < 0).any()):
             raise CacheError(
@@ -73,7 +73,7 @@ class CriticalKV(Selector):
 
     @torch.no_grad()
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """The first stage's tokens in the order of `scores`, above all others in that of the weighed scores."""
+        """Return the first stage's tokens in the order of `scores`, above all others in that of the weighed scores."""
         first = (torch.tensor(counts, device=scores.device).double() * self._first_stage + 1e-9).long()
         order = scores.argsort(stable=True, dim=-1, descending=True)  # of equal scores the earlier token first
         steps = torch.arange(scores.shape[-1], device=scores.device)

@@ -57,7 +57,7 @@ class ExpectedAttention(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The expected attention; the sinks above all. Raises PromptError for a prompt of no more than `sinks`."""
+        """Score by expected attention; the sinks above all. Raises PromptError for a prompt of no more than `sinks`."""
         key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
         query = to_fp32(prompt.query)

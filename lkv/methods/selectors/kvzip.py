@@ -92,7 +92,7 @@ class KVzip(Selector):
         self._model, self._tokenizer = model, tokenizer
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> Selector:
-        """The scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
+        """Return the scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
         return PrecomputedScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:

@@ -46,12 +46,12 @@ class LearnedScores(Selector):
 
     @torch.no_grad()
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The components that are final when tokens arrive."""
+        """Return the components that are final when tokens arrive."""
         return self._tokens.score_on_arrival(prompt, layer, self._heads)
 
     @torch.no_grad()
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
-        """The scores, with the components that depend on where the text ends."""
+        """Return the scores, with the components that depend on where the text ends."""
         first = (self._heads.start or 0) + head
         heads = slice(first, first + 1)
         rest = self._tokens.score_at_eviction(entries.prompt, layer, heads, entries.positions)

@@ -27,7 +27,7 @@ class SnapKV(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The smoothed attention; above all others the window. Raises PromptError for a prompt no longer than it."""
+        """Score by smoothed attention; the window above all. Raises PromptError for a prompt no longer than it."""
         key = prompt.key
         batch, heads, tokens, _ = key.shape
         window = self._window
@@ -75,7 +75,7 @@ class H2O(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The sum or mean of the attention received."""
+        """Return the sum or mean of the attention received."""
         key = prompt.key
         batch, heads, tokens, _ = key.shape
         rows = prompt.grouped_query
@@ -105,7 +105,7 @@ class TOVA(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The attention of the last token, the same for all heads."""
+        """Return the attention of the last token, the same for all heads."""
         key = prompt.key
         last = prompt.grouped_query[..., -1, :]
         attention = torch.softmax(to_fp32(last * prompt.scale @ key.transpose(-1, -2)), -1)

@@ -48,7 +48,7 @@ class StreamingLLM(Selector):
         self.sinks = sinks
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """The positions, the sinks above all. Raises PromptError for a prompt of no more than `sinks` tokens."""
+        """Return the positions, the sinks above all. Raises PromptError for a prompt of no more than `sinks` tokens."""
         tokens = prompt.key.shape[2]
         check_sinks(self, tokens, self.sinks)
         order = torch.arange(tokens, dtype=torch.float32, device=prompt.key.device)

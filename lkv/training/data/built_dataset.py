@@ -59,7 +59,7 @@ class BuiltDataset:
         self._epoch, self._order = -1, list[int]()
 
     def held_out(self, seed: int = 0) -> "BuiltDataset":
-        """The samples that are not for training. Raises DataError if there are none."""
+        """Return the samples that are not for training. Raises DataError if there are none."""
         return BuiltDataset(self._folder, seed, "heldout")
 
     def __len__(self) -> int:

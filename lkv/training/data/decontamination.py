@@ -63,7 +63,7 @@ class NgramOverlap:
         self._grams = {size: np.unique(np.concatenate(grams.pop(size))) for size in list(grams)}
 
     def share(self, text: str) -> float:
-        """The share of the n-grams of `text` that evaluated texts have; of a shorter text 1 or 0."""
+        """Return the share of the n-grams of `text` that evaluated texts have; of a shorter text 1 or 0."""
         words = self._hash_words(text)
         is_short = len(words) < self._n
         size = _SHORT_WORDS if is_short else self._n
@@ -75,7 +75,7 @@ class NgramOverlap:
         return float(shared == 1.0) if is_short else shared
 
     def clean(self, name: str, items: list[ItemT]) -> list[ItemT]:
-        """The items of the set `name` that do not overlap."""
+        """Return the items of the set `name` that do not overlap."""
         shares = [max(map(self.share, item_texts(item)), default=0.0) for item in items]
         clean = [item for item, share in zip(items, shares, strict=True) if share < self._share]
         if items:
@@ -84,7 +84,7 @@ class NgramOverlap:
         return clean
 
     def card(self) -> dict[str, Any]:
-        """What was compared and left out, for a policy's card."""
+        """Return what was compared and left out, for a policy's card."""
         sets = {
             name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
             for name, counts in self.counts.items()
@@ -92,7 +92,7 @@ class NgramOverlap:
         return {"n": self._n, "share": self._share, "files": self.files, "removed": True, "sets": sets}
 
     def _hash_words(self, text: str) -> Hashes:
-        """A 64-bit hash of each word."""
+        """Return a 64-bit hash of each word."""
         words = _WORD.findall(text.lower())
         for word in {word for word in words if word not in self._word_hashes}:
             digest = hashlib.blake2b(word.encode(), digest_size=8).digest()
@@ -100,7 +100,7 @@ class NgramOverlap:
         return np.fromiter((self._word_hashes[word] for word in words), np.uint64, len(words))
 
     def _hash_grams(self, words: Hashes, size: int) -> Hashes:
-        """A 64-bit hash of each n-gram of `size` words, given the words' hashes."""
+        """Return a 64-bit hash of each n-gram of `size` words, given the words' hashes."""
         count = max(0, len(words) - size + 1)
         total = np.zeros(count, np.uint64)
         for i, factor in enumerate(self._factors[:size]):

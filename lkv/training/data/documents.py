@@ -71,7 +71,7 @@ ItemT = TypeVar("ItemT", bound=Item)
 
 
 def item_texts(item: Item) -> list[str]:
-    """The texts of an item, which decontamination compares."""
+    """Return the texts of an item, which decontamination compares."""
     if isinstance(item, MultiHopQuestion):
         return [item.question, *(passage.text for passage in item.passages)]
     if isinstance(item, Meeting):
@@ -82,7 +82,7 @@ def item_texts(item: Item) -> list[str]:
 
 
 def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
-    """The items that training never sees, or the others; an item's text decides, not its file.
+    """Return the items that training never sees, or the others; an item's text decides, not its file.
 
     Questions over the same passages are on the same side.
     """
@@ -98,7 +98,7 @@ def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
 
 
 def _text_read(item: Item) -> str:
-    """What a context takes from an item."""
+    """Return what a context takes from an item."""
     if isinstance(item, MultiHopQuestion) and item.passages:
         return "\n\n".join(sorted(passage.text for passage in item.passages))
     return item_texts(item)[0]
@@ -306,7 +306,7 @@ def code_files(rows: LocatedRows) -> Iterator[Passage]:
 
 
 def user_rows(rows: LocatedRows) -> Iterator[Passage]:
-    """The user's JSON lines: {context, question, answer}, or {text}."""
+    """Return the user's JSON lines: {context, question, answer}, or {text}."""
     for position, row in rows:
         if "text" in row:
             yield Passage("", require_field(row, "text", str, position))
@@ -324,27 +324,27 @@ def wikitext(path: Path, folder: Path) -> Iterator[Passage]:
 
 
 def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
-    """A file of text or code, or a document of `DOCUMENT_SUFFIXES`, in pieces."""
+    """Return a file of text or code, or a document of `DOCUMENT_SUFFIXES`, in pieces."""
     text = read_document(path) if path.suffix.lower() in DOCUMENT_SUFFIXES else read_text(path)
     yield from split_text(str(path.relative_to(folder)), text)
 
 
 def split_text(title: str, text: str) -> Iterator[Passage]:
-    """A text in pieces, so that one long book can serve both for training and for validation."""
+    """Return a text in pieces, so that one long book can serve both for training and for validation."""
     title, text = (replace_lone_surrogates(part) for part in (title, text))  # a file's name can hold them too
     for start in range(0, len(text), _PIECE_CHARS):
         yield Passage(title, text[start : start + _PIECE_CHARS])
 
 
 def read_python_manual() -> list[Passage]:
-    """The chapters of Python's language reference that come with the interpreter (PSF licence)."""
+    """Return the chapters of Python's language reference that come with the interpreter (PSF licence)."""
     from pydoc_data.topics import topics
 
     return [piece for name, text in sorted(topics.items()) if len(text) > 3000 for piece in split_text(name, text)]
 
 
 def read_standard_library() -> list[Passage]:
-    """The source files of the running interpreter's standard library (PSF licence), without tests and tables."""
+    """Return the source files of the running interpreter's standard library (PSF licence), without tests and tables."""
     root = Path(json.__file__).parent.parent
     paths = [*root.glob("*.py"), *root.glob("[a-z]*/*.py")]
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "encodings", "pydoc_data", "ensurepip"}
@@ -356,13 +356,13 @@ def read_standard_library() -> list[Passage]:
 
 
 def read_own_stories() -> Iterator[Passage]:
-    """The stories, letters and essays that were written for LKV, with questions."""
+    """Return the stories, letters and essays that were written for LKV, with questions."""
     for row in _own_texts()["stories"]:
         yield Passage(row["title"], row["text"], tuple((question, answer) for question, answer in row["questions"]))
 
 
 def read_own_meetings() -> Iterator[Meeting]:
-    """The meetings that were written for LKV, with queries."""
+    """Return the meetings that were written for LKV, with queries."""
     for row in _own_texts()["meetings"]:
         yield Meeting(tuple(row["turns"]), tuple((*query,) for query in row["queries"]))
 

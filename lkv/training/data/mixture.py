@@ -130,7 +130,7 @@ class Mixture:
         self._select(f"{seed}-train", is_held_out=False)
 
     def _clean(self, name: str, items: list[ItemT]) -> list[ItemT]:
-        """The items that do not overlap with evaluated texts."""
+        """Return the items that do not overlap with evaluated texts."""
         return self._overlap.clean(name, items) if self._overlap else items
 
     def held_out(self, seed: int = 0) -> "Mixture":
@@ -215,7 +215,7 @@ class Mixture:
 
 
 def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:
-    """The sources' weights, with those of Python's texts and facts scaled down until `own_share` is of other texts."""
+    """Weigh the sources, with those of Python's texts and facts scaled down until `own_share` is of other texts."""
     weights: dict[str, float] = {name: _SOURCES[name][0] for name in sources}
     others = _ADDED_SOURCES & weights.keys()
     total = sum(weights[name] for name in others)

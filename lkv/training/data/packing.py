@@ -88,7 +88,7 @@ def find_answer(text: str, question: str, answer: str) -> int:
 
 
 def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:
-    """A random start such that text[start:start + size] holds the position `anchor` (-1: the text's beginning)."""
+    """Draw a random start such that text[start:start + size] holds the position `anchor` (-1: the text's beginning)."""
     if anchor < 0 or len(text) <= size:
         return 0
     last = min(anchor, len(text) - size)
@@ -96,7 +96,7 @@ def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -
 
 
 def random_window(rng: random.Random, text: str, chars: float) -> str:
-    """A random part of `text` of `chars` characters."""
+    """Return a random part of `text` of `chars` characters."""
     start = rng.randint(0, max(0, len(text) - int(chars)))
     return text[start : start + int(chars)]
 

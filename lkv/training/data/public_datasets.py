@@ -100,13 +100,13 @@ class DatasetIndex(NamedTuple):
     skipped: dict[Path, str]
 
     def skip(self, unused: Mapping[Path, str]) -> "DatasetIndex":
-        """The index without the files `unused`, which are skipped for the reasons given."""
+        """Return the index without the files `unused`, which are skipped for the reasons given."""
         kept = {name: [path for path in paths if path not in unused] for name, paths in self.used.items()}
         used = {name: paths for name, paths in kept.items() if paths}
         return self._replace(used=used, skipped={**self.skipped, **unused})
 
     def lines(self) -> list[str]:
-        """A line for each set with its files, then a line for each reason with the files skipped for it."""
+        """Return a line for each set with its files, then a line for each reason with the files skipped for it."""
         lines = [f"used as {name}: {_join_names(self.folder, paths)}" for name, paths in self.used.items()]
         for reason in dict.fromkeys(self.skipped.values()):
             paths = [path for path, why in self.skipped.items() if why == reason]
@@ -183,7 +183,7 @@ def index_folder(
 
 
 def _classify(path: Path, relative: Path) -> tuple[str, str]:
-    """The set of a file, else the reason to skip it; both empty for data that is not recognised."""
+    """Return the set of a file, else the reason to skip it; both empty for data that is not recognised."""
     if name := match_dataset(relative):
         return name, ""
     if path.name.startswith(("LICENSE", "LICENCE")):
@@ -207,7 +207,7 @@ def _classify(path: Path, relative: Path) -> tuple[str, str]:
 
 
 def match_dataset(path: Path) -> str:
-    """The public set whose official names `path` matches; "" for none."""
+    """Return the public set whose official names `path` matches; "" for none."""
     return next((name for name, dataset in PUBLIC_DATASETS.items() if any(map(path.match, dataset.files))), "")
 
 
