@@ -27,46 +27,10 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
         raise UnsupportedModelError("this is not a causal language model of transformers; give one with .generate().")
-    name = type(model).__name__
-    text = config.get_text_config(decoder=True)
-    # In Gemma-3n and Gemma-4 some layers read the keys and values of an earlier one, or have heads of another size.
-    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(
-            f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
-            "layers are alike and have keys and values of their own, such as Gemma-3."
-        )
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = _kv_heads(text)
-    if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
-        )
-    has_common_cache = getattr(model, "_supports_default_dynamic_cache", None)
-    if has_common_cache is not None and not has_common_cache():
-        raise UnsupportedModelError(
-            f"{name} has a cache of its own here, which LKV cannot replace; use another model, or a newer transformers."
-        )
-    kinds = decoder_kinds(model)
-    unknown = unknown_kinds(kinds)
-    if unknown or not any(kind.is_evicted for kind in kinds):
-        raise UnsupportedModelError(
-            f"{name} has layers of kind {unknown or sorted({kind.name for kind in kinds})}; LKV works with "
-            "full-attention layers, which it evicts from, and sliding-window, recurrent or convolution layers beside "
-            "them. Use such a model."
-        )
+    name, text = type(model).__name__, config.get_text_config(decoder=True)
+    kinds = _check_architecture(model, text)
+    heads, kv_heads = text.num_attention_heads, _kv_heads(text)
     weights = without_adapters(dict(model.named_parameters()))
-    if getattr(text, "attn_logit_softcapping", None):
-        raise UnsupportedModelError(
-            f"{name} has capped attention logits, which LKV does not compute yet; use a model with plain softmax "
-            "attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
-        )
-    if any(sinks is not None and sinks.shape != (heads,) for sinks in attention_sinks(model)):
-        raise UnsupportedModelError(
-            f"{name} has attention sinks that are not one number a query head here, as in gpt-oss on one device; use "
-            "such a model, without tensor parallelism."
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
     limit = positions.max_positions(text)
     if not isinstance(limit, int):
         raise UnsupportedModelError(
@@ -92,6 +56,49 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
             without_adapters(dict(decoder.named_parameters())), depth, read_norms(decoder, depth)
         ),
     )
+
+
+def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
+    """Return the kinds of layers of a model with attention and a cache that LKV works with, or raise."""
+    name = type(model).__name__
+    # In Gemma-3n and Gemma-4 some layers read the keys and values of an earlier one, or have heads of another size.
+    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
+        raise UnsupportedModelError(
+            f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
+            "layers are alike and have keys and values of their own, such as Gemma-3."
+        )
+    heads = getattr(text, "num_attention_heads", None)
+    kv_heads = _kv_heads(text)
+    if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
+        )
+    has_common_cache = getattr(model, "_supports_default_dynamic_cache", None)
+    if has_common_cache is not None and not has_common_cache():
+        raise UnsupportedModelError(
+            f"{name} has a cache of its own here, which LKV cannot replace; use another model, or a newer transformers."
+        )
+    kinds = decoder_kinds(model)
+    unknown = unknown_kinds(kinds)
+    if unknown or not any(kind.is_evicted for kind in kinds):
+        raise UnsupportedModelError(
+            f"{name} has layers of kind {unknown or sorted({kind.name for kind in kinds})}; LKV works with "
+            "full-attention layers, which it evicts from, and sliding-window, recurrent or convolution layers beside "
+            "them. Use such a model."
+        )
+    if getattr(text, "attn_logit_softcapping", None):
+        raise UnsupportedModelError(
+            f"{name} has capped attention logits, which LKV does not compute yet; use a model with plain softmax "
+            "attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
+        )
+    if any(sinks is not None and sinks.shape != (heads,) for sinks in attention_sinks(model)):
+        raise UnsupportedModelError(
+            f"{name} has attention sinks that are not one number a query head here, as in gpt-oss on one device; use "
+            "such a model, without tensor parallelism."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; LKV works with decoder-only models.")
+    return kinds
 
 
 def decoder_kinds(model: PreTrainedModel) -> list[LayerKind]:
