@@ -375,8 +375,14 @@ def distillation_losses(
 
 def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards: int) -> None:
     """Raise TrainingError if contexts cannot share a forward pass, or shards would not make the same passes."""
+    kinds = patch_attention(model).kinds
+    if config.student == "full" and any(kind.is_recurrent for kind in kinds):
+        raise TrainingError(
+            "student is 'full', which reads each continuation as one text with its context, but this model has "
+            "recurrent states, which are kept at the end of the context; give student 'continuation'."
+        )
     if config.contexts_per_forward > 1:
-        if any(kind.other for kind in patch_attention(model).kinds) or is_rope_by_length(model):
+        if any(kind.other for kind in kinds) or is_rope_by_length(model):
             raise TrainingError(
                 f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding or recurrent "
                 "layers, or a rotary embedding that depends on the longest text, so its contexts are read one by one; "

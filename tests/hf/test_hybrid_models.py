@@ -18,7 +18,7 @@ from lkv.context.chat import Chat
 from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.errors import CacheError, UnsupportedModelError
+from lkv.errors import CacheError, TrainingError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
@@ -27,8 +27,9 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, hard_mask
+from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.context.test_compression import TEXT, Words
 from tests.families import HYBRIDS, Family
@@ -229,6 +230,8 @@ def test_policies_are_trained_as_the_cache_computes(family, model):
         for found, own in ((run.run(None), stock), (student, cache)):
             expected = torch.log_softmax(read(model, own, target, [20])[0, 3:-1].float(), -1)
             torch.testing.assert_close(found.log_probs, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(TrainingError, match=r"has recurrent states, which .* give student 'continuation'"):
+        check_batching(TrainingConfig(student="full"), model, 1)
     inputs = ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
     torch.manual_seed(1)
     check_training(family.build(torch.float32), Policy(patch_attention(model).spec, inputs=inputs))
