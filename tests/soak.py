@@ -116,7 +116,8 @@ def leaks(seconds: float, start: int) -> tuple[Counts, int]:
 
 def live_tensors() -> tuple[int, int]:
     """Tensors alive and the bytes behind them."""
-    gc.collect()
+    while gc.collect():  # finalizers may free more
+        pass
     # By its type: to ask an object itself wakes up lazy ones.
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return len(found), sum(x.untyped_storage().nbytes() for x in found if x.layout == torch.strided)

@@ -4,7 +4,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -162,12 +162,21 @@ class Context:
         self._record(answers, length, generation)
         return answers
 
-    def complete(self, ids: list[int], max_new_tokens: int | None = None, **generation: Any) -> list[int]:
-        """Generate the ids that follow the context and `ids`: `ask` without encoding and decoding, which see."""
+    def complete(
+        self, ids: list[int], max_new_tokens: int | None = None, *, keeps_slots: bool = True, **generation: Any
+    ) -> list[int]:
+        """Generate the ids that follow the context and `ids`: `ask` without encoding and decoding.
+
+        Args:
+            ids: The question's ids.
+            max_new_tokens: As for `ask`.
+            keeps_slots: As for `working_cache`.
+            generation: As for `ask`.
+        """
         check_options(self.model, self.cache, generation)
         row = self.ids + ids
         length = answer_length(self.model, len(row), max_new_tokens, generation)
-        with self.working_cache() as cache:
+        with self.working_cache(keeps_slots) as cache:
             # generate() takes the ids of all tokens in the cache; only the new ones pass through the model.
             out = generate(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
         answer: list[int] = out[0].tolist()
@@ -206,20 +215,24 @@ class Context:
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     @contextmanager
-    def working_cache(self) -> Iterator[RaggedCache | FullCache]:
+    def working_cache(self, keeps_slots: bool = True) -> Iterator[RaggedCache | FullCache]:
         """Return a cache of the text alone, for model(...) or model.generate(...) in the block.
 
         It is the context's own, cropped to the text before and after, or a copy if that cannot be cropped.
+
+        Args:
+            keeps_slots: Keep the memory of the tokens that the block adds, for those of the next block.
         """
         with self._exclusive():
             if not self.cache.is_rewindable:
                 yield self.cache.fork()
                 return
             self._rewind()
-            try:
-                yield self.cache
-            finally:
-                self._rewind()
+            with nullcontext() if keeps_slots else self.cache.temporary_slots():
+                try:
+                    yield self.cache
+                finally:
+                    self._rewind()
 
     def _rewind(self) -> None:
         if isinstance(self.cache, RaggedCache):

@@ -8,7 +8,7 @@ This is the harness's own command line, with `lkv` registered; in Python, import
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -225,10 +225,8 @@ class LKVLM(HFLM):
         if context is None:
             yield {}
             return
-        own = context.cache
         # A question's free slots would be counted as bytes of the next one's context.
-        slots = own.temporary_slots() if own.is_rewindable else nullcontext()
-        with slots, context.working_cache() as cache:
+        with context.working_cache(keeps_slots=False) as cache:
             yield cache_argument(cache)
 
     def _compress(self, ids: list[int]) -> Context | None:

@@ -103,12 +103,10 @@ class AnswerWorker(AnswerQueue):
         if any(answer.sampler for answer in batch):
             options["logits_processor"] = LogitsProcessorList([_Sampling(batch)])
         if context is None:
-            cache = DynamicCache(config=self.model.config)
-            generate(self.model, self.tokenizer, rows, 0, cache, **options)
+            generate(self.model, self.tokenizer, rows, 0, DynamicCache(config=self.model.config), **options)
         elif len(rows) == 1:
             # The answer is appended to the context's own cache, whose size counts while it stays in memory.
-            with context.cache.temporary_slots():
-                context.complete(rows[0], **options)
+            context.complete(rows[0], keeps_slots=False, **options)
         else:
             context.batch_complete(rows, **options)
         if not turn.is_paused and turn.tokens < length:
