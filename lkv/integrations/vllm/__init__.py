@@ -17,5 +17,6 @@ log-sum-exp. See docs/guides/vllm.md.
 | `batch.py` | one forward pass of the worker: which tokens follow which context, which texts are compressed |
 | `attention.py` | attention backends: CPU, CUDA |
 | `pages.py` | k and v in vLLM's pages, and the log-sum-exp of attention over them |
-| `http.py` | `/v1/contexts`, and chats about contexts |
+| `context_middleware.py`, `http.py` | `/v1/contexts`, and chats about contexts |
+| `command.py` | the command line of `lkv serve --engine vllm` |
 """
