@@ -104,6 +104,7 @@ def test_commands_keep_what_transformers_imports_to_itself():
     assert done.returncode == 0 and not done.stderr and "share of the tokens" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("load", "setting", "spins"), [(0.2, None, "None"), (99.0, None, "20000"), (99.0, "7", "7")])
 def test_beside_other_programs_threads_that_wait_for_work_soon_leave_their_core(load, setting, spins, monkeypatch):
     """GNU's OpenMP reads the variable when PyTorch loads it."""

@@ -122,7 +122,7 @@ print(total, model.config._attn_implementation, sorted(vars(model)))
 """
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_saved_model_needs_no_lkv(tmp_path, implementation):
     model = tiny_llama(dtype=torch.float32)
     model.set_attn_implementation(implementation)

@@ -35,17 +35,18 @@ def compile_attention(arch, dim, dtype, kernels):
 
 
 # One head size a GPU and precision, the ones nearest to a limit; `python -m tests.kernels.compile_kernels` takes all.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dim", "dtype"),
     [
-        pytest.param(100, 128, "float32", marks=pytest.mark.slow),
-        pytest.param(100, 128, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(89, 128, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(90, 128, "float32", marks=pytest.mark.slow),
-        pytest.param(90, 256, "bfloat16", marks=pytest.mark.slow),
+        (100, 128, "float32"),
+        (100, 128, "bfloat16"),
+        (89, 128, "bfloat16"),
+        (90, 128, "float32"),
+        (90, 256, "bfloat16"),
         (90, 128, "bfloat16"),
-        pytest.param(80, 96, "float16", marks=pytest.mark.slow),
-        pytest.param(80, 256, "float32", marks=pytest.mark.slow),
+        (80, 96, "float16"),
+        (80, 256, "float32"),
     ],
 )
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
