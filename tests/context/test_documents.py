@@ -12,7 +12,7 @@ from lkv.errors import DocumentError
 from tests.context.pdf_documents import PDFS
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "documents"
-TEXTS = [json.loads(line) for line in (FOLDER / "text.jsonl").read_text().splitlines()]
+TEXTS = [json.loads(line) for line in (FOLDER / "text.ndjson").read_text().splitlines()]
 
 
 def pages() -> dict[str, tuple[str, str, list[str]]]:
