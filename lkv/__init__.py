@@ -1,6 +1,6 @@
 """LKV: learned KV cache eviction for transformers models.
 
-What is named here is imported when it is first used: `import lkv` alone loads no torch.
+Public names are imported on first use, so `import lkv` alone does not import torch.
 """
 
 from importlib import import_module
@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'lkv' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next use finds it without coming here
+    globals()[name] = value  # later uses skip `__getattr__`
     return value
 
 

@@ -86,7 +86,7 @@ class MissingPackageError(LkvError):
 
 
 class BackendError(LkvError):
-    """The kernel backend that was chosen by name cannot run on this machine.
+    """The requested kernel backend cannot run on this machine.
 
     Args:
         backend: The backend's name, such as `"triton"`.
@@ -114,7 +114,7 @@ class UnknownContextError(StoreError):
 
 
 class ContextPendingError(StoreError):
-    """The context is still being compressed, or could not be."""
+    """The context is still being compressed, or its compression failed."""
 
 
 class BusyError(LkvError):
@@ -128,7 +128,7 @@ def check_retention(retention: float) -> float:
     """Validate a retention, the fraction of the KV cache to keep.
 
     Args:
-        retention: A number; text and booleans are refused even where Python would convert them.
+        retention: A number; strings and booleans are rejected.
 
     Returns:
         The retention as a float in (0, 1].
@@ -149,12 +149,12 @@ def check_retention(retention: float) -> float:
 
 
 def describe_invalid_value(error: "ValidationError", names: Iterable[str], prefix: str = "") -> str:
-    """Return one sentence about the first value that pydantic refused.
+    """Return one sentence about the first value that pydantic rejected.
 
     Args:
-        error: What the validation raised.
+        error: The validation error.
         names: The fields of the model.
-        prefix: "--" names fields as options of the command line.
+        prefix: Prefix of field names: "--" for command line options.
     """
     problem = error.errors()[0]
     name = str(problem["loc"][0])

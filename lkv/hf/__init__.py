@@ -1,1 +1,1 @@
-"""The seam to transformers: the only folder that knows its internals."""
+"""The integration with transformers: the only folder that depends on its internals."""

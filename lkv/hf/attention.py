@@ -1,9 +1,9 @@
-"""LKV's attention inside a transformers model, which computes it over LKV's caches and nothing else.
+"""LKV's attention inside a transformers model, used for LKV's caches only.
 
-One layer of a forward pass runs as follows. The model's attention module calls `cache.update`; an LKV cache notes which
-layer returned which keys (`state.note_pending_layer`). The module then asks transformers for its attention function.
-Only while such a note waits in the thread, it gets `_attention`, which finds the layer by these keys and calls its
-`attend`. Nothing of a model changes: neither its configuration nor its attributes.
+One layer of a forward pass runs as follows. The model's attention module calls `cache.update`; an LKV cache records
+which layer returned which keys (`state.note_pending_layer`). The module then looks up its attention function in
+transformers. While a layer is pending in this thread, the look-up returns `_attention`, which finds the layer by its
+keys and calls its `attend`. The model's configuration and attributes do not change.
 """
 
 import functools
@@ -46,22 +46,22 @@ from lkv.hf.state import (
 from lkv.hf.state_probe import probed_kinds
 
 _IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # rotations that follow the longest text of a forward pass
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # RoPE types with frequencies by text length
 
 
 def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> PatchedModel:
-    """Let LKV caches work in `model`, which otherwise stays as it was.
+    """Register LKV's attention for `model`, so that it works with LKV caches.
 
-    The model's configuration and attributes do not change, nor what it computes with other caches. Idempotent: the
-    model is read once, and every LKV entry point calls this itself. `unpatch_attention` undoes it.
+    The model's configuration, attributes and results with other caches do not change. Idempotent: the model is
+    inspected once, and every LKV entry point calls this itself. `unpatch_attention` undoes it.
 
     Args:
         model: A causal language model with attention implementation "sdpa", "eager", "flash_attention_2" or
             "flash_attention_3"; it may be wrapped by PEFT.
-        spec: The model's description, where its weights are in other processes and cannot be read here.
+        spec: The model's description, needed if its weights are in other processes and cannot be read here.
 
     Returns:
-        What was read of the model.
+        The inspected properties of the model.
 
     Raises:
         UnsupportedModelError: If eviction cannot work in this model.
@@ -72,7 +72,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     if patched is None or patched.config is not model.config.get_text_config(decoder=True):
         has_weights, spec = spec is None, spec or inspect_model(model)
         text = model.config.get_text_config(decoder=True)
-        _check_attention_code(model, text)  # before the model reads anything
+        _check_attention_code(model, text)  # before the first forward pass
         patched = PatchedModel(
             spec=spec,
             kinds=probed_kinds(model) if has_weights else tuple(decoder_kinds(model)),
@@ -94,7 +94,7 @@ def unpatch_attention(model: PreTrainedModel) -> None:
     Does nothing for a model that is not patched.
 
     Args:
-        model: The model that was given to `patch_attention`, or to `RaggedCache`, `compress` and so on.
+        model: A model that was passed to `patch_attention`, `RaggedCache`, `compress` or another entry point.
     """
     set_patch(unwrap_model(model), None)
 
@@ -103,13 +103,13 @@ def unpatch_attention(model: PreTrainedModel) -> None:
 def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
     """Patch the attention of `model` for the duration of a `with` block.
 
-    A model that was patched before stays patched afterwards.
+    A model that was already patched stays patched afterwards.
 
     Args:
         model: As for `patch_attention`.
 
     Yields:
-        What was read of the model.
+        The inspected properties of the model.
     """
     was_patched = get_patch(unwrap_model(model)) is not None
     try:
@@ -120,9 +120,9 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
 
 
 def is_rope_by_length(model: PreTrainedModel) -> bool:
-    """Whether rotations follow the longest text of a forward pass.
+    """Return whether RoPE frequencies depend on the longest text of a forward pass.
 
-    Texts cannot share one then, and two passes must not run at once.
+    Such a model cannot batch different texts, and its passes must not run concurrently.
     """
     return any(kind in patch_attention(model).spec.rope for kind in _LENGTH_DEPENDENT_ROPE)
 
@@ -134,7 +134,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def _check_implementation(implementation: str | None) -> None:
-    """Raise UnsupportedModelError for an attention implementation over which LKV does not work."""
+    """Raise UnsupportedModelError for an attention implementation that LKV does not support."""
     if implementation not in (None, *_IMPLEMENTATIONS):
         raise UnsupportedModelError(
             f"LKV does not work over the attention implementation {implementation!r} yet; load the model with "
@@ -143,9 +143,9 @@ def _check_implementation(implementation: str | None) -> None:
 
 
 def _check_attention_code(model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError for a model that does not ask transformers for its attention function."""
+    """Raise UnsupportedModelError for a model that does not use transformers' attention interface."""
     _check_implementation(config._attn_implementation)
-    # This option of GPT-2 has eager attention of its own.
+    # With this option GPT-2 uses its own eager attention.
     is_reordered = config._attn_implementation == "eager" and getattr(config, "reorder_and_upcast_attn", False)
     if is_reordered or not model._can_set_attn_implementation():
         raise UnsupportedModelError(
@@ -157,7 +157,7 @@ def _check_attention_code(model: PreTrainedModel, config: Any) -> None:
 
 @functools.cache
 def _install() -> None:
-    """Let transformers' look-up of attention and mask functions find LKV's where an LKV cache is in the pass."""
+    """Make transformers look up LKV's attention and mask functions in passes with an LKV cache."""
     look_up = AttentionInterface.get_interface
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -181,7 +181,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer; `function` is the model's own, of the implementation `base`."""
-    # Models name the dropout and some the mask; libraries that wrap every attention function pass both by position.
+        # Models pass dropout, and some the mask, by keyword; wrappers of attention functions pass both by position.
     stock = functools.partial(function, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced_layer()) is not None:
@@ -194,32 +194,32 @@ def _attention(
 
 
 def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the mask of one kind of layer: the model's, or `key_mask` where layers of an LKV cache need no more."""
+    """Return the mask of one kind of layer: `key_mask` where it is enough for an LKV cache, else the model's mask."""
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
     # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway.
     if base != "sdpa" or not isinstance(offset, KeyOffset):
         return function(*args, **kwargs)
-    # A window as long as all of the text (Phi-3.5) hides nothing.
+    # A window as long as the whole text (Phi-3.5) masks nothing.
     window = kwargs.get("local_size")
     hides_nothing = window is not None and window >= offset + kwargs["kv_length"]
-    # Models combine the causal function with others, and may ask for a whole mask to change it.
+    # Models combine the causal mask function with others, and may request a full mask to modify it.
     is_causal = hides_nothing or kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     if not (is_causal and kwargs.get("allow_is_causal_skip", True)):
         return function(*args, **kwargs)
-    # Before transformers 5.4 the positions of the queries are given, not their number.
+    # Before transformers 5.4 this is the positions of the queries instead of their number.
     queries = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
     return key_mask(kwargs.get("attention_mask"), queries, kwargs["kv_length"], offset)
 
 
 def _would_need_mask(base: str, query: Tensor, key: Tensor, mask: Any) -> bool:
-    """Whether the model's own SDPA would need a 4-D mask; `attend_prompt` does without one."""
+    """Return whether the model's own SDPA would need a 4-D mask; `attend_prompt` does not."""
     has_padding = isinstance(mask, Tensor) and mask.ndim == 2
     return base == "sdpa" and (has_padding or (mask is None and query.shape[2] != key.shape[2]))
 
 
-# Outside compiled graphs: the stored keys change shape with every token, and would be compiled each time.
+# Kept out of compiled graphs: stored keys change shape with every token, which would recompile each time.
 @torch.compiler.disable
 def _attend(
     base: str,
@@ -231,7 +231,7 @@ def _attend(
     scale: float,
     stock: functools.partial[Any],
 ) -> tuple[Tensor, Any]:
-    """Attention by the cache layer that returned `key`, or the model's own where no LKV layer did."""
+    """Compute attention with the cache layer that returned `key`, or the model's own if no LKV layer did."""
     layer = take_pending_layer(key)
     if layer is None:
         return stock()
@@ -253,13 +253,13 @@ def _attend(
 
 
 def _are_weights_collected() -> bool:
-    """Whether transformers collects attention weights by hooks, of models that keep the request from their layers."""
+    """Return whether transformers collects attention weights by hooks, without passing the request to the layers."""
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
     return collector is not None and "attentions" in (collector.get() or ())
 
 
 def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:
-    """Raise CacheError where `layer` stores k and v of another model than that of `module`."""
+    """Raise CacheError if `layer` stores k and v of a model other than the one `module` belongs to."""
     owner = layer.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:
         raise CacheError("this cache was made for another model; make one with RaggedCache(model, ...) for this model.")

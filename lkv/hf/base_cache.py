@@ -1,4 +1,4 @@
-"""BaseCache: what all caches of LKV have in common. `state` describes how attention finds their layers."""
+"""BaseCache: the base class of all LKV caches. `state` describes how attention finds their layers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from lkv.hf.masks import KeyOffset
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer
 from lkv.hf.state import note_pending_layer, note_traced_layer, register_cache, take_pending_layer
 
-# In place of a mask's offset: the tokens of the pass need no mask.
+# Replaces the mask offset for passes that need no mask.
 NO_MASK: Any = None
 
 
@@ -25,7 +25,7 @@ class BaseCache(Cache):
     is_assisted = False  # whether assisted decoding has just begun
 
     def __init__(self, layers: Sequence[Any], others: dict[int, OtherLayer] | None = None):
-        """Combine layers as `make_layers` returns them: `others` are what is not evicted from, by layer."""
+        """Combine layers as `make_layers` returns them: `others` maps layer indices to layers without eviction."""
         super().__init__(layers=[*layers])
         self.others = others or {}
         self.name = register_cache(self)
@@ -35,7 +35,7 @@ class BaseCache(Cache):
         return [other for index, other in self.others.items() if self.layers[index] is not other]
 
     def set_others(self, others: dict[int, OtherLayer]) -> None:
-        """Replace the layers that nothing is evicted from."""
+        """Replace the layers without eviction."""
         layers: list[Any] = self.layers
         self.layers = [
             layer if isinstance(layer, AttentionCacheLayer) else others.get(index, layer)
@@ -44,7 +44,7 @@ class BaseCache(Cache):
         self.others = others
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Drop all stored tokens and free their memory."""
         super().reset()
         for part in self._parts():
             part.reset()
@@ -84,12 +84,12 @@ class BaseCache(Cache):
         return layer
 
     def before_states(self, layer_idx: int) -> None:
-        """Raise CacheError where a recurrent layer cannot continue; called before its states are read."""
+        """Raise CacheError if a recurrent layer cannot continue; called before its states are read."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Give new k and v [B, Hkv, T, d] to a layer; the attention call that follows goes to the same layer."""
+        """Pass new k and v [B, Hkv, T, d] to a layer; the next attention call goes to the same layer."""
         if torch.compiler.is_dynamo_compiling() and self._is_traceable(layer_idx):
             note_traced_layer(self, layer_idx)
             return key_states, value_states
@@ -116,7 +116,7 @@ class BaseCache(Cache):
         scale: float,
         stock: Callable[[], Any],
     ) -> Tensor:
-        """`update`, and the attention over the layer; arguments and outputs are those of `AttentionCacheLayer`."""
+        """Call `update`, then compute attention; arguments and outputs as in `AttentionCacheLayer.attend`."""
         key, value = self.update(key, value, layer_idx)
         layer = take_pending_layer(key)
         assert layer is not None
@@ -127,28 +127,28 @@ class BaseCache(Cache):
         return isinstance(layer, AttentionCacheLayer) and layer.is_traceable
 
     def _hides_length(self, layer_idx: int) -> bool:
-        """Whether the length of the text must be no constant of what is traced."""
+        """Return whether tracing must not bake in the length of the text as a constant."""
         layer: Any = self.layers[layer_idx]
         return self._is_traceable(layer_idx) and not layer.is_reading_prompt
 
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """Raise CacheError or PromptError where a layer cannot take the new keys; called first in `update`."""
+        """Raise CacheError or PromptError if a layer cannot take the new keys; called first in `update`."""
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
-        """Raise CacheError where the cache cannot take what `generate` is about to feed.
+        """Raise CacheError if the cache cannot take the token ids that `generate` is about to feed.
 
         Args:
-            ids: Token ids [B, T]: of the whole text if `is_full`, else of its new tokens.
+            ids: Token ids [B, T] of the whole text if `is_full`, else of the new tokens only.
             is_full: Whether `ids` begin with the first token of the text.
-            is_first_step: Whether this is the first step of a `generate` call, not one of decoding.
+            is_first_step: Whether this is the first step of a `generate` call rather than a decode step.
             is_chunk: Whether `ids` are one of the chunks in which `generate` reads a prompt.
         """
 
     def announce_adapters(self, adapters: str) -> None:
-        """Raise CacheError where the text was read with other adapters, as `read_adapters` names them."""
+        """Raise CacheError if the text was read with other adapters; `adapters` is a digest of `read_adapters`."""
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
-        """(length, offset) of the keys that the layer's mask covers."""
+        """Return (length, offset) of the keys that the layer's mask covers."""
         if isinstance(query_length, Tensor):  # before transformers 5.4: the positions of the queries
             query_length = query_length.shape[0]
         if torch.compiler.is_dynamo_compiling() and query_length == 1 and self._hides_length(layer_idx):
@@ -158,14 +158,14 @@ class BaseCache(Cache):
         return length, KeyOffset(offset) if isinstance(self.layers[layer_idx], AttentionCacheLayer) else offset
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        """Tokens read so far; a tensor where a decode step is traced."""
+        """Return the number of tokens read so far; a tensor while a decode step is traced."""
         layer_idx = self._attention_index(layer_idx)
         if torch.compiler.is_dynamo_compiling() and self._hides_length(layer_idx):
             return count_tokens(self.name, layer_idx)
         return super().get_seq_length(layer_idx)
 
     def _attention_index(self, layer_idx: int) -> int:
-        """`layer_idx`, or the index of the first full-attention layer where that one counts no tokens."""
+        """Return `layer_idx`, or the index of the first full-attention layer if that layer counts no tokens."""
         if isinstance(self.layers[layer_idx], CacheLayerMixin):
             return layer_idx
         return next(index for index, layer in enumerate(self.layers) if isinstance(layer, AttentionCacheLayer))
@@ -173,7 +173,7 @@ class BaseCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0) tokens off the end of every layer.
 
-        Raises CacheError for a length to keep, which is what assisted decoding gives before transformers 5.17.
+        Raises CacheError for a positive number, a length to keep: assisted decoding passes it before transformers 5.17.
         """
         if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__"):
             raise CacheError(f"crop({tokens_to_remove!r}) is no number of tokens to cut: give a whole one <= 0.")

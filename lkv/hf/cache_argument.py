@@ -1,4 +1,4 @@
-"""The argument by which a model is given its cache: `cache` since transformers 5.24, `past_key_values` before."""
+"""The name of a model's cache argument: `cache` since transformers 5.24, `past_key_values` before."""
 
 from inspect import signature
 from typing import Any
@@ -12,14 +12,14 @@ _NAME = _NEW if _NEW in signature(GenerationMixin.prepare_inputs_for_generation)
 
 
 def cache_argument(cache: Any) -> dict[str, Any]:
-    """`cache` as an argument of `model(...)` and `model.generate(...)`."""
+    """Return `cache` as a keyword argument of `model(...)` and `model.generate(...)`."""
     return {_NAME: cache}
 
 
 def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
-    """Return the arguments of a pass of `ids` [B, T] over `cache`: the cache, and positions where it has read a text.
+    """Return the arguments of a pass of `ids` [B, T]: `cache`, and positions if it has already read tokens.
 
-    Some models count positions from 0 in every pass unless they are given.
+    Without explicit positions some models count from 0 in every pass.
     """
     start, tokens = cache.get_seq_length(), ids.shape[1]
     positions = {"position_ids": torch.arange(start, start + tokens, device=ids.device)[None]} if start else {}

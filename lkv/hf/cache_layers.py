@@ -9,17 +9,17 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 class AttentionCacheLayer(CacheLayerMixin):
-    """A cache layer that computes the attention over what it stores: nothing, unless a subclass does."""
+    """A cache layer that computes attention over its own entries. This base class stores nothing."""
 
     is_compileable = False
     is_sliding = False
     # The configuration object of the only model whose k and v this layer may store; None for any model.
     model_config: Any = None
-    # What `update` returned last, until attention over it is computed.
+    # The last k and v that `update` returned, until attention over them is computed.
     pending_key: Tensor | None = None
-    # Whether `attend` lets attention sinks take their share, where the model has some.
+    # Whether `attend` supports attention sinks.
     takes_sinks = False
-    # Whether compiled models may leave the layer to `lkv::extend`, and whether it then reads a prompt.
+    # Whether compiled models may run the layer through `lkv::extend`, and whether it is still reading the prompt.
     is_traceable = False
     is_reading_prompt = True
 
@@ -34,7 +34,7 @@ class AttentionCacheLayer(CacheLayerMixin):
             key: The keys that `update` returned, [B, Hkv, K, d].
             value: The values that `update` returned, [B, Hkv, K, dv].
             mask: None, a `key_mask` [B, K] or a whole attention mask [B, 1, T, K], bool or additive.
-            scale: What the products of queries and keys are multiplied by.
+            scale: The attention scaling factor.
             stock: Computes the model's own attention over `key` and `value`.
 
         Returns:
@@ -47,30 +47,30 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the new k and v alone."""
+        """Return only the new k and v."""
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens read so far."""
+        """Return the number of tokens read so far."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` returns."""
+        """Return (length, offset) of the keys that `update` returns."""
         return query_length, self.get_seq_length()
 
     def get_max_length(self) -> int:
-        """-1: no limit."""
+        """Return -1: no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return the name of `get_max_length` before transformers 5.17."""
+        """Return `get_max_length()`, under the name used before transformers 5.17."""
         return self.get_max_length()
 
 
 def crop_to(cache: Any, length: int) -> None:
-    """Cut every layer of `cache`, LKV's or transformers' own, back to its first `length` tokens.
+    """Crop every layer of `cache`, LKV's or transformers' own, to its first `length` tokens.
 
-    Only a number below 0 means the same to `crop` in every version: from 5.17 on 0 cuts nothing, before it cuts all.
+    Only negative arguments of `crop` mean the same in every version: 0 removes all tokens before 5.17, none since.
     """
     # Layer by layer: an interrupted forward pass leaves them unequal.
     for layer in cache.layers:

@@ -1,8 +1,8 @@
-"""LKV caches inside `torch.compile`: one operator a layer, into which the compiler does not look.
+"""LKV caches inside `torch.compile`: one opaque operator a layer.
 
-What a cache counts changes with every token: traced into a graph, each number would be compiled anew. So the traced
+The counters of a cache change with every token and would trigger recompilation if they were traced. So the traced
 model calls `lkv::extend` with the new q, k and v and a tensor that names the cache; growth and eviction happen inside.
-A prompt is one graph, and a decode step another, whatever the number of layers and of caches.
+A prompt is one graph and a decode step another, for any number of layers and caches.
 """
 
 import torch
@@ -23,10 +23,10 @@ def extend(
     scale: float,
     layer: int,
 ) -> Tensor:
-    """Give a layer new k and v, and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
+    """Pass new k and v to a layer and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
 
-    `name` is what `register_cache` returned; declared as mutated, it represents everything the layer stores. `prompt`
-    is the model's own attention [B, T, Hq, dv] while a prompt is read; None if `attend_prompt` computes it.
+    `name` comes from `register_cache`; it is declared as mutated because it stands for the layer's stored entries.
+    `prompt` is the model's own attention [B, T, Hq, dv] during prefill; None if `attend_prompt` computes it.
     """
 
     def stock() -> Tensor:
@@ -46,7 +46,7 @@ def _(name: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object) 
 
 @torch.library.custom_op("lkv::count_tokens", mutates_args=())
 def count_tokens(name: Tensor, layer: int) -> Tensor:
-    """How many tokens a layer has read, as a tensor []; `name` as in `extend`."""
+    """Return the number of tokens a layer has read, as a tensor []; `name` as in `extend`."""
     return torch.tensor(registered_cache(name).layers[layer].get_seq_length(), device="cpu")
 
 

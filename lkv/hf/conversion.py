@@ -1,7 +1,7 @@
-"""GGUF files as folders of safetensors: dequantised once, safe under several processes at once.
+"""Convert GGUF files to folders of safetensors: once per file, and safe with concurrent processes.
 
-transformers reads GGUF slowly, so a copy is kept. It is made in a temporary folder that is renamed, under a lock: a
-broken conversion is never taken for a model, and a second process waits for the first instead of converting as well.
+transformers reads GGUF slowly, so the dequantised weights are cached. The conversion writes to a temporary folder under
+a lock and renames it at the end: an interrupted conversion is never loaded, and a second process waits for the first.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ from lkv.utils.extras import require
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
-_VERSION = 2  # of what a conversion reads; folders of another one are made again
+_VERSION = 2  # of the conversion; folders of other versions are converted again
 _KEEPS_PACKED = hasattr(transformers, "GgufConfig")
 
 
 def is_gguf(name: str | os.PathLike[str]) -> bool:
-    """Whether `name` is that of a GGUF file."""
+    """Return whether `name` names a GGUF file."""
     return Path(name).suffix.lower() == ".gguf"
 
 
 def gguf_digest(path: Path) -> str:
-    """SHA-256 of a GGUF file. Raises ModelLoadError for a file that is missing or no GGUF."""
+    """Return the SHA-256 of a GGUF file. Raises ModelLoadError if it is missing or not a GGUF file."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -50,7 +50,7 @@ def gguf_digest(path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -58,9 +58,9 @@ def file_digest(path: Path) -> str:
 def convert_once(
     target: Path, source: Callable[[], AbstractContextManager[Path]], dtype: torch.dtype | None = None
 ) -> None:
-    """Make `target` the converted model, unless it is there already; `source` yields the GGUF file where it is needed.
+    """Convert the GGUF file that `source` yields to the folder `target`, unless `target` is already complete.
 
-    By default the dtype is that of most weights in the file, or bfloat16 where they are quantised.
+    By default the dtype is the one of most weights in the file, or bfloat16 for quantised weights.
 
     Raises ModelLoadError if the file cannot be converted or the folder cannot be written, and MissingPackageError.
     """
@@ -71,7 +71,7 @@ def convert_once(
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target):
             if not is_complete(target):
-                for leftover in target.parent.glob(f".{target.name}.tmp-*"):  # of a killed process
+                for leftover in target.parent.glob(f".{target.name}.tmp-*"):  # from a killed process
                     shutil.rmtree(leftover, ignore_errors=True)
                 with source() as file:
                     _convert(file, target, dtype)
@@ -88,7 +88,7 @@ def convert_once(
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file of the conversion is there as it was written."""
+    """Return whether every file of the conversion exists unchanged."""
     try:
         record = json.loads((folder / _DONE).read_text(encoding="utf-8"))
         files = record["files"] if record.get("version") == _VERSION else {}
@@ -98,14 +98,14 @@ def is_complete(folder: Path) -> bool:
 
 
 def _is_unchanged(path: Path, record: dict[str, Any]) -> bool:
-    """Whether a file is the one that was recorded; its content is hashed where it was written to since."""
+    """Return whether a file matches its record; hashes the content only if it was modified since."""
     status = path.stat()
     is_touched = status.st_mtime_ns != record["mtime_ns"]
     return status.st_size == record["size"] and not (is_touched and file_digest(path) != record["sha256"])
 
 
 def _locked(target: Path) -> AbstractContextManager[Any]:
-    """Acquire the lock of one conversion; the system frees it when the process ends, however it ends."""
+    """Return the lock of one conversion; the operating system releases it whenever the process ends."""
     lock = FileLock(target.parent / f".{target.name}.lock")
     try:
         return lock.acquire(timeout=0)
@@ -137,14 +137,14 @@ def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
 
 
 def _check_layers(reader: Any) -> None:
-    """Raise ValueError for a GGUF file that declares more layers than it has tensors: they would be made at random."""
+    """Raise ValueError for a GGUF file that declares more layers than it has tensors; the rest would be random."""
     declared = [field for name, field in reader.fields.items() if name.endswith(".block_count")]
     if declared and (layers := int(declared[0].parts[-1][0])) > (tensors := len(reader.tensors)):
         raise ValueError(f"it declares {layers:,} layers, but has {tensors:,} tensors")
 
 
 def _stored_dtype(reader: Any) -> torch.dtype:
-    """Return the dtype of most weights in a GGUF file; bfloat16 where they are quantised."""
+    """Return the dtype of most weights in a GGUF file; bfloat16 for quantised weights."""
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
         sizes[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -155,7 +155,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     from gguf import GGUFReader
 
     options: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}
-    # Newer ones leave weights packed where they have kernels for them.
+    # Newer versions keep weights packed if they have kernels for them.
     plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _KEEPS_PACKED else {}
     try:
         reader = GGUFReader(source)
@@ -175,7 +175,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
             f"{source} holds {error}, which transformers does not read from GGUF, so that the model would compute "
             "something else; give the folder or hub id of the model itself."
         ) from error
-    except Exception as error:  # whatever the bytes of a damaged or newer file lead the readers to
+    except Exception as error:  # damaged or newer files can raise anything
         reason = shorten(str(error), 160) or type(error).__name__
         raise ModelLoadError(
             f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
@@ -192,9 +192,9 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
 
 
 def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
-    """Leave out of `missing` biases, which such a class has in every projection where a file has them in some.
+    """Zero the missing biases and return `missing` without them.
 
-    These are made zeros, as none is.
+    The model class has biases in every projection even if the file has them only in some.
     """
     if not (getattr(model.config, "attention_bias", False) or getattr(model.config, "mlp_bias", False)):
         return missing
@@ -205,14 +205,14 @@ def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
 
 
 def _check_unread(reader: Any, model: Any) -> None:
-    """Raise UnreadPartError for a tensor of a GGUF file that is not in `model`, by names and sizes."""
+    """Raise UnreadPartError for a tensor of a GGUF file that `model` lacks; compares names and sizes."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = reader.get_field("general.architecture").contents()
     architectures = {name: number for number, name in MODEL_ARCH_NAMES.items()}
     names = get_tensor_name_map(architectures[architecture], model.config.get_text_config().num_hidden_layers)
     unread = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_f")}
-    # Tensors that transformers joins, such as experts, have names of their own: they stand for as many values.
+    # Tensors that transformers merges, such as experts, have other names: compare the number of values.
     joined = 0
     for name, weight in {weight.data_ptr(): (name, weight) for name, weight in model.state_dict().items()}.values():
         if unread.pop(names.get_name(name, try_suffixes=(".weight", ".bias")), None) is None:
@@ -222,7 +222,7 @@ def _check_unread(reader: Any, model: Any) -> None:
 
 
 def add_end_tokens(model: Any, ids: list[int]) -> None:
-    """Let generation also end at the tokens `ids`."""
+    """Add the tokens `ids` to the end-of-sequence tokens of generation."""
     own = model.generation_config.eos_token_id
     own = [] if own is None else own if isinstance(own, list) else [own]
     ends = list(dict.fromkeys([*own, *ids]))
@@ -230,7 +230,7 @@ def add_end_tokens(model: Any, ids: list[int]) -> None:
 
 
 def _without_quantization(model: Any) -> Any:
-    """Return the same weights in a model that is not marked as quantised, since a marked one cannot be saved."""
+    """Return the same weights in a model not marked as quantised: transformers cannot save a marked one."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -1,8 +1,8 @@
 """A model's fingerprint: the directions of short row segments of the matrices in its first, middle and last layer.
 
-Rows are read from plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes. Matrices that read the
-output of a norm are multiplied by its weight: AWQ and SmoothQuant, by which many quantised files were made, move column
-factors from one to the other without changing the model.
+Rows are read from plain tensors, DTensors, and the packed tensors of torchao and bitsandbytes. Matrices that follow a
+norm are multiplied by its weight: AWQ and SmoothQuant move column factors from one to the other without changing the
+model's outputs.
 """
 
 import base64
@@ -20,12 +20,12 @@ from torch.nn.functional import embedding
 
 from lkv.errors import CacheError
 
-_ROWS = 2  # segments of each matrix
-# Short and aligned: where a block of columns shares a quantisation scale, the scale does not change the direction.
+_ROWS = 2  # row segments per matrix
+# Short and aligned: a quantisation scale shared by a block of columns does not change the direction.
 _WIDTH = 64
-_ADAPTER_VALUES = 64  # of each matrix of an adapter
-_VALUES = 4  # single values of each matrix, for a digest of the model
-# The matrices of a layer that read a norm's output, and the names that this norm may have.
+_ADAPTER_VALUES = 64  # sampled from each matrix of an adapter
+_VALUES = 4  # sampled from each matrix for the model's digest
+# The matrices of a layer that follow a norm, and the possible names of this norm.
 _READERS = (
     (re.compile(r"self_attn\.(q|k|v|qkv)_proj\.weight$"), ("input_layernorm",)),
     (re.compile(r"mlp\.(gate|up|gate_up)_proj\.weight$"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
@@ -33,7 +33,7 @@ _READERS = (
 
 
 def encode_direction(position: str, values: Sequence[float]) -> str | None:
-    """Encode the direction of `values` in 8 bits a value, after its `position`; None for zeros and infinite values."""
+    """Encode `position` and the direction of `values`, 8 bits a value; None for all-zero or non-finite values."""
     largest = max(map(abs, values), default=0.0)
     if not 0.0 < largest < math.inf or not all(map(math.isfinite, values)):
         return None
@@ -52,7 +52,7 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
             continue
         if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
             continue
-        # Computed by the norm itself, because some multiply by 1 + weight. The probe has mean 0 and variance 1.
+        # Run the norm itself, because some multiply by 1 + weight. The probe has mean 0 and variance 1.
         probe = torch.ones_like(weight)
         probe[1::2] = -1
         norms[name] = (norm.forward(probe) - norm.forward(-probe)) / 2 * probe
@@ -64,8 +64,8 @@ def read_directions(
 ) -> tuple[str, ...]:
     """Return the fingerprint of the decoder's `weights` by name, as `lkv.policy.model_match.agreement` compares it.
 
-    `norms` is what `read_norms` returned. Matrices whose rows cannot be read are left out, so that a model may have an
-    empty fingerprint. Under tensor parallelism every process of the group must call this.
+    `norms` is the result of `read_norms`. Matrices with unreadable rows are left out, so the fingerprint may be empty.
+    Under tensor parallelism every process of the group must call this.
     """
     norms = norms or {}
     directions = []
@@ -76,7 +76,7 @@ def read_directions(
         rows = _rows(weight, row_numbers)
         if rows is None:
             continue
-        label = re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)  # from the layer's index on
+        label = re.sub(r"^(?:.*?\.)?(?=\d+\.)", "", name)  # starting at the layer's index
         if norm is not None:
             label += f" * {norm.rpartition('.')[2]}"
         for number, row in enumerate(row_numbers):
@@ -90,7 +90,7 @@ def read_directions(
 
 
 def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base model's `weights` under its own names, where PEFT has put adapters around some of its layers."""
+    """Return the base model's weights under their original names, without PEFT's adapters and name prefixes."""
     adapted = {name.rpartition(".base_layer.")[0] for name in weights if ".base_layer." in name}
     base = {}
     for name, weight in weights.items():
@@ -103,24 +103,24 @@ def without_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def read_adapters(model: nn.Module) -> str:
-    """Return a digest of the PEFT adapters (LoRA and others) that are switched on in `model`; "" where there are none.
+    """Return a digest of the active PEFT adapters (LoRA and others) of `model`; "" if there are none.
 
-    It covers their weights, their scales, and which of them are merged into the base model.
+    It covers their weights, their scales and whether they are merged into the base model.
     """
     values = []
     for _, layer in sorted(model.named_modules()):
         if getattr(layer, "base_layer", None) is None or getattr(layer, "disable_adapters", False) is True:
             continue
-        # Merged adapters work, whichever are active.
+        # Merged adapters take effect even if inactive.
         active = getattr(layer, "merged_adapters", None) or getattr(layer, "active_adapters", None)
         active = active or getattr(layer, "active_adapter", None) or []
         names = {active} if isinstance(active, str) else set(active)
-        scaling = getattr(layer, "scaling", None)  # some kinds of adapters have no such factor
+        scaling = getattr(layer, "scaling", None)  # some kinds of adapters have no scaling
         scales = [float(scaling[name]) for name in sorted(names & set(scaling))] if isinstance(scaling, dict) else []
         values.append(torch.tensor(scales, dtype=torch.bfloat16, device="cpu"))
         for name, weight in sorted(layer.named_parameters()):
             if not name.startswith("base_layer.") and names & set(name.split(".")):
-                # A few values of each matrix, in the coarsest dtype that adapters are loaded in.
+                # A few values of each matrix, in the lowest-precision dtype that adapters are loaded in.
                 flat = weight.detach().flatten()
                 values.append(flat[:: max(1, len(flat) // _ADAPTER_VALUES)].to("cpu", torch.bfloat16))
     digested = torch.cat(values) if values else torch.empty(0)
@@ -128,7 +128,7 @@ def read_adapters(model: nn.Module) -> str:
 
 
 def check_same_adapters(before: str, now: str) -> None:
-    """Raise CacheError where `read_adapters` now returns something else than before."""
+    """Raise CacheError if the digest of `read_adapters` has changed from `before` to `now`."""
     if before != now:
         raise CacheError(
             "the text was compressed with other adapters than those active in the model; activate the same ones, or "
@@ -137,7 +137,7 @@ def check_same_adapters(before: str, now: str) -> None:
 
 
 def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]:
-    """Return a few single values of each plain matrix, for a digest that only the very same weights have."""
+    """Return a few values of each plain matrix, for a digest of the exact weights."""
     values: list[float] = []
     for _, weight in _matrices(weights, layers, plain=True):
         height, columns = weight.shape
@@ -162,31 +162,31 @@ def _sampled(layers: int) -> set[int]:
 
 
 def _layer(name: str) -> int | None:
-    """Return the index of the layer that a module or parameter belongs to, by its name."""
+    """Return the layer index in the name of a module or parameter."""
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     return int(match[1]) if match else None
 
 
 def _norm_before(name: str, norms: Mapping[str, Tensor]) -> str | None:
-    """Return the one of `norms` whose output the matrix `name` reads; None where it is unknown."""
+    """Return the norm before the matrix `name`; None if it is unknown."""
     for matrix, possible in _READERS:
         if match := matrix.search(name):
             layer = name[: match.start()]
-            # In layers without an input norm, the norms come after the modules that they are named after.
+            # In layers without an input norm, each norm follows the module that it is named after.
             before = [layer + norm for norm in possible if layer + "input_layernorm" in norms and layer + norm in norms]
             return before[0] if before else None
     return None
 
 
 def _shape(weight: Tensor) -> tuple[int, ...]:
-    """Return the shape of the matrix that `weight` represents: bitsandbytes packs two 4-bit values into a byte."""
+    """Return the unpacked shape of the matrix `weight`: bitsandbytes packs two 4-bit values into a byte."""
     state = getattr(weight, "quant_state", None)
     return tuple(weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()
 def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
-    """Return the `rows` [n, columns] of a matrix, or None where they cannot be read."""
+    """Return the `rows` [n, columns] of a matrix, or None if they cannot be read."""
     if getattr(weight, "device_mesh", None) is not None:
         return _gather_rows(weight, rows)
     if type(weight) in (Tensor, nn.Parameter):
@@ -199,13 +199,13 @@ def _rows(weight: Tensor, rows: list[int]) -> Tensor | None:
             return dequantize_4bit(weight.data, state)[rows]
         return None
     if kind == "Int8Params":
-        # Each row has one scale, which does not change its direction.
+        # A per-row scale does not change a row's direction.
         return torch.stack([weight.data[row] for row in rows])
     return _dequantize_rows(weight, rows)
 
 
 def _gather_rows(weight: Any, rows: list[int]) -> Tensor | None:
-    """Rows of a matrix that is sharded over processes; an embedding lookup fetches only these rows."""
+    """Return rows of a matrix that is sharded over processes; an embedding lookup fetches only these rows."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = weight.device_mesh
@@ -213,15 +213,15 @@ def _gather_rows(weight: Any, rows: list[int]) -> Tensor | None:
     try:
         gathered: Any = embedding(DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False), weight)
     except NotImplementedError:
-        return None  # packed as well as sharded
+        return None  # packed and sharded
     return gathered.full_tensor()
 
 
 def _dequantize_rows(weight: Any, rows: list[int]) -> Tensor | None:
-    """Rows of a tensor class with its own `dequantize`, such as torchao's: only these, or all where that fails."""
+    """Dequantise rows of a tensor subclass such as torchao's: only these rows if possible, else all."""
     if type(weight).dequantize is Tensor.dequantize:
         return torch.stack([weight[row] for row in rows])
-    # A matrix that is packed in tiles gives no single rows.
+    # A matrix packed in tiles does not support indexing single rows.
     for read in (
         lambda: torch.cat([weight[row : row + 1].dequantize() for row in rows]),
         lambda: weight.dequantize()[rows],

@@ -1,4 +1,4 @@
-"""A hook into `generate` that announces the ids it is about to feed: a cache cannot learn them elsewhere."""
+"""A hook into `generate` that announces upcoming token ids to the cache, which transformers does not pass them to."""
 
 from functools import wraps
 from typing import Any
@@ -20,10 +20,10 @@ _IS_WRAPPER = "_is_lkv_wrapper"
 
 
 def wrap_generation(model_class: Any) -> None:
-    """Let `generate` of patched models show LKV caches the ids that it feeds (`BaseCache.announce_inputs`). Idempotent.
+    """Make `generate` of patched models announce token ids to LKV caches (`BaseCache.announce_inputs`). Idempotent.
 
-    The method is wrapped in the class, since a model's own attributes would be saved with it. It does nothing for other
-    caches and for models that are not patched. PEFT's `generate` calls that of the innermost model in the end.
+    The method is wrapped in the class, since instance attributes would be saved with the model. Other caches and
+    unpatched models are unaffected. PEFT's `generate` eventually calls the `generate` of the wrapped model.
     """
     function: Any = model_class.prepare_inputs_for_generation
     if hasattr(function, _IS_WRAPPER):
@@ -32,7 +32,7 @@ def wrap_generation(model_class: Any) -> None:
     @wraps(function)
     def prepare_inputs_for_generation(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = find_cache(kwargs)
-        # The wrapper of a parent class, called by that of its child, leaves the announcement to the child.
+        # A parent class's wrapper called from a child's wrapper leaves the announcement to the child.
         is_outermost = type(self).prepare_inputs_for_generation is prepare_inputs_for_generation
         if not isinstance(cache, BaseCache) or not is_outermost or get_patch(self) is None:
             return function(self, input_ids, *args, **kwargs)
@@ -57,7 +57,7 @@ def wrap_generation(model_class: Any) -> None:
 
 
 def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:
-    """Pass `ids` [B, T], the first argument of `prepare_inputs_for_generation`, and the adapters on to the cache."""
+    """Announce `ids` [B, T], the first argument of `prepare_inputs_for_generation`, and the adapters to the cache."""
     length, tokens = cache.get_seq_length(), ids.shape[-1]
     if kwargs.get("use_cache") is False:
         raise CacheError(
@@ -68,7 +68,7 @@ def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwar
     if not length or kwargs.get("is_first_iteration", tokens - length > 1):
         cache.announce_adapters(read_adapters(model))
     mask, new_tokens = kwargs.get("attention_mask"), kwargs.get("next_sequence_length")
-    # Without a mask there may have been one of nothing but ones, which was dropped.
+    # An all-ones mask may have been dropped before this call.
     if mask is not None:
         is_full = mask.shape[-1] == tokens
     elif new_tokens is not None:
@@ -80,15 +80,15 @@ def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwar
         cache.announce_inputs(ids, True, is_first_step, is_chunk)
     else:
         cache.announce_inputs(ids[:, -new_tokens:] if new_tokens else ids, False, False, is_chunk)
-    # Assisted decoding begins by feeding all ids, whatever the cache has read of them.
+    # Assisted decoding first feeds all ids, including those that the cache has read.
     if is_full and length and new_tokens is None and "next_sequence_length" in kwargs:
         kwargs["next_sequence_length"] = tokens - length
 
 
 def _is_chunk(tokens: int, length: int, kwargs: dict[str, Any]) -> bool:
-    """Whether `tokens` ids are one of the chunks in which `generate` reads a prompt (`prefill_chunk_size`).
+    """Return whether `tokens` ids are one of the chunks in which `generate` reads a prompt (`prefill_chunk_size`).
 
-    Raises CacheError where they begin with what the cache, of `length` tokens, has read: before transformers 5.4.
+    Raises CacheError if they include the `length` tokens that the cache has read, as before transformers 5.4.
     """
     positions = kwargs.get("cache_position")
     if positions is None:

@@ -1,7 +1,7 @@
-"""What a GGUF file says about the forward pass: applied to the configuration of transformers, or refused by name.
+"""A GGUF file's settings of the forward pass: applied to the transformers configuration, or rejected by name.
 
-transformers reads the settings in its own mapping and drops the rest without a word. llama.cpp's reading of a setting
-is the reference: `llama_model::load_hparams` and `ggml_rope_ext`.
+transformers reads the settings in its own mapping and silently drops the rest. The reference is how llama.cpp reads a
+setting: `llama_model::load_hparams` and `ggml_rope_ext`.
 """
 
 from fnmatch import fnmatch
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# The attributes of a configuration that a setting may have; the model's own are assigned.
+# The configuration attributes that a setting may correspond to; those that the model has are assigned.
 _ATTRIBUTES = {
     "attention.layer_norm_*epsilon": (
         "rms_norm_eps",
@@ -28,29 +28,29 @@ _ATTRIBUTES = {
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-# Settings that the shapes of the tensors repeat, that transformers maps for every architecture, or that only describe.
+# Settings that tensor shapes imply, that transformers maps for every architecture, or that are only descriptive.
 _SHAPES = (
     "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count*",
     "attention.value_length", "attention.*_length_swa", "expert_count", "expert_shared_count", "ssm.*", "shortconv.*",
     "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count_swa",
 )  # fmt: skip
-# The values of a setting that say what every model does that lacks it; of others these are 0, an empty text and "none".
+# Settings with another neutral value than 0, "" and "none", the values that mean the same as a missing setting.
 _NEUTRAL = {"attention.causal": (True,), "expert_gating_func": (0, 1), "expert_weights_scale": (0, 1)}
-# llama.cpp and transformers compute the scale of these models from their width instead of a head's.
+# llama.cpp and transformers compute the attention scale of these models from the hidden size instead of the head size.
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}
-_INFINITE = 1e29  # a factor of `rope_freqs` that leaves a frequency out
+_INFINITE = 1e29  # a factor in `rope_freqs` that disables a frequency
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 to 3.3
 
 
 class UnreadPartError(ValueError):
-    """A part of a GGUF file that changes what the model computes and that transformers has nothing for."""
+    """A GGUF file has a setting or tensor that changes the model's outputs and that transformers does not support."""
 
 
 def apply_settings(config: Any, reader: Any) -> None:
-    """Assign what a GGUF file says about the forward pass to a configuration that transformers made of it.
+    """Apply a GGUF file's settings of the forward pass to the configuration that transformers made from it.
 
     Args:
-        config: The configuration, which is changed.
+        config: The configuration, modified in place.
         reader: The file's `gguf.GGUFReader`.
 
     Raises:
@@ -64,7 +64,7 @@ def apply_settings(config: Any, reader: Any) -> None:
     tensors = {tensor.name for tensor in reader.tensors}
     for setting in [name for name in unread if any(fnmatch(name, pattern) for pattern in _SHAPES)]:
         del unread[setting]
-    # Gemma 4 has heads of two sizes, which transformers reads.
+    # Gemma 4 has two head sizes, which transformers reads.
     if hasattr(text, "global_head_dim") or unread.get("attention.key_length") == _head_dim(text):
         unread.pop("attention.key_length", None)
     for name in list(unread):
@@ -97,7 +97,7 @@ def apply_settings(config: Any, reader: Any) -> None:
     changes = [name for name, value in unread.items() if value not in _NEUTRAL.get(name, (0, "", "none"))]
     for part in (*factors, *(prefix + name for name in changes)):
         raise UnreadPartError(part)
-    type(config).from_dict(config.to_dict())  # the class checks its own values, as it will when the folder is read
+    type(config).from_dict(config.to_dict())  # validates the values, as loading the folder will
 
 
 def _head_dim(text: Any) -> int:
@@ -105,10 +105,10 @@ def _head_dim(text: Any) -> int:
 
 
 def _apply_window(text: Any, unread: dict[str, Any], longest: int) -> None:
-    """Assign the length of sliding windows and the layers that have them."""
+    """Assign the sliding window's length and the layers that use it."""
     window, pattern = unread.get("attention.sliding_window"), unread.get("attention.sliding_window_pattern")
     if text.model_type == "mistral":
-        text.sliding_window = window or None  # its class has a window by default
+        text.sliding_window = window or None  # the class default is a window
     layer_types = getattr(text, "layer_types", None)
     if pattern and layer_types:
         if isinstance(pattern, int):
@@ -122,7 +122,7 @@ def _apply_window(text: Any, unread: dict[str, Any], longest: int) -> None:
 
 
 def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> None:
-    """Assign RoPE's base, rotated part and scaling; what was applied is removed from `unread` and `factors`."""
+    """Assign RoPE's base, rotated part and scaling; removes applied settings from `unread` and `factors`."""
     nested = "full_attention" in text.rope_parameters
     rope = dict(text.rope_parameters["full_attention"] if nested else text.rope_parameters)
     head_dim = _head_dim(text)
@@ -139,7 +139,7 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
         rope["partial_rotary_factor"] = rotated / head_dim
     if rotated == head_dim or "partial_rotary_factor" in rope or is_read:
         unread.pop("rope.dimension_count", None)
-    # llama.cpp takes a missing type for "linear", and the factor's older name where there is none of the newer.
+    # llama.cpp treats a missing type as "linear" and falls back to the factor's older name.
     kind = unread.pop("rope.scaling.type", "") or "linear"
     factor = unread.pop("rope.scaling.factor", 0) or unread.pop("rope.scale_linear", 0) or 1.0
     unread.pop("rope.scale_linear", None)
@@ -159,7 +159,7 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
     elif factors and kind != "yarn":
         short, long = _take_factors(factors)
         rope |= _divided(short * factor, long * factor, rope["rope_theta"], original, attention)
-    elif attention != 1 or (text.model_type == "phi3" and factor != 1):  # which transformers knows of LongRoPE alone
+    elif attention != 1 or (text.model_type == "phi3" and factor != 1):  # transformers supports it for LongRoPE only
         constant = np.full(rotated // 2, factor)
         rope |= _divided(constant, constant, rope["rope_theta"], original, attention)
     elif factor != 1 and kind != "yarn":
@@ -170,7 +170,7 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
 
 
 def _take_factors(factors: dict[str, Any]) -> tuple[Any, Any]:
-    """Remove and return the factors of short and of long texts, which are the same where the file has one tensor."""
+    """Remove and return the factors for short and long texts; they are equal if the file has only one tensor."""
     if (both := factors.pop("rope_freqs.weight", None)) is not None:
         return both, both
     short, long = (factors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))
@@ -181,14 +181,14 @@ def _take_factors(factors: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _divided(short: Any, long: Any, base: float, original: int, attention: float) -> dict[str, Any]:
-    """RoPE settings by which each frequency is divided by its own factor.
+    """Return RoPE settings that divide each frequency by its own factor.
 
     Args:
         short: The factors [d / 2] of texts of up to `original` tokens, for d rotated dimensions.
-        long: Those of longer ones.
+        long: The factors of longer texts.
         base: RoPE's base.
-        original: Tokens of the texts that the model was trained with before its RoPE was scaled.
-        attention: What cos and sin are multiplied by.
+        original: The model's context length in tokens before its RoPE was scaled.
+        attention: The scale of cos and sin.
     """
     if np.array_equal(short, long) and attention == 1:
         if short.max() > _INFINITE and set(short[short < _INFINITE]) <= {1.0}:
@@ -205,7 +205,7 @@ def _divided(short: Any, long: Any, base: float, original: int, attention: float
 
 
 def _llama3_factors(base: float, pairs: int, factor: float) -> Any:
-    """Return what the RoPE scaling of Llama 3.1 to 3.3, with its settings there, divides the frequencies [pairs] by."""
+    """Return the frequency divisors [pairs] of Llama 3.1 to 3.3's RoPE scaling, with its original settings."""
     low, high, original = _LLAMA3.values()
     turns = original * base ** (-np.arange(pairs) / pairs) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)

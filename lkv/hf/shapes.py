@@ -1,4 +1,4 @@
-"""The shape of a decoder from its configuration, and the operations of a forward pass.
+"""The shape of a decoder from its configuration, and the FLOPs of a forward pass.
 
 Does not import torch.
 """
@@ -11,7 +11,7 @@ from lkv.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder as most families build it: attention with grouped heads, a gated MLP, two norms a layer."""
+    """The shape of a standard decoder: grouped-query attention, a gated MLP, two norms a layer."""
 
     layers: int
     hidden: int
@@ -27,7 +27,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> "Shape":
-        """Return the shape that a transformers configuration states.
+        """Return the shape in a transformers configuration.
 
         Raises:
             UnsupportedModelError: For a configuration that lacks a field.
@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of one layer."""
+        """The number of weights of one layer."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * wide + 2 * narrow) + (wide + 2 * narrow if self.biased else 0)
         norms = 2 * self.hidden + (2 * self.head_dim if self.query_norms else 0)
@@ -63,14 +63,14 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """All weights; a tied embedding counts once."""
+        """The number of all weights; a tied embedding counts once."""
         embeddings = (1 if self.tied else 2) * self.hidden * self.vocabulary
         return self.layers * self.layer_parameters + self.hidden + embeddings
 
     def forward_flops(self, tokens: float, seen: float = 0.0, logits: float = 0.0) -> float:
-        """Floating-point operations of a causal forward pass over `tokens` tokens behind `seen` in the cache.
+        """Return the FLOPs of a causal forward pass over `tokens` tokens that follow `seen` cached ones.
 
-        Two a weight and token, two products of every head over all pairs of tokens, and `logits` rows of logits.
+        Two per weight and token, two attention products over all token pairs per head, and `logits` rows of logits.
         """
         linear = 2 * self.layers * self.layer_parameters * tokens + 2 * self.hidden * self.vocabulary * logits
         pairs = tokens * seen + tokens * (tokens + 1) / 2

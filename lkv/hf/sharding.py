@@ -1,4 +1,4 @@
-"""A model whose weights are sharded over processes by PyTorch's FSDP; each process reads prompts of its own."""
+"""A model with weights sharded over processes by PyTorch's FSDP; each process reads its own prompts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,20 +13,20 @@ from lkv.errors import UnsupportedModelError
 def shard_model(config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor], device: torch.device) -> Any:
     """Build the model of `config` in eval mode, with a shard of each layer on `device` in every process of the group.
 
-    A layer's weights are gathered while it computes; embeddings and head are in every process. All processes must call
-    this, and make the same forward and backward passes afterwards.
+    A layer's weights are gathered while it computes; embeddings and head are replicated. All processes must call this,
+    and run the same forward and backward passes afterwards.
 
     Args:
         config: The model's configuration.
         dtype: The dtype of the weights.
-        weights: The state dict of the whole model in the first process, which sends it to the others; empty in these.
+        weights: The state dict of the whole model in rank 0, which broadcasts it; empty in other processes.
         device: This process's device.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedModelError: For a quantised model, or one that does not name its layers.
+        UnsupportedModelError: For a quantised model, or one whose decoder layers cannot be found.
     """
     from accelerate import init_empty_weights
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -46,10 +46,10 @@ def shard_model(config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor], 
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:
         fully_shard(layer)
-    # Prompts are read by the decoder: as the root it prefetches the next layer's weights while one layer computes.
+    # Prefill calls the decoder directly; as the FSDP root it prefetches the next layer's weights during a layer.
     decoder, kind = model.base_model, type(model.base_model)
     fully_shard(decoder, ignored_params=outside)
-    # FSDP works by hooks, but replaces the class, by which transformers looks up what a model can record.
+    # FSDP replaces the class, which transformers uses to look up the outputs that a model can record.
     decoder.__class__ = kind
     _materialise(model, device)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -58,7 +58,7 @@ def shard_model(config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor], 
 
 
 def _materialise(model: Any, device: torch.device) -> None:
-    """Allocate the weights; buffers, which no file contains, keep their values."""
+    """Allocate the weights on `device`; buffers keep their values, because no checkpoint contains them."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():

@@ -20,9 +20,9 @@ _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 def inspect_model(model: PreTrainedModel) -> ModelSpec:
-    """Read what a policy must know from a causal language model; UnsupportedModelError says why one is refused.
+    """Describe a causal language model for a policy. Raises UnsupportedModelError with the reason if it cannot be used.
 
-    Under tensor parallelism the spec is that of the whole model, and every process of the group must call this.
+    Under tensor parallelism the spec describes the whole model, and every process of the group must call this.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
@@ -61,7 +61,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
     """Return the kinds of layers of a model with attention and a cache that LKV works with, or raise."""
     name = type(model).__name__
-    # In Gemma-3n and Gemma-4 some layers read the keys and values of an earlier one, or have heads of another size.
+    # In Gemma-3n and Gemma-4 some layers share an earlier layer's keys and values, or have another head size.
     if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
         raise UnsupportedModelError(
             f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
@@ -107,7 +107,7 @@ def decoder_kinds(model: PreTrainedModel) -> list[LayerKind]:
 
 
 def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
-    """Return the sinks of each full-attention layer, one more logit [Hq] of its query heads; None where it has none."""
+    """Return the attention sinks of each full-attention layer, one extra logit per query head [Hq], or None."""
     sinks: dict[int, Tensor] = {}
     for module in model.get_decoder().modules():
         index, weight = getattr(module, "layer_idx", None), getattr(module, "sinks", None)
@@ -117,9 +117,9 @@ def attention_sinks(model: PreTrainedModel) -> list[Tensor | None]:
 
 
 def local_kv_heads(model: PreTrainedModel) -> slice:
-    """Return the KV heads whose k and v this process computes: all of them, or its share under tensor parallelism.
+    """Return the KV heads that this process computes: all of them, or its share under tensor parallelism.
 
-    Raises UnsupportedModelError where the heads cannot be shared out evenly, or the model is split in another way.
+    Raises UnsupportedModelError if the heads cannot be divided evenly, or the model is split in another way.
     """
     heads = _kv_heads(model.config.get_text_config(decoder=True))
     mesh = getattr(model, "_device_mesh", None)
@@ -131,7 +131,7 @@ def local_kv_heads(model: PreTrainedModel) -> slice:
             f"{name} is split over {mesh.size()} processes, but only {size} share its heads; load it with tensor "
             "parallelism alone (tp_plan='auto')."
         )
-    # A plan may leave attention whole, or gather k and v again ("colwise_gather_output"): then all heads are here.
+    # A plan may not split attention, or gather k and v again ("colwise_gather_output"): then all heads are local.
     if not any(key.endswith(_KEY_PROJECTIONS) and style == "colwise" for key, style in model.tp_plan.items()):
         return slice(0, heads)
     if heads % size:
@@ -150,13 +150,13 @@ def _kv_heads(text: Any) -> Any:
 def output_projections(model: PreTrainedModel) -> list[Tensor]:
     """Return the weight [hidden, Hq * d] of each full-attention layer's output projection.
 
-    Under tensor parallelism it has only the columns of the heads computed here. Raises UnsupportedModelError for a
-    model that has no such matrices, or quantised ones.
+    Under tensor parallelism it has only the columns of this process's heads. Raises UnsupportedModelError if the
+    matrices do not exist or are quantised.
     """
     weights = []
     for module, name in full_attention_modules(model):
         projection = getattr(module, name)
-        # GPTQ's and AWQ's layers have no weight at all, only codes.
+        # GPTQ and AWQ layers have no `weight`, only packed codes.
         weight: Any = getattr(projection, "weight", None)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -175,7 +175,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
         name = next((name for name in _OUTPUT_PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
-        # Beside attention a hybrid layer has a recurrent module, which is not causal by a mask.
+        # The recurrent module of a hybrid layer has no attribute `is_causal`.
         if isinstance(index, int) and name is not None and (index not in modules or hasattr(module, "is_causal")):
             modules[index] = module, name
     if not modules.keys() >= {*evicted}:
@@ -187,7 +187,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:
-    """Return the decoder layers, in order; none of a model in which they cannot be found."""
+    """Return the decoder layers, in order; an empty list if they cannot be found."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in unwrap_model(model).get_decoder().modules() if isinstance(module, nn.ModuleList))
     return next((list(modules) for modules in lists if len(modules) == count), [])
@@ -199,7 +199,7 @@ def max_positions(model: PreTrainedModel) -> int:
 
 
 def unwrap_model(model: Any) -> Any:
-    """Return the transformers model inside a compiled model or a PEFT model; `model` itself where it is neither."""
+    """Return the transformers model inside a compiled or PEFT model, or `model` itself if it is neither."""
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, PreTrainedModel) or not isinstance(getattr(model, "base_model", None), nn.Module):
         return model
@@ -210,7 +210,7 @@ def unwrap_model(model: Any) -> Any:
 
 
 def check_adapters(model: Any) -> None:
-    """Raise UnsupportedModelError for PEFT's prompt learning, which adds virtual tokens without announcing them."""
+    """Raise UnsupportedModelError for PEFT's prompt learning, which adds virtual tokens unknown to the cache."""
     config = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
         raise UnsupportedModelError(

@@ -1,14 +1,14 @@
-"""State that LKV keeps beside the arguments of a forward pass, all of it here.
+"""All state that LKV keeps outside the arguments of a forward pass.
 
-transformers gives an attention function no cache, a cache no token ids, and a compiled graph no objects, so one call
-leaves a note for the next. (1) `BaseCache.update` notes in a thread-local which layer returned which keys; the
-attention function, called right afterwards, takes that layer. The key tensor itself must match: a note that an
-exception left behind matches no later call. (2) While `torch.compile` traces, `update` notes the cache and the index of
-the layer instead. (3) Compiled operators find a cache by the number under which it is registered until it is freed. (4)
-What `patch_attention` read of a model is kept here and not in the model, which may be saved and copied, until
-`unpatch_attention` or until the model is freed. (5) The wrapper of `prepare_inputs_for_generation` announces token ids
-to the cache, whose `TokenHistory` keeps them until the forward pass that reads them. `override_method` (in
-`utils/overrides.py`) replaces further methods for the duration of a `with` block.
+transformers does not pass the cache to attention functions, token ids to a cache, or objects to a compiled graph. So
+this state connects one call with the next. (1) `BaseCache.update` records the layer and its keys in a thread-local; the
+attention function, called right afterwards, takes the layer. It matches the key tensor by identity, so a record left by
+an exception matches no later call. (2) While `torch.compile` traces, `update` records the cache and the layer index
+instead. (3) Compiled operators find a cache by its registration number, valid until the cache is freed. (4) The results
+of `patch_attention` are kept here until `unpatch_attention` or until the model is freed; a model's own attributes would
+be saved and copied. (5) The wrapper of `prepare_inputs_for_generation` announces token ids to the cache, whose
+`TokenHistory` keeps them until the forward pass that reads them. `override_method` (in `utils/overrides.py`) replaces
+further methods for the duration of a `with` block.
 """
 
 import itertools
@@ -34,12 +34,12 @@ NOT_PATCHED = (
 
 
 class _Notes(threading.local):
-    # Not a ContextVar: torch.compile cannot trace those, and would break the graphs of models with a stock cache.
+    # Not a ContextVar: torch.compile cannot trace it, and graphs of models with transformers' own caches would break.
     pending_layer: "weakref.ref[AttentionCacheLayer] | None" = None
 
 
 class _Trace:
-    """The cache and the layer whose `update` was traced last, until attention over it is."""
+    """The cache and layer of the last traced `update`, until its attention is traced."""
 
     layer: tuple[Any, int] | None = None
 
@@ -51,18 +51,18 @@ _numbers = itertools.count()
 
 
 def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
-    """Note that `layer` returned `key` and waits for attention over it."""
+    """Record that `layer` returned `key` and waits for attention over it."""
     layer.pending_key = key
     _notes.pending_layer = weakref.ref(layer)
 
 
 def has_waiting_layer() -> bool:
-    """Whether an LKV layer may be waiting for the attention call that comes next in this thread, or in this trace."""
+    """Return whether an LKV layer may be waiting for the next attention call of this thread or trace."""
     return _notes.pending_layer is not None or (torch.compiler.is_dynamo_compiling() and _trace.layer is not None)
 
 
 def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:
-    """Return the layer that waits for attention over `key`, if there is one; it waits no longer."""
+    """Remove and return the layer that waits for attention over `key`, if there is one."""
     layer = None if _notes.pending_layer is None else _notes.pending_layer()
     _notes.pending_layer = None
     if layer is None or layer.pending_key is not key:
@@ -72,18 +72,18 @@ def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:
 
 
 def note_traced_layer(cache: Any, layer: int) -> None:
-    """Note that `cache.update` was traced for the layer with this index."""
+    """Record that `cache.update` was traced for the layer with this index."""
     _trace.layer = cache, layer
 
 
 def take_traced_layer() -> tuple[Any, int] | None:
-    """Return the cache and the index of the layer that attention is traced for; None where no LKV layer waits."""
+    """Remove and return the cache and layer index whose attention is being traced; None if no LKV layer waits."""
     noted, _trace.layer = _trace.layer, None
     return noted
 
 
 def register_cache(cache: Any) -> Tensor:
-    """Return a tensor that names `cache` to compiled graphs, into which a number would be compiled."""
+    """Return a tensor that identifies `cache` in compiled graphs; a number would become a constant."""
     number = next(_numbers)
     _caches[number] = cache
     with torch.inference_mode(False):
@@ -91,20 +91,20 @@ def register_cache(cache: Any) -> Tensor:
 
 
 def registered_cache(name: Tensor) -> Any:
-    """Return the cache for which `register_cache` returned `name`."""
+    """Return the cache that `register_cache` named `name`."""
     return _caches[int(name)]
 
 
 @dataclass(frozen=True)
 class PatchedModel:
-    """What LKV reads of a model when it patches its attention.
+    """The properties of a model that `patch_attention` inspects.
 
     Attributes:
         spec: The model's description, by which policies and saved contexts recognise it.
-        kinds: What each decoder layer caches.
+        kinds: The kind of each decoder layer.
         heads: The KV heads that this process computes (a part of them under tensor parallelism).
-        rotations: The RoPE of each full-attention layer; None where LKV cannot undo it.
-        sinks: The attention sinks of each full-attention layer, [Hq]; None where it has none.
+        rotations: The RoPE of each full-attention layer; None if LKV cannot undo it.
+        sinks: The attention sinks of each full-attention layer, [Hq], or None.
         config: The configuration object of the model's decoder.
     """
 
@@ -116,16 +116,16 @@ class PatchedModel:
     config: Any
 
 
-_patches: dict[int, PatchedModel] = {}  # by the id of the model
+_patches: dict[int, PatchedModel] = {}  # by `id(model)`
 
 
 def get_patch(model: PreTrainedModel) -> PatchedModel | None:
-    """Return what `patch_attention` read of a model, None for one that is not patched."""
+    """Return the `PatchedModel` of a model, None if it is not patched."""
     return _patches.get(id(model))
 
 
 def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
-    """Note that a model is patched, or with None that it no longer is."""
+    """Store the `PatchedModel` of a model; None removes it."""
     if patched is None:
         _patches.pop(id(model), None)
     else:
@@ -134,28 +134,28 @@ def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
 
 
 def is_patched(config: Any) -> bool:
-    """Whether a model is patched whose decoder has this configuration object."""
+    """Return whether a model whose decoder has this configuration object is patched."""
     return any(patched.config is config for patched in list(_patches.values()))
 
 
 class TokenHistory:
-    """The ids of the tokens that a cache has read, where `generate` announced them."""
+    """The ids of the tokens that a cache has read, if `generate` announced them."""
 
     def __init__(self) -> None:
         self.ids: Tensor | None = None  # [B, k] of the first k tokens
         self._announced: Tensor | None = None
-        self._only_chunks = False  # whether all that was read came as chunks of one prompt
+        self._only_chunks = False  # whether all tokens read so far were chunks of one prompt
 
     def continues_chunks(self, length: int, is_chunk: bool) -> bool:
-        """Whether a chunk comes after others of the same prompt, which have `length` tokens together."""
+        """Return whether a chunk continues earlier chunks of the same prompt, of `length` tokens in total."""
         had_chunks = self._only_chunks and length > 0
         self._only_chunks = is_chunk and (self._only_chunks or not length)
         return is_chunk and had_chunks
 
     def announce(self, ids: Tensor, length: int, is_full: bool, is_first_step: bool) -> None:
-        """Take the ids that come after `length` tokens; for the arguments see `BaseCache.announce_inputs`.
+        """Record the ids that follow `length` tokens; for the arguments see `BaseCache.announce_inputs`.
 
-        Raises CacheError for ids that do not begin with those read, or that contain nothing new.
+        Raises CacheError for ids that do not start with the ids read so far, or that contain no new ones.
         """
         read = self.ids
         if read is not None and len(read) != len(ids):
@@ -179,7 +179,7 @@ class TokenHistory:
         self._announced = ids
 
     def read(self, length: int, tokens: int) -> None:
-        """Record the announced ids as read, from `length` tokens on up to `tokens`; ids they replace are forgotten."""
+        """Record the announced ids from `length` to `tokens` as read; they replace earlier ids from `length` on."""
         announced, self._announced = self._announced, None
         if announced is not None and announced.shape[1] == tokens:
             self.ids = announced

@@ -1,4 +1,4 @@
-"""How a model's code uses recurrent states, found out by reading a few tokens."""
+"""Probe how a model's code uses recurrent states, by reading a few tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,16 +11,16 @@ from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.other_layers import LayerKind
 from lkv.hf.spec import decoder_kinds, evaluation_mode
 
-_TOKENS = 8  # longer than convolutions
-_TOLERANCE = 0.1  # of the norm: rounding in 16 bits is below, a state that was not read above
+_TOKENS = 8  # longer than convolution kernels
+_TOLERANCE = 0.1  # share of the norm: above rounding in 16 bits, below the effect of an ignored state
 
 
 @torch.no_grad()
 def probed_kinds(model: PreTrainedModel) -> tuple[LayerKind, ...]:
-    """Return what each decoder layer caches; recurrent ones know whether they may read several tokens after a text.
+    """Return the kind of each decoder layer, with `is_stepwise` set for recurrent layers that need single-token passes.
 
-    The code of some models starts such a pass from empty states. Raises UnsupportedModelError for a model whose layers
-    keep their states elsewhere than in a cache.
+    After a text, the code of some models starts a pass of several tokens from empty states. Raises
+    UnsupportedModelError for a model whose layers keep their states outside the cache.
     """
     kinds = tuple(decoder_kinds(model))
     if not any(kind.is_recurrent for kind in kinds):
