@@ -1,1 +1,1 @@
-"""The compressed KV cache: stores of entries, one layer, and all layers as a transformers cache."""
+"""The compressed KV cache: stores of KV entries, cache layers, and the cache as transformers sees it."""

@@ -1,4 +1,4 @@
-"""The settings of a cache, and what its layers share."""
+"""The settings of a cache, and the state shared by its layers."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,16 @@ from lkv.methods.targets import UNQUANTIZED, Precision
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Free slots for appended tokens: a quarter of a head's entries, between these.
+# Bounds of the free slots for appended tokens, a quarter of a head's entries by default.
 _MIN_SLACK = 16
 _MAX_SLACK_CPU, _MAX_SLACK_GPU = 32, 256
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How the cache of one model reads and evicts: a request, and the method that it was resolved to.
+    """The configuration of one model's cache: a request and the method resolved from it.
 
-    Raises CacheError for options that the method does not go with.
+    Raises CacheError for options that the method does not support.
     """
 
     method: Method
@@ -66,12 +66,12 @@ class CacheConfig:
 
     @property
     def stores_scores(self) -> bool:
-        """Whether scores are stored with the entries, because some of them are evicted later."""
+        """Whether scores are stored with the entries, for later evictions."""
         return self.request.streaming or self.request.decode_eviction
 
     @property
     def tiers(self) -> tuple[TierBudget, ...]:
-        """The precisions that entries are stored in, best first."""
+        """The precisions of stored entries, best first."""
         bits = self.request.bits
         precision = UNQUANTIZED if bits is None else Precision(bits, bits)
         return self.method.tiers or (TierBudget(precision, self.method.budget),)
@@ -82,7 +82,7 @@ class CacheConfig:
         return self.request.bits is not None or bool(self.method.tiers)
 
     def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
-        """Return the tiers of entries: each row and head has `lens` [tiers, B, H] in a tier and all better ones.
+        """Assign entries to tiers; `lens` [tiers, B, H] counts each head's entries in a tier and all better ones.
 
         `numbers`: as in `TierSplit`; None for one tier.
         """
@@ -99,7 +99,7 @@ class CacheConfig:
             )
 
     def check_prompt_ended(self, tokens: int) -> None:
-        """Raise CacheError where an answer begins after `tokens`, before the declared end of the prompt."""
+        """Raise CacheError if an answer starts after `tokens` tokens, before the declared end of the prompt."""
         prompt_tokens = self.request.prompt_tokens
         if prompt_tokens is not None and tokens < prompt_tokens:
             raise CacheError(
@@ -108,20 +108,20 @@ class CacheConfig:
             )
 
     def slack_for(self, entries: int, device: torch.device) -> int:
-        """Free slots for each head, where a head stores `entries` on average."""
+        """Return the free slots of each head for an average of `entries` entries per head."""
         if self.request.slack is not None:
             return self.request.slack
         most = _MAX_SLACK_CPU if device.type == "cpu" else _MAX_SLACK_GPU
         return min(most, max(_MIN_SLACK, entries // 4))
 
     def initial_slots(self, layer: int, lens: Tensor, device: torch.device) -> int:
-        """Free slots after an eviction that left `lens` [B, H] entries to `layer`.
+        """Return the free slots of `layer` after an eviction that kept `lens` [B, H] entries.
 
-        They differ from layer to layer, so that not all layers reallocate at one step.
+        They differ between layers, so that not all layers reallocate in the same step.
         """
         is_default = self.request.slack is None
         if self.method.tiers and is_default:
-            return 0  # they would take from the memory of the prompt; the first token that follows makes space
+            return 0  # free slots would count in the prompt's memory budget; the first appended token reallocates
         slack = self.slack_for(mean_entries(lens), device)
         return slack // 2 + layer % (slack // 2) if is_default else slack
 
@@ -132,11 +132,11 @@ class SharedState:
 
     Attributes:
         last_layer: The index of the last evicting layer.
-        has_states: Whether the model has recurrent or convolution states, which read what is appended as text.
+        has_states: Whether the model has recurrent or convolution states.
         buffers: As in `ragged_attention.append_and_attend`.
         padding: Reads the padding of each forward pass once.
-        pending_nan_checks: Whether some scores are NaN, on devices that were not waited for yet.
-        nan_flags: The same by device, uint8 [1]: the kernels that rank scores set them.
+        pending_nan_checks: Flags of NaN scores on their devices, not synchronised yet.
+        nan_flags: The same by device, uint8 [1], set by the kernels that rank scores.
     """
 
     last_layer: int
@@ -147,18 +147,18 @@ class SharedState:
     nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def nan_flag(self, device: torch.device) -> Tensor:
-        """Return that of `nan_flags` on `device`."""
+        """Return the flag of `nan_flags` on `device`."""
         if device not in self.nan_flags:
             self.nan_flags[device] = torch.zeros(1, dtype=torch.uint8, device=device)
         return self.nan_flags[device]
 
     def forget_checks(self) -> None:
-        """Drop what is known of scores that were not checked yet."""
+        """Drop all pending checks of scores."""
         self.pending_nan_checks.clear()
         self.nan_flags.clear()
 
     def check_scores(self, layer: int, selector: Selector, device: torch.device) -> None:
-        """Raise CacheError where scores are NaN. On a GPU this waits once, in the last layer."""
+        """Raise CacheError if scores are NaN. On a GPU this synchronises once, in the last layer."""
         if device.type == "cpu" or layer == self.last_layer:
             flags = [flag.view(torch.bool)[0] for flag in self.nan_flags.values()]
             checks = self.pending_nan_checks + flags
@@ -174,7 +174,7 @@ class SharedState:
 class LayerContext:
     """The context of one layer: its index among the evicting layers, its RoPE and its attention sinks.
 
-    `rotation` is None where LKV cannot undo it, `sinks` [Hq] where the layer has none.
+    `rotation` is None if LKV cannot undo the layer's RoPE, `sinks` [Hq] is None without attention sinks.
     """
 
     index: int
@@ -185,5 +185,5 @@ class LayerContext:
 
 
 def mean_entries(counts: Tensor) -> int:
-    """Entries per head, rounded down."""
+    """Return the mean number of entries per head, rounded down."""
     return int(counts.sum()) // max(1, counts.numel())

@@ -1,4 +1,4 @@
-"""Eviction: which entries of which head are kept, and how they are gathered into a store."""
+"""Eviction: select the kept entries of each head and gather them into a store."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,19 +24,19 @@ from lkv.utils.devices import stack_to_device
 def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> KVStore:
     """Keep the best tokens of each head of a whole prompt (Sec. 3.4, inference).
 
-    `padding`: how many tokens to skip at the beginning of each row. Raises PromptError where nothing would be kept, and
-    CacheError for scores that rank nothing.
+    `padding`: the left padding of each row in tokens. Raises PromptError if nothing would be kept, and CacheError for
+    invalid scores.
     """
     config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
     selector, protected, skipped = config.method.selector, config.method.protected, padding or [0] * batch
     shared, device = context.shared, prompt.key.device
     # The kernel that ranks scores also looks for NaN among them.
     is_checked_late = len(config.tiers) == 1 and kernels_for(prompt.key, prompt.value) is not None
-    # Rows without padding are scored together, others one by one, as if each had been read alone.
+    # Rows without padding are scored together, others one by one, with positions from 0.
     groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
     tables: list[Tensor] = []
     arrival_tables: list[Tensor] = []
-    counts: list[list[list[list[int]]]] = []  # of each group, [tiers][B][H]
+    counts: list[list[list[list[int]]]] = []  # per group, [tiers][B][H]
     for rows in groups:
         first = skipped[rows.start]
         config.method.check_length(tokens - first)
@@ -61,7 +61,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     free_slots = config.initial_slots(index, lens[-1], device)
     arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
     table = _concatenate(tables)
-    # A prompt of which nothing is quantised needs no tiers.
+    # Without quantised entries no tiers are needed.
     is_tiered = config.tiers[0].precision.is_quantized or not torch.equal(lens[0], lens[-1])
     lens, slots = (lens, 0) if is_tiered else (lens[-1:], free_slots)
     has_nan = shared.nan_flag(device) if is_checked_late else None
@@ -81,15 +81,15 @@ def evict_entries(
     free_slots: int,
     score: Callable[[RaggedStore], Tensor],
 ) -> KVStore:
-    """Make a store of the best entries of `store`, appended ones included; raises CacheError for scores that are NaN.
+    """Make a store of the best entries of `store`, appended ones included; raises CacheError for NaN scores.
 
     Args:
-        context: That of the layer.
+        context: The layer's context.
         store: The entries.
-        limits: How many each row and head may keep in each tier and all better ones, [tiers, B, H].
+        limits: The most entries of each row and head in each tier and all better ones, [tiers, B, H].
         free_slots: As in `gather_best`.
-        score: `score(entries)` returns the present scores [B * H, n] of a store that has the entries as the model
-            computes them, -inf beyond a head's last; it may store scores and positions there.
+        score: `score(entries)` returns the current scores [B * H, n] of an unquantised store, -inf beyond a head's
+            last entry; it may write scores and positions to the store.
     """
     entries = store.restore()
     counts, device = entries.counts, entries.k.device
@@ -124,26 +124,26 @@ def gather_best(
     key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> tuple[RaggedStore, Tensor | None]:  # fmt: skip
-    """Return a store of the best tokens of each head, in order of their positions, and the number of the tier of each.
+    """Return a store of the best tokens of each head, ordered by position, and each token's tier index.
 
     Args:
         key: [B, H, T, d], in any memory layout.
         value: [B, H, T, dv].
-        scores: What is ranked by, [B, H, T].
-        lens: How many to keep in each tier and all better ones, int64 [tiers, B, H] on the CPU.
+        scores: The scores, [B, H, T].
+        lens: The number of tokens to keep in each tier and all better ones, int64 [tiers, B, H] on the CPU.
         free_slots: Free slots for each row and head; 0 for more than one tier.
-        arrival_scores: Scores [B, H, T] to store with the entries, where some are to be evicted later.
-        has_nan: A `SharedState.nan_flag` for one tier on a GPU, set where one of the scores is NaN.
+        arrival_scores: Scores [B, H, T] to store with the entries, for later evictions.
+        has_nan: A `SharedState.nan_flag` for one tier on a GPU, set if one of the scores is NaN.
 
     Returns:
-        The store, and int8 [sum of lens]; None for one tier.
+        The store, and the tier indices, int8 [sum of lens]; None for one tier.
     """
     if len(lens) == 1 and (kernels := kernels_for(key, value)) is not None:
         store = RaggedStore(lens[0], free_slots, key, value, arrival_scores is not None)
         arrivals = None if arrival_scores is None else arrival_scores.float().contiguous()
         _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrivals, has_nan=has_nan)
         return store, None
-    # Ranked first: what that takes is freed before the pools are allocated.
+    # Ranked first, so that its temporary memory is freed before the pools are allocated.
     chosen, numbers = _rank(scores.flatten(0, 1), lens)
     counted = chosen.flatten().cumsum(0, dtype=torch.int32)
     del chosen
@@ -164,7 +164,7 @@ def _move_best(
     kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
     positions: Tensor | None = None, has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill `store` with the best of `entries` by `scores`, arrival scores and positions included, in two launches."""
+    """Fill `store` with the best `entries` by `scores`, with arrival scores and positions, in two launches."""
     k_pool, v_pool, starts, keep, *_ = store.compressed_view()
     places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts, has_nan)
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
@@ -172,9 +172,9 @@ def _move_best(
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Which of `scores` [N, T] are among the best `lens` [tiers, B, H] of each row, and the number of each one's tier.
+    """Return a mask of the best `lens` [tiers, B, H] of `scores` [N, T] in each row, and the tier indices.
 
-    The numbers, int8 [N, T], are None for one tier.
+    The tier indices, int8 [N, T], are None for one tier.
     """
     limits = stack_to_device(scores.device, *lens.flatten(1))
     masks = [best_mask(scores, counts, int(most)) for counts, most in zip(limits, lens.flatten(1).amax(1), strict=True)]
@@ -196,7 +196,7 @@ class EntryRows(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "EntryRows":
-        """Return a view of `x`, in any memory layout; a copy only where its last axis is not contiguous."""
+        """Return a view of `x`, in any memory layout; a copy only if its last axis is not contiguous."""
         x = x if x.stride(-1) == 1 else x.contiguous()
         step = math.gcd(x.shape[-1], *x.stride()[:3])
         strides = [stride // step for stride in x.stride()[:3]]
@@ -205,9 +205,9 @@ class EntryRows(NamedTuple):
 
 
 def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
-    """Whether each of `scores` [N, T] is one of the `counts` [N] (at most `max_count`) highest of its row.
+    """Return a mask of the `counts` [N] (at most `max_count`) highest `scores` [N, T] of each row.
 
-    Ties go to the earlier token. What a row keeps does not depend on the others.
+    Ties go to the earlier token. The rows are independent.
     """
     if not scores.shape[1]:
         return scores.bool()
@@ -221,10 +221,10 @@ def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
 
 
 def best_rows(counted: Tensor, lens: Tensor, free_slots: int, *sources: EntryRows) -> list[Tensor]:
-    """For each of `sources`, the row (int32 [P]) of the entry that goes to each slot of the pools.
+    """Return, for each of `sources`, the source row of each slot of the pools, int32 [P].
 
-    In the pools every head has its `lens` [B, H] (on the CPU) chosen entries, in order, then `free_slots` with anything
-    in them. `counted` [B * H * T]: how many entries up to each one are chosen.
+    In the pools every head has its `lens` [B, H] (on the CPU) kept entries, in order, then `free_slots` of arbitrary
+    content. `counted` [B * H * T]: the cumulative number of kept entries.
     """
     heads, tokens = lens.shape[1], len(counted) // max(1, lens.numel())
     sizes = lens.flatten() + free_slots
@@ -244,7 +244,7 @@ def best_rows(counted: Tensor, lens: Tensor, free_slots: int, *sources: EntryRow
 
 
 def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]], scores: Tensor) -> list[list[int]]:
-    """Check and return the `counts` [B][H] of `budget` for `scores` [B, H, T]. Raises CacheError for invalid ones."""
+    """Return the `counts` [B][H] of `budget` for `scores` [B, H, T]. Raises CacheError if they are invalid."""
     batch, heads, tokens = scores.shape
     try:
         table = torch.as_tensor(counts, device="cpu")
@@ -260,7 +260,7 @@ def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]]
 
 
 def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
-    """Adjust the kept entries of one row by least squares; `prompt` has k, v and q of that row alone."""
+    """Adjust the kept entries of one row by least squares; `prompt` has k, v and q of that row only."""
     queries, tokens = reference_queries(prompt)[0], prompt.key.shape[2]
     for head, query in enumerate(queries):
         key, value = store.head_entries(row, head)
@@ -276,7 +276,7 @@ def _concatenate(tables: list[Tensor]) -> Tensor:
 
 
 def _rank_first(scores: Tensor, protected: Sequence[int]) -> Tensor:
-    """`scores` [B, H, T] with those of the `protected` tokens above all others."""
+    """Return `scores` [B, H, T] with the `protected` tokens above all others."""
     if not protected:
         return scores
     scores = to_fp32(scores)
@@ -285,7 +285,7 @@ def _rank_first(scores: Tensor, protected: Sequence[int]) -> Tensor:
 
 
 def _pad_scores(scores: Tensor, first: int) -> Tensor:
-    """`scores` [B, H, n] of the tokens after `first` ones of padding, which rank below all others."""
+    """Prepend `first` padding tokens, ranked below all others, to `scores` [B, H, n]."""
     if not first:
         return scores
     scores = to_fp32(scores)

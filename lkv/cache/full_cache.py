@@ -1,4 +1,4 @@
-"""FullCache: the cache of a text that nothing is evicted from, with the interface of `RaggedCache`."""
+"""FullCache: a cache without eviction, with the interface of `RaggedCache`."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ class FullCache(DynamicCache):
 
     Attributes:
         adapters: As in `RaggedCache`, the adapters that the text is read with.
-        is_rewindable: Whether the tokens after the text can be cut off again: not in models with recurrent states.
-        is_shareable: False, as `SharedCache` takes compressed texts alone.
+        is_rewindable: Whether the tokens after the text can be cropped: not in models with recurrent states.
+        is_shareable: False, as `SharedCache` supports compressed texts only.
         is_stepwise: As in `RaggedCache`.
         on_layer_start: Not called.
     """
@@ -30,7 +30,7 @@ class FullCache(DynamicCache):
     on_layer_start: Callable[[int], None] | None = None
 
     def __init__(self, model: PreTrainedModel):
-        # Sliding layers are kept whole, so that they can be cropped; recurrent states cannot.
+        # Sliding layers keep all tokens, so that they can be cropped; recurrent states cannot be.
         kinds = probed_kinds(model)
         self.is_rewindable = not any(kind.is_recurrent for kind in kinds)
         self.is_stepwise = any(kind.is_stepwise for kind in kinds)
@@ -55,7 +55,7 @@ class FullCache(DynamicCache):
         return kv_nbytes(self)
 
     def full_nbytes(self) -> int:
-        """Return the same as `nbytes`."""
+        """Return `nbytes()`."""
         return kv_nbytes(self)
 
 

@@ -1,7 +1,7 @@
 """Decode steps as one CUDA graph, captured once and replayed for each token (`RaggedCache.graphed`).
 
-Lengths, positions and pools are on the device, and the kernels count there what they append. So a captured
-step is a step of any length. Replay avoids kernel-launch overhead.
+Lengths, positions and pools are on the device, and the kernels update the lengths there, so a captured step is valid
+for any length. Replay avoids kernel-launch overhead.
 """
 
 import copy
@@ -27,7 +27,7 @@ from lkv.kernels.ragged_attention import can_replay
 from lkv.methods.request import MAX_COUNT
 from lkv.utils import devices
 
-# The values under which a captured step may ignore these arguments; with any others the model runs as usual.
+# A captured step may ignore these arguments if they have these values; otherwise the model runs without the graph.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "use_cache": (True,),
     "return_dict": (True,),
@@ -39,7 +39,7 @@ _READ = ("input_ids", "position_ids", "attention_mask", *NAMES, "cache_position"
 
 
 class ReplayableCache(Protocol):
-    """What a captured step uses of a `RaggedCache`."""
+    """The part of the interface of `RaggedCache` that a captured step uses."""
 
     spec: ModelSpec
     config: CacheConfig
@@ -51,19 +51,19 @@ class ReplayableCache(Protocol):
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the compressed prompt, 0 before it has ended."""
+        """The number of tokens of the compressed prompt, 0 before it has ended."""
 
     def get_seq_length(self) -> int:
         """Return the number of tokens read so far."""
 
     def begin_pass(self, rows: int, new: int) -> None:
-        """Note a forward pass of `new` tokens in each of `rows` rows."""
+        """Record a forward pass of `new` tokens in each of `rows` rows."""
 
 
 def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int) -> Callable[..., Any]:
-    """`model.forward`, but that decode steps of `cache` are replayed: of at most `tokens` tokens after the prompt.
+    """Return a `model.forward` that replays decode steps of `cache`, up to `tokens` tokens after the prompt.
 
-    Raises CacheError if `tokens` is no such number.
+    Raises CacheError if `tokens` is not a positive number.
     """
     if type(tokens) is not int or not 1 <= tokens <= MAX_COUNT:
         raise CacheError(f"max_new_tokens is {tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}.")
@@ -91,7 +91,7 @@ class GraphedStep:
     """
 
     def __init__(self, model: PreTrainedModel, cache: ReplayableCache, tokens: int):
-        """`tokens`: for how many tokens each head gets free slots when the step is captured."""
+        """`tokens`: the free slots of each head when the step is captured."""
         self._cache, self._tokens = cache, tokens
         self._refusal = _lasting_refusal(model, cache)
         self._reported: set[str] = set()
@@ -125,13 +125,13 @@ class GraphedStep:
         return None
 
     def report(self, reason: str) -> None:
-        """Log, once a reason, why the model runs without a graph."""
+        """Log why the model runs without a graph, once per reason."""
         if reason not in self._reported:
             self._reported.add(reason)
             logging.getLogger(__name__).info("A step runs without a CUDA graph: %s", reason)
 
     def capture(self, plain: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-        """Capture the step if it was not yet; returns why that is not possible, in one sentence."""
+        """Capture the step unless it is captured already; return the reason if it cannot be, in one sentence."""
         if self._stores is not None:
             return None
         cache, ids = self._cache, kwargs["input_ids"]
@@ -143,7 +143,7 @@ class GraphedStep:
             return plain(input_ids=self._ids, position_ids=self._positions, **cache_argument(cache), use_cache=True)
 
         try:
-            # The steps that prepare the capture are no tokens of the text.
+            # Warm-up steps before the capture add no tokens to the text.
             with _discarded_steps(cache) as self._buffers:
                 for layer in cache.ragged_layers:
                     layer.reserve(max(self._tokens, devices.STEPS_OF_CAPTURE))
@@ -155,7 +155,7 @@ class GraphedStep:
         return self._refusal
 
     def replay(self, kwargs: dict[str, Any]) -> Any:
-        """One more token: what the model returns for it."""
+        """Replay the step for one more token and return the model's output."""
         cache, ids, positions = self._cache, kwargs["input_ids"], kwargs.get("position_ids")
         self._ids.copy_(ids)
         if positions is None:
@@ -172,7 +172,7 @@ class GraphedStep:
 
 @contextmanager
 def _discarded_steps(cache: ReplayableCache) -> Iterator[dict[Any, Any]]:
-    """Forget the decode steps of a `with` block, which only prepare others; yields the work buffers of these steps."""
+    """Undo the warm-up decode steps of a `with` block; yields the work buffers of these steps."""
     length, history, buffers = cache.get_seq_length(), copy.copy(cache.history), cache.shared.buffers
     cache.shared.buffers = {}
     try:
@@ -188,7 +188,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | None:
-    """Why no step of `cache` can be captured, in one sentence; None if it can."""
+    """Return why no step of `cache` can be captured, in one sentence; None if it can."""
     weights = next(model.parameters())
     if not devices.can_capture(weights.device):
         return f"the model is on {weights.device.type!r}, but CUDA graphs need a CUDA device."

@@ -1,4 +1,4 @@
-"""RaggedLayer: one layer of the cache. It reads the prompt, evicts from it, and appends what follows."""
+"""RaggedLayer: one layer of the cache. It reads the prompt, evicts from it, and appends later tokens."""
 
 import copy
 from collections.abc import Callable
@@ -27,14 +27,14 @@ from lkv.utils.devices import is_out_of_memory
 class RaggedLayer(AttentionCacheLayer):
     """One full-attention layer of a `RaggedCache`.
 
-    Until the prompt has ended its k and v are buffered whole (when streaming, each chunk is evicted from at once). Then
-    the method's choice of them goes to `store`, to which all later tokens are appended.
+    The k and v of the prompt are buffered until it ends (with streaming, each chunk is evicted from immediately). The
+    entries that the method keeps then move to `store`, to which all later tokens are appended.
 
     Attributes:
         store: The entries; None before the first eviction.
         prompt_length: Tokens of the prompt, padding included; 0 until it has ended.
-        base_length: The text's length at the last eviction; later tokens are the store's appended ones.
-        real_tokens: How many tokens the entries of each row were chosen from (padding does not count), [B].
+        base_length: The text's length at the last eviction; later tokens are the store's appended tokens.
+        real_tokens: The number of tokens, without padding, that eviction chose from in each row, [B].
     """
 
     is_croppable = True
@@ -46,19 +46,19 @@ class RaggedLayer(AttentionCacheLayer):
         self.reset()
 
     def set_config(self, config: CacheConfig) -> None:
-        """Read and evict as `config` says from now on."""
+        """Use `config` for reading and eviction from now on."""
         self._context = replace(self._context, config=config)
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Drop all stored tokens and free their memory."""
         self._context.shared.forget_checks()
         self.pending_key = None
         self._buffer: LayerKV | None = None  # the chunks of a prompt that has not ended
         self.store: KVStore | None = None
         self.prompt_length = self.base_length = 0
         self.real_tokens: list[int] = []
-        self._padding: list[int] = []  # tokens of padding before those of each row
-        self._was_batch = False  # a row of a batch may have been padded, also where the others were dropped since
+        self._padding: list[int] = []  # left padding of each row
+        self._was_batch = False  # True once B > 1: the remaining rows may be padded
         self.is_initialized = False
 
     @property
@@ -68,41 +68,41 @@ class RaggedLayer(AttentionCacheLayer):
 
     @property
     def lens(self) -> Tensor:
-        """Entries that eviction left to each row and head, int64 [B, H] on the CPU."""
+        """The entries of each row and head that eviction kept, int64 [B, H] on the CPU."""
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
     @property
     def is_traceable(self) -> bool:  # type: ignore[override]
-        """Whether compiled models may leave the layer to `lkv::extend`: it returns no gradients and no longer keys."""
+        """Whether compiled models may run the layer through `lkv::extend`, which supports no gradients."""
         return self._buffer is None and not self._context.config.request.streaming and not torch.is_grad_enabled()
 
     @property
     def is_reading_prompt(self) -> bool:  # type: ignore[override]
-        """Whether nothing was evicted from yet."""
+        """Whether no eviction has happened yet."""
         return self.store is None
 
     @property
     def row_count(self) -> int:
-        """Rows of the batch, 0 before anything was read."""
+        """The number of batch rows, 0 before the first pass."""
         return len(self.lens) if self._buffer is None else self._buffer.key.shape[0]
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens read so far, evicted ones included."""
+        """Return the number of tokens read so far, evicted ones included."""
         if self.store is not None:
             return self.base_length + self.store.appended_tokens
         return 0 if self._buffer is None else self._buffer.key.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of the keys that the layer's mask covers."""
+        """Return (length, offset) of the keys that the layer's mask covers."""
         if self._buffer is not None:
             return self.get_seq_length() + query_length, 0
         if self.store is not None and (self._was_batch or len(self.real_tokens) > 1):
-            # For a batch the mask covers all appended tokens: rows may end at different ones, and be padded afterwards.
+            # For a batch the mask covers all appended tokens: rows may end at different tokens and be padded later.
             return self.store.appended_tokens + query_length, self.base_length
         return super().get_mask_sizes(query_length)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return k and v of the new tokens, after those of the prompt's earlier chunks; `attend` stores them."""
+        """Return k and v of the prompt's earlier chunks and of the new tokens; `attend` stores the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if key_states.dtype != self.dtype:
@@ -117,9 +117,9 @@ class RaggedLayer(AttentionCacheLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Read a part of the prompt, or append tokens that follow it, and compute their attention."""
-        # What is stored belongs to no autograd graph: it would keep every activation alive. Under autocast the rotation
-        # leaves k in float32 and v in half precision, in which attention computes.
+        """Read a part of the prompt, or append later tokens, and compute their attention."""
+        # Stored tensors are detached: an autograd graph would keep every activation alive. Under autocast RoPE returns
+        # k in float32, while v, and so attention, is in half precision.
         key, value = (x.detach() if x.requires_grad else x for x in (key, value))
         key = key if key.dtype == value.dtype else key.to(value.dtype)
         padding = self._context.shared.padding
@@ -134,9 +134,9 @@ class RaggedLayer(AttentionCacheLayer):
         return self._stream_prompt(query, key, value, scale).transpose(1, 2)
 
     def _read_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any, out: Tensor) -> Tensor:
-        """Buffer what is read of the prompt, or evict when it has ended (Sec. 3.4, inference).
+        """Buffer a part of the prompt, or evict once the prompt has ended (Sec. 3.4, inference).
 
-        `key`, `value`: of the whole prompt so far. `out` [B, T, Hq, d]: full attention over them.
+        `key`, `value`: k and v of the whole prompt so far. `out` [B, T, Hq, d]: full attention over them.
         """
         config, total, queries = self._context.config, key.shape[2], None
         if config.method.reads_queries:
@@ -155,7 +155,7 @@ class RaggedLayer(AttentionCacheLayer):
         self._buffer = None
         if total == prompt_length:
             return out
-        # Tokens that follow the prompt in the same pass see what was kept of it, like all later ones.
+        # Tokens that follow the prompt in the same pass see its kept entries, like all later tokens.
         num_appended = total - prompt_length
         rows = self._extend(query[:, :, -num_appended:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
         return torch.cat([out[:, :-num_appended], rows.transpose(1, 2)], 1)
@@ -171,7 +171,7 @@ class RaggedLayer(AttentionCacheLayer):
     def _stream_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend over the kept entries and a chunk of the prompt, then keep the best of both: [B, Hq, T, d].
 
-        The chunk may go on beyond the prompt; these tokens are appended after the last eviction.
+        Tokens of the chunk beyond the prompt are appended after the last eviction.
         """
         context, config = self._context, self._context.config
         batch, heads, new, _ = key.shape
@@ -198,8 +198,8 @@ class RaggedLayer(AttentionCacheLayer):
     def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
         """Append k, v [B, H, T, d] and attend over everything stored: [B, Hq, T, d].
 
-        `padding` [B, n]: which of the last n tokens, appended and new ones, are padding now (about earlier ones it says
-        nothing). They are dropped, or not appended; what was padding once stays so.
+        `padding` [B, n] marks padding among the last n tokens, appended and new. Padding tokens are dropped, or not
+        appended, for good.
         """
         assert self.store is not None
         dtype, new = value.dtype, key.shape[2]
@@ -218,13 +218,13 @@ class RaggedLayer(AttentionCacheLayer):
                 buffers = self._context.shared.buffers
                 out = store.extend(query, key, value, scale, buffers, self.sinks)
         except BaseException:
-            # They were appended, and perhaps counted, before attention failed: the pass may be tried again.
+            # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
             raise
         return out.to(dtype)
 
     def _drop_padding(self, padding: Tensor, new: int) -> Tensor | None:
-        """Drop the appended tokens that are `padding` now, see `_extend`; returns that of the `new` ones, if any."""
+        """Drop the appended tokens marked in `padding`, see `_extend`; return the padding of the `new` tokens."""
         assert self.store is not None
         if self._context.shared.has_states:
             raise CacheError(
@@ -243,7 +243,7 @@ class RaggedLayer(AttentionCacheLayer):
         return fresh if bool(fresh.any()) else None
 
     def _make_space(self, new: int, scale: float, device: torch.device) -> None:
-        """Reallocate the store for `new` tokens, after an eviction where decoding evicts."""
+        """Reallocate the store for `new` tokens, after an eviction if decoding evicts."""
         assert self.store is not None
         config = self._context.config
         try:
@@ -251,7 +251,7 @@ class RaggedLayer(AttentionCacheLayer):
                 limits = self._limits()
                 self._evict(limits, config.slack_for(mean_entries(limits[-1]), device) + new, scale)
             else:
-                # A chunk of a prompt needs no slack: the store is reallocated right after it.
+                # A chunk of a prompt needs no slack, because the store is reallocated right after it.
                 entries = mean_entries(self.store.lens) + self.store.appended_tokens
                 self.store = self.store.reallocate(
                     new + (config.slack_for(entries, device) if self.prompt_length else 0)
@@ -265,21 +265,21 @@ class RaggedLayer(AttentionCacheLayer):
             ) from error
 
     def reserve(self, tokens: int) -> None:
-        """Make free slots for `tokens` more, where there are fewer."""
+        """Ensure free slots for `tokens` more tokens."""
         assert self.store is not None
         if self.store.free_slots < tokens:
             self.store = self.store.reallocate(tokens)
 
     def release(self, free_slots: int) -> None:
-        """Give back the memory of more free slots than `free_slots`."""
+        """Free the memory of free slots beyond `free_slots`."""
         assert self.store is not None
         if self.store.free_slots > free_slots:
             self.store = self.store.reallocate(free_slots)
 
     def _limits(self) -> Tensor:
-        """How many entries each head may keep in each tier and all better ones [tiers, B, H], of all tokens read.
+        """Return the most entries of each head in each tier and all better ones, [tiers, B, H].
 
-        Appended ones are among these.
+        They are computed from all tokens read, appended ones included.
         """
         assert self.store is not None
         config, index, heads = self._context.config, self._context.index, self.store.lens.shape[1]
@@ -293,7 +293,7 @@ class RaggedLayer(AttentionCacheLayer):
         return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
 
     def _evict(self, limits: Tensor, free_slots: int, scale: float) -> KVStore:
-        """Keep the best `limits` [tiers, B, H] entries of each head, by their stored scores completed."""
+        """Keep the best `limits` [tiers, B, H] entries of each head, by their completed stored scores."""
         assert self.store is not None
         appended = self.store.appended_tokens
         score = partial(self._score_entries, scale)
@@ -304,7 +304,7 @@ class RaggedLayer(AttentionCacheLayer):
         return store
 
     def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
-        """Return the scores [B * H, n] of all `entries` now; those appended since the last eviction get theirs here."""
+        """Return the current scores [B * H, n] of all `entries`, scoring those appended since the last eviction."""
         assert self.store is not None and entries.scores is not None and entries.positions is not None
         context = self._context
         key, value, starts, counts, *_ = entries.attention_view()
@@ -316,9 +316,9 @@ class RaggedLayer(AttentionCacheLayer):
         return context.config.method.selector.score_stored(context.index, stored)
 
     def fill(self, prompt: LayerKV) -> None:
-        """Evict from a prompt that was read before."""
+        """Evict from a prompt that has been read already."""
         self.lazy_initialization(prompt.key, prompt.value)
-        # Read under autocast, k and queries are in float32 and v is in half precision; see `attend`.
+        # Under autocast k and queries are in float32 and v is in half precision; see `attend`.
         dtype = prompt.value.dtype
         queries = None if prompt.queries is None else prompt.queries.to(dtype)
         self._compress(replace(prompt, key=prompt.key.to(dtype), queries=queries), None)
@@ -326,7 +326,7 @@ class RaggedLayer(AttentionCacheLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) appended tokens off the end.
 
-        Raises CacheError where the cut would reach into the compressed prompt.
+        Raises CacheError if this would reach into the compressed prompt.
         """
         count = -tokens_to_remove
         appended = 0 if self.store is None else self.store.appended_tokens
@@ -361,7 +361,7 @@ class RaggedLayer(AttentionCacheLayer):
         return twin
 
     def state(self) -> dict[str, Tensor]:
-        """Return the compressed prompt as tensors to save: the store's, kept [B, H], real [B] and the length [1]."""
+        """Return the compressed prompt as tensors: the store's, kept [B, H], real [B] and the length [1]."""
         if self.store is None or not self.prompt_length or self.base_length != self.prompt_length:
             raise CacheError("there is no compressed prompt to save, or tokens that followed it were evicted with it.")
         counts = {"real": self.real_tokens, "length": [self.prompt_length]}
@@ -371,7 +371,7 @@ class RaggedLayer(AttentionCacheLayer):
     def restore(
         self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor, has_free_slots: bool = True
     ) -> None:
-        """Load what `state` returned, with free slots for tokens to come; otherwise as `OtherLayer.restore`."""
+        """Load the tensors of `state`, with free slots for later tokens; otherwise as `OtherLayer.restore`."""
         check_layer(state, tokens, spec)
         self.lazy_initialization(like, like)
         lens, config = state["kept"], self._context.config
@@ -382,11 +382,11 @@ class RaggedLayer(AttentionCacheLayer):
         self.prompt_length = self.base_length = int(state["length"])
 
     def nbytes(self) -> int:
-        """Bytes of k and v storage; while the prompt is read also of the queries that its method reads."""
+        """Return the bytes of k and v storage, and during prefill of the queries that the method reads."""
         return self._buffer_nbytes(with_queries=True) + (0 if self.store is None else self.store.nbytes())
 
     def full_nbytes(self) -> int:
-        """Bytes of k and v of all tokens, had none been evicted."""
+        """Return the bytes of k and v of all tokens without eviction."""
         if self.store is None:
             return self._buffer_nbytes(with_queries=False)
         return self.lens.numel() * self.get_seq_length() * self.store.entry_nbytes()

@@ -1,4 +1,4 @@
-"""Checks before a forward pass of a `RaggedCache`: its layers are in step, and the model can read the text."""
+"""Checks before a forward pass of a `RaggedCache`: equal lengths in all layers, and a text that the model can read."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ _REMEDY = "call rewind() if the prompt was complete, else reset() and read the p
 
 
 class PassTracker:
-    """Which layers a forward pass has reached: recurrent layers do not count the tokens that they read.
+    """Tracks which layers a forward pass has reached, since recurrent layers do not count tokens.
 
     Attributes:
         has_states: Whether some layers have recurrent or convolution states.
         first_attention: The index of the first layer that gets keys.
-        attention_before: The one before each such layer; before the first it is the last one.
+        attention_before: The attention layer before each of these; for the first it is the last one.
     """
 
     def __init__(self, layers: Sequence[Any], others: Mapping[int, OtherLayer]):
@@ -41,9 +41,9 @@ class PassTracker:
         return copy.copy(self)
 
     def enter(self, layer: int, part: str) -> bool:
-        """Note that a pass has reached a `part` of a layer; returns whether a pass begins.
+        """Record that a pass has reached a `part` of a layer; return whether a new pass starts.
 
-        Raises CacheError where the pass before was interrupted.
+        Raises CacheError if the previous pass was interrupted.
         """
         if (layer, part) in self._reached:
             if self.has_states and len(self._reached) < self._count:
@@ -54,7 +54,7 @@ class PassTracker:
 
 
 def check_attended(layer: Any) -> None:
-    """Raise CacheError where no attention was computed over the last keys of `layer`."""
+    """Raise CacheError if no attention was computed over the last keys of `layer`."""
     if isinstance(layer, RaggedLayer) and layer.pending_key is not None:
         raise CacheError(NOT_PATCHED)
 
@@ -62,7 +62,7 @@ def check_attended(layer: Any) -> None:
 def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -> None:
     """Check a forward pass of `rows` rows over a cache of `layers`, after which the text has `tokens` tokens.
 
-    Raises CacheError for layers left unequal by an interrupted pass and for other rows than those that were read,
+    Raises CacheError if an interrupted pass left layers of unequal length or if the number of rows changed, and
     PromptError for a text that the model cannot read.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedLayer)]

@@ -1,8 +1,7 @@
-"""KV entries in 8, 4 or 3 bits a value: rotated, scaled to one norm, and rounded to levels of a normal distribution.
+"""KV entries in 8, 4 or 3 bits a value: rotated, scaled by their norm, and rounded to levels for a normal distribution.
 
-A rotation by a Hadamard matrix spreads the outliers of single channels over all of them, so that the values of an entry
-are nearly normal and one norm an entry is scale enough. Each entry is coded by itself: it can be appended, moved or
-dropped without its neighbours.
+A Hadamard rotation spreads outlier channels over all channels. The values of an entry are then nearly normal, and one
+scale per entry is enough. Entries are coded independently, so they can be appended, moved or dropped one by one.
 """
 
 import functools
@@ -14,12 +13,12 @@ from torch import Tensor
 from lkv.errors import CacheError
 from lkv.kernels.ragged_attention.arguments import LEVELS
 
-WIDTH_MULTIPLE = 8  # what head sizes must be multiples of
-_LARGEST = 1e18  # norms beyond that have no float32 square
+WIDTH_MULTIPLE = 8  # head sizes must be multiples of it
+_LARGEST = 1e18  # the square of larger norms overflows float32
 
 
 def code_width(bits: int, width: int) -> int:
-    """Bytes of the codes of an entry with `width` channels."""
+    """Return the bytes of the codes of an entry with `width` channels."""
     return width * bits // 8
 
 
@@ -34,16 +33,16 @@ def check_width(*widths: int) -> None:
 
 @torch.no_grad()
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Code entries of nearly normal values.
+    """Quantise entries with nearly normal values.
 
     Args:
         values: Rotated entries [n, d], d a multiple of 8.
         bits: 8, 4 or 3.
 
     Returns:
-        Codes uint8 [n, d * bits / 8], and the norms bfloat16 [n] that their levels are multiplied by: those with which
-        an entry's error is orthogonal to it. (Norms of the least error would shrink all entries by some percent at few
-        bits, and so attention's outputs, while errors of many entries cancel out.)
+        Codes uint8 [n, d * bits / 8], and norms bfloat16 [n], the scales of their levels. The norms make the error of
+        an entry orthogonal to it. (Least-squares norms would shrink all entries, and so the attention outputs, by
+        some percent at few bits, while errors of many entries cancel out.)
 
     Raises:
         CacheError: If values are not finite, or too large.
@@ -62,19 +61,19 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the entries [n, d] that `codes` and `norms` stand for, in `dtype`."""
+    """Return the entries [n, d] of `codes` and `norms`, in `dtype`."""
     values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
     return to_dtype(values, dtype)
 
 
 def to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values`, which may be changed, in `dtype`: what is beyond the range of float16 is its greatest number."""
+    """Convert `values`, possibly in place, to `dtype`, clamped to the range of float16."""
     return (values.clamp_(-65504, 65504) if dtype == torch.float16 else values).to(dtype)
 
 
 @functools.cache
 def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make an orthogonal matrix [d, d] that mixes channels: Hadamard's and a cosine transform of the odd factor."""
+    """Make an orthogonal matrix [d, d] that mixes channels: Hadamard, times a cosine transform for the odd factor."""
     hadamard, odd = torch.ones(1, 1, dtype=torch.float64, device="cpu"), width
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu") / math.sqrt(2)
     while odd % 2 == 0:
@@ -97,9 +96,9 @@ def _levels(bits: int, device: torch.device) -> Tensor:
 def _join(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [n, d].
 
-    4 bits: byte j holds channel j in its low bits, channel j + d / 2 above. 3 bits: channels j, j + d / 4, j + d / 2
-    and j + 3 d / 4 are 12 bits, from the lowest up. The first d / 4 bytes hold the lower 8 bits of all; the others
-    their upper 4, that of j in the low half of byte j, that of j + d / 8 in its high half.
+    4 bits: byte j has channel j in its low half and channel j + d / 2 in its high half. 3 bits: channels j, j + d / 4,
+    j + d / 2 and j + 3 d / 4 form a 12-bit group j, lowest bits first. The first d / 4 bytes have the lower 8 bits of
+    all groups. The next d / 8 have the upper 4: group j in the low half of byte j, group j + d / 8 in the high half.
     """
     if bits == 8:
         return codes

@@ -1,4 +1,4 @@
-"""RaggedCache: each KV head stores its own number of entries, and what is evicted is freed."""
+"""RaggedCache: each KV head stores its own number of entries, and the memory of evicted entries is freed."""
 
 import copy
 import os
@@ -36,13 +36,12 @@ class RaggedCache(BaseCache):
     """A transformers cache that evicts most of a prompt's KV entries while the prompt is read.
 
     Pass it as `past_key_values` to `model.generate` or to the model itself. The prompt is the first forward pass (see
-    `prompt_tokens` for prompts in several). Each layer computes full attention over it, then keeps the entries that
-    its method chooses, a different number in each KV head, and frees the others before the next layer runs. Later
-    tokens (a question, the answer) are appended and kept.
+    `prompt_tokens` for chunked prefill). Each layer computes full attention over it, then keeps the entries that the
+    method selects, a different number in each KV head. It frees the others before the next layer runs. Later tokens
+    (a question, the answer) are appended and kept.
 
-    Sliding-window, recurrent and convolution layers, where a model has some, are not evicted from; they count in
-    `nbytes`. Under tensor parallelism each process evicts from its own KV heads, and counts and bytes are those of its
-    heads.
+    Sliding-window, recurrent and convolution layers are not evicted from; they count in `nbytes`. Under tensor
+    parallelism each process evicts from its own KV heads, and reports counts and bytes for these heads.
 
     ```python
     cache = lkv.RaggedCache(model, retention=0.15)
@@ -50,40 +49,40 @@ class RaggedCache(BaseCache):
     print(cache.realised_retention(), cache.nbytes(), cache.full_nbytes())
     ```
 
-    One cache serves one conversation. To ask several questions about one prompt, use a `fork()` for each, or `rewind()`
-    between them.
+    One cache serves one conversation. To ask several questions about one prompt, call `fork()` for each question, or
+    `rewind()` between them.
 
     Args:
         model: The model that the cache is used with. LKV patches its attention (`lkv.unpatch_attention` undoes it).
-        retention: The share of the prompt's entries to keep, in (0, 1]; 0.15 if none of this, `budget_tokens` and
-            `memory` is given. It is 1 - kvpress's `compression_ratio`.
-        method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method` of your own, whose budget rule
-            then says how much is kept.
+        retention: The share of the prompt's entries to keep, in (0, 1], 1 - kvpress's `compression_ratio`. Defaults to
+            0.15 if `budget_tokens` and `memory` are not given either.
+        method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method` of your own, whose budget then
+            replaces `retention`.
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
             model.
-        budget_tokens: Keep this many tokens a head on average, instead of a share of the prompt.
-        memory: What k and v of the prompt may take in full-attention layers, instead of `retention`: a share of their
-            full cache in the model's dtype (0.1 or "10%"), or bytes for each row of a batch (200_000_000 or "200MB").
-            The best entries are stored in more bits, others in fewer. Tokens after the prompt, in the model's dtype, an
-            explicit `slack` and sliding windows come on top.
-        slack: Free slots that each head gets for appended tokens. By default it follows from the number of entries.
-        prompt_tokens: The length of the prompt in tokens, padding included. Needed where the prompt is read in several
-            forward passes (`prefill_chunk_size`), or in one pass with what follows (assisted decoding).
+        budget_tokens: The average number of tokens to keep per head, instead of a share of the prompt.
+        memory: The memory budget of the prompt's k and v in full-attention layers, instead of `retention`: a share of
+            their full cache in the model's dtype (0.1 or "10%"), or bytes per batch row (200_000_000 or "200MB"). The
+            best entries are stored in more bits, others in fewer. Tokens after the prompt (in the model's dtype), an
+            explicit `slack` and sliding windows are not included.
+        slack: Free slots of each head for appended tokens. The default depends on the number of entries.
+        prompt_tokens: The length of the prompt in tokens, padding included. Required for chunked prefill
+            (`prefill_chunk_size`), and if one pass contains more than the prompt (assisted decoding).
         streaming: Evict after each chunk of the prompt: a head keeps its best floor(retention * tokens read). The cache
-            then never stores more than that and one chunk; later chunks see what was kept of the earlier ones.
+            then never stores more than these and one chunk; later chunks see only the kept entries of earlier ones.
         decode_eviction: Evict from generated tokens, too, whenever a layer's slack is used up.
-        bits: Quantise what is kept of the prompt to 8, 4 or 3 bits a value. Appended tokens keep the model's dtype.
+        bits: Quantise the kept entries of the prompt to 8, 4 or 3 bits a value. Appended tokens keep the model's dtype.
         pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`lkv.methods.budgets.read_pattern`
             or `estimate_pattern`).
         compression_ratio: Not accepted; the error says which `retention` to give.
 
     Attributes:
         spec: The description of the model.
-        ragged_layers: The layers that are evicted from, in order; `layers` has the others, too.
-        target: How much is kept; None for a `Method` of your own.
+        ragged_layers: The layers with eviction, in order; `layers` also has the others.
+        target: The eviction target; None for a `Method` of your own.
         policy: The policy that is used; None for methods without one.
-        history: The ids that were read, where they are known.
-        at_prompt_end: Copies of `others` from the end of the prompt; empty until something follows it.
+        history: The token ids read so far, if known.
+        at_prompt_end: Copies of `others` from the end of the prompt; empty until a token follows it.
         on_layer_start: Called with the index of each layer before its attention. An exception that it raises ends the
             forward pass.
 
@@ -91,8 +90,8 @@ class RaggedCache(BaseCache):
         RetentionError: If the retention, the budget or the memory is out of range, or two of them are given.
         PolicyMismatchError: If the policy was trained for another model.
         UnsupportedModelError: If eviction cannot work in this model.
-        BudgetError: If the pattern has another shape than the model.
-        CacheError: If the options do not go together.
+        BudgetError: If the pattern's shape does not match the model.
+        CacheError: If options exclude each other.
         LkvError: If the method is unknown.
     """
 
@@ -122,7 +121,7 @@ class RaggedCache(BaseCache):
 
     @classmethod
     def from_config(cls, model: PreTrainedModel, config: CacheConfig) -> "RaggedCache":
-        """Make a cache of a request that is resolved. Raises CacheError for a method that needs the whole prompt."""
+        """Make a cache from a resolved request. Raises CacheError for a method that needs the whole prompt."""
         cache = cls.__new__(cls)
         cache._build(model, config)
         return cache
@@ -137,7 +136,7 @@ class RaggedCache(BaseCache):
         if method.compensation:
             query_rotations(model, COMPENSATION)
         self.spec: ModelSpec = patched.spec
-        # Entries computed with different adapters do not go together.
+        # Entries computed with different adapters must not be mixed.
         self.adapters = read_adapters(unwrap_model(model))
         self.target, self.policy = method.target, method.policy
         self.config = config
@@ -158,26 +157,26 @@ class RaggedCache(BaseCache):
 
     @property
     def is_rewindable(self) -> bool:
-        """Whether `rewind` works: tokens after the prompt can be removed again."""
+        """Whether `rewind` can remove the tokens after the prompt."""
         return not self.config.request.decode_eviction
 
     @property
     def is_shareable(self) -> bool:
-        """Whether the rows of a `SharedCache` can continue the prompt, and any tokens after it can be cut off."""
+        """Whether a `SharedCache` can continue the prompt, and any tokens after it can be cropped."""
         return self.is_rewindable and not self.others
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether what follows the prompt must be read token by token, see `RecurrentLayer`."""
+        """Whether tokens after the prompt must be read one by one, see `RecurrentLayer`."""
         return any(isinstance(other, RecurrentLayer) and other.is_stepwise for other in self.others.values())
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the compressed prompt, 0 before it has ended."""
+        """The number of tokens of the compressed prompt, 0 before it has ended."""
         return self.ragged_layers[-1].prompt_length
 
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
-        """Raise CacheError or PromptError where a layer cannot take the new keys; in the first one, for all layers."""
+        """Raise CacheError or PromptError if a layer cannot take the new keys; the first layer checks all layers."""
         tracker = self.pass_tracker
         if layer_idx == tracker.first_attention:
             self.begin_pass(key_states.shape[0], key_states.shape[2])
@@ -185,7 +184,7 @@ class RaggedCache(BaseCache):
         self._start_layer(layer_idx, "attention")
 
     def before_states(self, layer_idx: int) -> None:
-        """Raise CacheError where the states of a layer are not those after the last pass."""
+        """Raise CacheError if the states of a layer are out of step with the last pass."""
         self._start_layer(layer_idx, "states")
 
     def _start_layer(self, layer_idx: int, part: str) -> None:
@@ -195,24 +194,24 @@ class RaggedCache(BaseCache):
             self._note_prompt_end()
 
     def _note_prompt_end(self) -> None:
-        """Keep the other layers as they are at the end of the prompt, before anything that follows it is read."""
+        """Copy the other layers at the end of the prompt, before the first token after it is read."""
         is_end = 0 < self.prompt_length == self.get_seq_length()
         if is_end and not self.at_prompt_end and self.is_rewindable:
             self.at_prompt_end = {index: other.fork() for index, other in self.others.items()}
 
     def begin_pass(self, rows: int, new: int) -> None:
-        """Note a forward pass of `new` tokens in each of `rows` rows. Raises as `before_update`."""
+        """Record a forward pass of `new` tokens in each of `rows` rows. Raises as `before_update`."""
         self.is_assisted = False
         length = self.get_seq_length()
         check_pass(self.layers, rows, length + new, self.spec)
         self.history.read(length, length + new)
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
-        """Compare what `generate` is about to feed with what was read, where both are known.
+        """Compare the ids that `generate` is about to feed with the ids read so far, if both are known.
 
-        Raises CacheError for ids that do not begin with those read or contain nothing new, for chunks of a prompt of
-        undeclared length, and for an answer that begins before a declared prompt has ended. For the arguments see
-        `BaseCache.announce_inputs`.
+        Raises CacheError for ids that do not start with the ids read so far or contain no new ones, for chunks of a
+        prompt of undeclared length, and for an answer that starts before the declared end of the prompt. For the
+        arguments see `BaseCache.announce_inputs`.
         """
         length = self.get_seq_length()
         if self.history.continues_chunks(length, is_chunk):
@@ -222,7 +221,7 @@ class RaggedCache(BaseCache):
         self.history.announce(ids, length, is_full, is_first_step)
 
     def announce_adapters(self, adapters: str) -> None:
-        """Note the adapters that a text is read with. Raises CacheError where it was read with others."""
+        """Record the adapters that a text is read with. Raises CacheError if they have changed."""
         if self.get_seq_length():
             check_same_adapters(self.adapters, adapters)
         self.adapters = adapters
@@ -249,7 +248,7 @@ class RaggedCache(BaseCache):
         self.reorder_cache(rows.repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget everything, and free it."""
+        """Drop all stored tokens and free their memory."""
         super().reset()
         self.history, self.at_prompt_end = TokenHistory(), {}
         self.pass_tracker.reset()
@@ -257,8 +256,8 @@ class RaggedCache(BaseCache):
     def activate_past_recording(self) -> None:
         """Prepare for assisted decoding, which cuts off rejected tokens.
 
-        Raises CacheError if the prompt could not be distinguished from the first candidates, or if the states of the
-        model cannot go back.
+        Raises CacheError if the prompt could not be distinguished from the first candidate tokens, or if the model's
+        states cannot be rolled back.
         """
         if self.shared.has_states:
             raise CacheError(
@@ -274,13 +273,13 @@ class RaggedCache(BaseCache):
         super().activate_past_recording()
 
     def fill(self, prompt: list[LayerKV]) -> None:
-        """Evict from a prompt that was read before, so that one prefill serves many methods.
+        """Evict from a prompt that has been read already, so that one prefill serves many methods.
 
         Args:
-            prompt: What `read_prompt` returned for the model of this cache.
+            prompt: The result of `read_prompt` for the model of this cache.
 
         Raises:
-            CacheError: If the prompt has other layers than the cache.
+            CacheError: If the layers of prompt and cache do not match.
         """
         if len(prompt) != len(self.ragged_layers):
             raise CacheError(
@@ -294,7 +293,7 @@ class RaggedCache(BaseCache):
             layer.fill(kv)
 
     def set_method(self, method: Method) -> None:
-        """Evict by `method` from now on; what only the previous one holds, such as scores of the prompt, is freed."""
+        """Evict with `method` from now on, and free the state of the previous method, such as scores of the prompt."""
         self.config = replace(self.config, method=method)
         for layer in self.ragged_layers:
             layer.set_config(self.config)
@@ -314,15 +313,15 @@ class RaggedCache(BaseCache):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
-        # The copy serves the same model under the same policy; neither of those is copied.
+        # The model and the policy are shared with the copy.
         return self.fork()
 
     def rewind(self) -> None:
         """Forget all tokens after the prompt.
 
         Raises:
-            CacheError: If some of them were evicted, or if they came in one pass with the end of the prompt and the
-                model has sliding-window or recurrent layers.
+            CacheError: If some of them were evicted, or if they were read in one pass with the end of the prompt and
+                the model has sliding-window or recurrent layers.
         """
         if self.at_prompt_end:
             self.set_others({index: other.fork() for index, other in self.at_prompt_end.items()})
@@ -337,7 +336,7 @@ class RaggedCache(BaseCache):
 
     @contextmanager
     def temporary_slots(self) -> Iterator[None]:
-        """Give back the memory of free slots that are added in a `with` block, whose tokens are removed in it."""
+        """Free the slots that are added in a `with` block, which must remove the tokens that it appends."""
         free_slots = [layer.store.free_slots for layer in self.ragged_layers if layer.store is not None]
         try:
             yield
@@ -354,30 +353,30 @@ class RaggedCache(BaseCache):
             output = model.generate(**inputs, past_key_values=cache, max_new_tokens=500)
         ```
 
-        The first step after the prompt is captured, and each head gets free slots for `max_new_tokens` tokens. What
-        cannot be replayed (the prompt, a step with more tokens or other arguments, all steps where there is no CUDA
-        device, and those for which there is no captured slot left) runs as without the block; the reason is logged.
+        The first step after the prompt is captured, and each head gets free slots for `max_new_tokens` tokens. Other
+        calls run without the graph, and the reason is logged: the prompt, a step with several tokens or unsupported
+        arguments, a step without free slots, and all steps without a CUDA device.
 
         Args:
             model: The model that the cache was made for.
-            max_new_tokens: How many tokens can be appended by replays.
+            max_new_tokens: The number of tokens that replays can append.
 
         Yields:
             Nothing.
 
         Raises:
-            CacheError: If `max_new_tokens` is no such number.
+            CacheError: If `max_new_tokens` is not a positive number.
         """
         owner = unwrap_model(model)
         with override_method(owner, "forward", graphed_forward(owner, self, max_new_tokens)):
             yield
 
     def kept_counts(self) -> list[list[int]]:
-        """Return how many entries eviction left to each head, `[L][H]`, summed over the batch."""
+        """Return the number of kept entries of each head, `[L][H]`, summed over the batch."""
         return [layer.lens.sum(0).tolist() for layer in self.ragged_layers]
 
     def realised_retention(self) -> float:
-        """Return the entries that eviction left divided by those it chose from (padding does not count)."""
+        """Return the share of entries that eviction kept, not counting padding."""
         kept_entries = sum(int(layer.lens.sum()) for layer in self.ragged_layers)
         total = sum(sum(layer.real_tokens) * layer.lens.shape[1] for layer in self.ragged_layers)
         return kept_entries / total if total else 1.0
@@ -387,9 +386,9 @@ class RaggedCache(BaseCache):
         return sum(layer.nbytes() for layer in self.ragged_layers) + self.other_nbytes()
 
     def other_nbytes(self) -> int:
-        """Return the bytes of sliding windows and recurrent states, those kept of the end of the prompt included."""
+        """Return the bytes of sliding windows and recurrent states, including `at_prompt_end`."""
         return sum(other.nbytes() for other in (*self.others.values(), *self.at_prompt_end.values()))
 
     def full_nbytes(self) -> int:
-        """Return the bytes that an uncompressed cache would need for the same tokens, other layers included."""
+        """Return the bytes of an uncompressed cache for the same tokens, other layers included."""
         return sum(layer.full_nbytes() for layer in self.ragged_layers) + sum(x.nbytes() for x in self.others.values())

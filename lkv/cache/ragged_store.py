@@ -1,4 +1,4 @@
-"""Stores of one layer's KV entries: each (batch row, KV head) has a number of entries of its own."""
+"""Stores of one layer's KV entries, with a separate number of entries for each (batch row, KV head)."""
 
 from typing import Any, Protocol
 
@@ -13,10 +13,10 @@ from lkv.utils import devices
 
 
 class KVStore(Protocol):
-    """One layer's KV entries: each (batch row, KV head) has a number of entries of its own.
+    """One layer's KV entries, with a separate number of entries for each (batch row, KV head).
 
-    These are `lens` [B, H] compressed entries, which eviction left, then those appended since (all `appended_tokens`
-    but the row's padding), then free slots.
+    Each has `lens` [B, H] compressed entries, kept by eviction, then the entries appended since (`appended_tokens`
+    minus the row's padding), then free slots.
 
     Attributes:
         lens: Compressed entries of each row and head, int64 [B, H] on the CPU.
@@ -26,7 +26,7 @@ class KVStore(Protocol):
 
     @property
     def scores(self) -> Tensor | None:
-        """The scores of unquantised entries, where some entries are to be evicted later; else None."""
+        """The scores of unquantised entries if entries are to be evicted later, else None."""
 
     @property
     def appended_tokens(self) -> int:
@@ -38,14 +38,14 @@ class KVStore(Protocol):
 
     @property
     def free_slots(self) -> int:
-        """How many tokens can be appended before a reallocation."""
+        """The number of tokens that can be appended before a reallocation."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of appended k and v, and of the attention over them."""
 
     def drop_scores(self) -> None:
-        """Drop scores and positions: nothing is evicted any more."""
+        """Drop scores and positions, because no eviction follows."""
 
     def extend(
         self,
@@ -56,7 +56,7 @@ class KVStore(Protocol):
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Append new k and v to the free slots, then attend over everything stored.
+        """Append new k and v to the free slots, then attend over all entries.
 
         Scores of the new tokens are not computed here.
 
@@ -64,7 +64,7 @@ class KVStore(Protocol):
             query: [B, Hq, T, d].
             key: [B, H, T, d].
             value: [B, H, T, dv].
-            scale: What the products of queries and keys are multiplied by.
+            scale: The attention scaling factor.
             buffers: As in `append_and_attend`.
             sinks: As in `append_and_attend`, [Hq].
 
@@ -76,25 +76,25 @@ class KVStore(Protocol):
         """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
 
     def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Attend from `query` [B, Hq, T, d] to the compressed entries alone, all of them visible.
+        """Attend from `query` [B, Hq, T, d] to the compressed entries only, without a mask.
 
         Returns outputs [B, Hq, T, dv] and log-sum-exps [B, Hq, T], for `merge_attention`.
         """
 
     def attention_view(self) -> RaggedKV:
-        """Return all entries as the model computes them, appended ones included."""
+        """Return all entries in the model's coordinates, appended ones included."""
 
     def restore(self) -> "RaggedStore":
-        """Return a store of all entries as the model computes them; itself if nothing is quantised."""
+        """Return an unquantised store of all entries in the model's coordinates; itself if nothing is quantised."""
 
     def count_appended(self, tokens: int, padding: Tensor | None = None) -> None:
-        """Count `tokens` more as appended, but for the `padding` [B, tokens] among them."""
+        """Count `tokens` more appended tokens, except the `padding` [B, tokens] among them."""
 
     def crop(self, tokens: int) -> None:
         """Drop the last `tokens` appended tokens."""
 
     def drop_padding(self, padding: Tensor) -> "KVStore":
-        """Return a store without those appended tokens that are `padding` [B, appended]; itself if there are none."""
+        """Return a store without the appended tokens marked in `padding` [B, appended]; itself if there are none."""
 
     def select(self, rows: Tensor, free_slots: int) -> "KVStore":
         """Return a new store of the batch rows `rows` [n], appended entries included."""
@@ -103,22 +103,22 @@ class KVStore(Protocol):
         """Return a new store of the entries of some heads, without free slots."""
 
     def reallocate(self, free_slots: int) -> "KVStore":
-        """Return a store with other free slots; quantised entries, which are never written to, are shared."""
+        """Return a store with another number of free slots; quantised entries are read-only and shared."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the compressed entries as tensors to be saved."""
+        """Return the compressed entries as tensors, for saving."""
 
     def nbytes(self) -> int:
         """Return the bytes of storage, free slots included."""
 
     def entry_nbytes(self) -> int:
-        """Return the bytes of k and v of one entry as the model computes them."""
+        """Return the bytes of k and v of one unquantised entry."""
 
 
 class RaggedStore(KVStore):
-    """Flat pools [P, d] of k and v, of which each (batch row, KV head) has one contiguous part (Sec. 4.5).
+    """Flat pools [P, d] of k and v, with one contiguous span for each (batch row, KV head) (Sec. 4.5).
 
-    `scores` [P] float32 and `positions` [P] belong to the entries where some are to be evicted later.
+    `scores` [P] float32 and `positions` [P] are stored if entries are to be evicted later.
     """
 
     # Attributes here, properties in `KVStore`.
@@ -137,8 +137,8 @@ class RaggedStore(KVStore):
     ):
         """Allocate pools for `lens` [B, H] (int64 on the CPU) entries, the appended ones and `free_slots` more.
 
-        Dtype, device and width are those of `key` [., d] and `value` [., dv]. `padding` [B, n] (bool, on the CPU) marks
-        which of the first n appended tokens a row does not store; None for none.
+        Dtype, device and width are taken from `key` [., d] and `value` [., dv]. `padding` [B, n] (bool, on the CPU)
+        marks padding among the first n appended tokens, which is not stored; None for none.
         """
         self.lens, self.appended_tokens, self._padding = lens, appended_tokens, padding
         self._capacity = self._appended_entries + free_slots
@@ -146,20 +146,20 @@ class RaggedStore(KVStore):
         ends = (counts + free_slots).cumsum(0)
         self.starts = (ends - counts - free_slots).view_as(lens)
         size = int(ends[-1]) if len(ends) else 0
-        # A prompt may be read in inference mode and continued outside it, where its tensors could not be written.
+        # A prompt may be read in inference mode and continued outside it, where inference tensors are read-only.
         with torch.inference_mode(False):
             self.k, self.v = key.new_empty((size, key.shape[-1])), value.new_empty((size, value.shape[-1]))
             self.scores = key.new_empty(size, dtype=torch.float32) if has_scores else None
             self.positions = key.new_empty(size, dtype=torch.int32) if has_scores else None
-            # The attention kernels read these on the pools' device: no step waits for a copy.
+            # The attention kernels read these on the pools' device, so that no step waits for a copy.
             self._device_starts, self._device_compressed = devices.stack_to_device(key.device, self.starts, lens)
-            self._device_lens = self._device_compressed.clone()  # appended entries included; changed in place
+            self._device_lens = self._device_compressed.clone()  # appended entries included; updated in place
         if self.appended_tokens:
             self.count_on_device()
 
     @property
     def _appended_entries(self) -> Tensor | int:
-        """Appended entries of each row [B, 1] (on the CPU), or one number where all rows have equally many."""
+        """Return the appended entries of each row [B, 1] (on the CPU), or one number if they are equal."""
         return (
             self.appended_tokens if self._padding is None else self.appended_tokens - self._padding.sum(1, keepdim=True)
         )
@@ -211,7 +211,7 @@ class RaggedStore(KVStore):
         return RaggedKV(self.k, self.v, self._device_starts, self._device_lens)
 
     def compressed_view(self) -> RaggedKV:
-        """Return the compressed entries alone; nothing that is read through it is ever written to."""
+        """Return the compressed entries only, which are never modified."""
         return RaggedKV(self.k, self.v, self._device_starts, self._device_compressed)
 
     @override
@@ -225,7 +225,7 @@ class RaggedStore(KVStore):
         self.appended_tokens += tokens
 
     def _all_padding(self) -> Tensor:
-        """Which of all appended tokens are padding: [B, appended_tokens]."""
+        """Return a mask of the padding among all appended tokens: [B, appended_tokens]."""
         if self._padding is None:
             return torch.zeros(len(self.lens), self.appended_tokens, dtype=torch.bool, device="cpu")
         return pad(self._padding, (0, self.appended_tokens - self._padding.shape[1]))
@@ -235,11 +235,11 @@ class RaggedStore(KVStore):
         self.appended_tokens -= tokens
         if self._padding is not None:
             self._padding = self._padding[:, : self.appended_tokens]
-        # From the compressed lengths: an interrupted step may have counted its tokens on the device alone.
+        # From the compressed lengths: an interrupted step may have counted its tokens on the device only.
         self.count_on_device()
 
     def count_on_device(self) -> None:
-        """Set the lengths on the device to those that the host has counted; waits for nothing."""
+        """Copy the lengths counted on the host to the device, without waiting."""
         appended = self._appended_entries
         if isinstance(appended, Tensor):
             (appended,) = devices.stack_to_device(self.k.device, appended)
@@ -294,7 +294,7 @@ class RaggedStore(KVStore):
         return new
 
     def copy_from(self, source: "RaggedStore", entries: Tensor) -> None:
-        """Fill all entries, in order, with those at `entries` of the pools of `source`."""
+        """Fill all entries, in order, from the pool indices `entries` of `source`."""
         slots = slot_indices(self.starts, self.counts, self.k.device)
         for pool, other in zip(self._pools(), source._pools(), strict=True):
             pool[slots] = other[entries]
@@ -313,7 +313,7 @@ class RaggedStore(KVStore):
         return self.k[slots], self.v[slots]
 
     def fill(self, key: Tensor, value: Tensor, *extras: Tensor) -> None:
-        """Fill the compressed entries with what `pack` returned, and with their scores and positions if given."""
+        """Fill the compressed entries with the results of `pack`, and with scores and positions if given."""
         slots = slot_indices(self.starts, self.lens, self.k.device)
         for pool, values in zip(self._pools(), (key, value, *extras), strict=False):
             pool[slots] = values.to(pool)
@@ -328,7 +328,7 @@ class RaggedStore(KVStore):
 
 
 def packed_starts(counts: Tensor) -> Tensor:
-    """Return the first entry of each row and head [B, H], where `counts` [B, H] entries are contiguous."""
+    """Return the first entry of each row and head [B, H] if `counts` [B, H] entries are packed."""
     flat = counts.flatten()
     return (flat.cumsum(0) - flat).view_as(counts)
 

@@ -1,4 +1,4 @@
-"""Stores as tensors of a saved context: check them, and make the store again."""
+"""Stores as tensors of a saved context: check them, and restore the store."""
 
 from collections.abc import Iterable
 
@@ -11,12 +11,12 @@ from lkv.hf.model_spec import ModelSpec
 
 
 def number_tensors(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the tensors of several layers in one dictionary, their names followed by the number of the layer."""
+    """Return the tensors of several layers in one dictionary, with the layer index appended to their names."""
     return {f"{name}.{index}": tensor for index, state in enumerate(states) for name, tensor in state.items()}
 
 
 def split_numbered(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """Undo `number_tensors` for that many layers. Raises ValueError for a tensor of none of them."""
+    """Undo `number_tensors` for `layers` layers. Raises ValueError for a tensor of another layer."""
     states: list[dict[str, Tensor]] = [{} for _ in range(layers)]
     for name, tensor in tensors.items():
         field, _, index = name.rpartition(".")
@@ -27,9 +27,9 @@ def split_numbered(tensors: dict[str, Tensor], layers: int) -> list[dict[str, Te
 
 
 def check_layer(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
-    """Check what `RaggedLayer.state` returned for one text of `tokens` tokens, before any memory is allocated by it.
+    """Check a result of `RaggedLayer.state` for one text of `tokens` tokens, before memory is allocated for it.
 
-    Raises ValueError, KeyError or CacheError for anything else.
+    Raises ValueError, KeyError or CacheError if it is invalid.
     """
     counts, real, length = state["kept"], state["real"], state["length"]
     if any(x.dtype != torch.long for x in (counts, real, length)):
@@ -48,7 +48,7 @@ def check_layer(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
 
 
 def restore_store(state: dict[str, Tensor], lens: Tensor, free_slots: int, like: Tensor) -> KVStore:
-    """Return the store that returned `state`, on the device and in the dtype of `like`."""
+    """Restore the store from its `state`, on the device and in the dtype of `like`."""
     if "key_basis" in state:
         return TieredStore.restore_state(state, free_slots, like)
     key, value = state["k"].to(like), state["v"].to(like)

@@ -1,4 +1,4 @@
-"""SharedCache: a batch whose rows begin with one compressed prompt."""
+"""SharedCache: a batch whose rows share one compressed prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_att
 
 
 class SharedCache(BaseCache):
-    """A cache for a batch whose rows all begin with one compressed prompt, which is stored once.
+    """A cache for a batch whose rows share one compressed prompt, stored once.
 
-    The prompt's cache remains usable: its compressed entries are only read.
+    The prompt's cache remains usable, because its compressed entries are only read.
 
     Args:
         cache: A cache of one row that has read its prompt, without sliding-window layers.
@@ -28,7 +28,7 @@ class SharedCache(BaseCache):
 
 
 class SharedLayer(AttentionCacheLayer):
-    """One layer of a `SharedCache`: k and v [B, H, T, d] of what follows the prompt, whose entries it shares."""
+    """One layer of a `SharedCache`: the prompt's shared entries, and k and v [B, H, T, d] of the tokens after it."""
 
     takes_sinks = True
 
@@ -39,7 +39,7 @@ class SharedLayer(AttentionCacheLayer):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what follows the prompt."""
+        """Drop the tokens after the prompt."""
         self._key: Tensor | None = None
         self._value: Tensor | None = None
         self.is_initialized = False
@@ -49,15 +49,15 @@ class SharedLayer(AttentionCacheLayer):
         return 0 if self._key is None else self._key.shape[2]
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens of the prompt and of what follows."""
+        """Return the number of tokens of the prompt and after it."""
         return self._prompt.prompt_length + self._appended_tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of what follows alone: all rows see the whole prompt."""
+        """Return (length, offset) of the tokens after the prompt only: all rows see the whole prompt."""
         return self._appended_tokens + query_length, self._prompt.prompt_length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append k and v of new tokens; returns these."""
+        """Append k and v of new tokens and return them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         key, value = key_states.to(value_states.dtype), value_states
@@ -69,13 +69,13 @@ class SharedLayer(AttentionCacheLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Attention over the prompt and over what follows, merged by their log-sum-exp."""
+        """Compute attention over the prompt and over the later tokens, merged by log-sum-exp."""
         assert self._key is not None and self._value is not None and self._prompt.store is not None
         batch, _, new, _ = query.shape
         query, key, value = query.to(self._value.dtype), self._key, self._value
         visible = expand_mask(mask, new, key.shape[2], key.device)
         new_output, new_lse = masked_attention(query, key, value, visible, scale)
-        # To the prompt all rows are new tokens of one row: it is read once for all of them.
+        # All rows attend to the prompt as new tokens of one row, so that it is read only once.
         rows = query.transpose(0, 1).flatten(1, 2)[None]
         out, lse = self._prompt.store.attend_compressed(rows.to(self._prompt.store.dtype), scale)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out.to(query.dtype), lse))

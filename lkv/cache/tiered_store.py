@@ -1,4 +1,4 @@
-"""A layer's compressed entries in tiers of falling precision, and those in the model's own dtype."""
+"""A layer's compressed entries in quantised tiers of decreasing precision, and its unquantised entries."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,15 +28,15 @@ _TENSORS = ("key_codes", "key_norms", "value_codes", "value_norms")
 
 
 class TieredStore(KVStore):
-    """Compressed entries in up to two quantised tiers, and a `RaggedStore` of unquantised and of appended ones.
+    """Compressed entries in up to two quantised tiers, and a `RaggedStore` of unquantised and appended entries.
 
-    All of them are stored in other coordinates: k as in `KeyBasis`, v rotated. Queries are transformed when they
-    arrive, outputs are transformed back. Where a compiled backend runs (Triton; C++ for few rows), attention reads the
-    codes themselves; otherwise one layer's entries are restored at a time.
+    All of them are stored in transformed coordinates: k as in `KeyBasis`, v rotated. Queries are transformed on
+    arrival, outputs are transformed back. Compiled backends (Triton; C++ for few rows) read the codes directly;
+    otherwise the entries are dequantised one layer at a time.
     """
 
     def __init__(self, basis: KeyBasis, tiers: tuple[Tier, ...], unquantized: RaggedStore):
-        """Combine `tiers`, best first, with entries in the model's dtype, all of them in the coordinates of `basis`."""
+        """Combine `tiers`, best first, with entries in the model's dtype, all in the coordinates of `basis`."""
         self.basis, self.tiers, self._rest = basis, tiers, unquantized
         rest, coded = unquantized, torch.zeros_like(unquantized.lens)
         counts: list[Tensor] = []
@@ -45,7 +45,7 @@ class TieredStore(KVStore):
             coded = coded + tier.lens
         self.lens = coded + rest.lens
         with torch.inference_mode(False):  # see RaggedStore
-            # Entry i of a head is in slot start + i of the pools, if it is none of the quantised ones.
+            # Entry i of a head is in slot start + i of the pools, unless it is quantised.
             stacked = devices.stack_to_device(rest.k.device, rest.starts - coded, self.lens, *counts)
             self._device_starts, self._device_compressed = stacked[0], stacked[1]
             self._device_lens = stacked[1].clone()
@@ -65,8 +65,8 @@ class TieredStore(KVStore):
     ) -> "TieredStore":  # fmt: skip
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
-        `basis` is that of the entries by default. Raises CacheError if the head size is no multiple of 8, or values
-        are not finite.
+        By default `basis` is measured on the entries. Raises CacheError if the head size is not a multiple of 8, or if
+        values are not finite.
         """
         key, value = store.pack()
         check_width(key.shape[-1], value.shape[-1])
@@ -141,7 +141,7 @@ class TieredStore(KVStore):
             out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks)
             self.count_appended(key.shape[2])
             return out
-        append(key, value, kv._replace(quantized=()))  # of which the rows of a batch may have more than attention takes
+        append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
         self.count_appended(key.shape[2])
         return ragged_attention(query, self.attention_view(), scale, sinks=sinks)
 
@@ -162,9 +162,9 @@ class TieredStore(KVStore):
 
     @override
     def restore(self, with_appended: bool = True) -> RaggedStore:
-        """All entries as the model computes them; in each head those of the first tier come first.
+        """Return all entries unquantised, in the model's coordinates; in each head the first tier comes first.
 
-        Appended ones count as compressed there.
+        Appended entries count as compressed there.
         """
         rest = self._rest
         counts = rest.counts if with_appended else rest.lens
@@ -191,16 +191,16 @@ class TieredStore(KVStore):
         return store
 
     def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
-        """Return a new store of entries of this one.
+        """Return a new store of kept entries of this one.
 
         Args:
-            kept: The entries, as `restore` returned them.
-            origin: Which of all the entries of `restore()` each of them was, [sum of lens].
-            tiers: The tiers that they belong to now. Entries that stay in their tier keep their codes.
+            kept: The kept entries, unquantised as in `restore`.
+            origin: The index of each kept entry among all entries of `restore()`, [sum of lens].
+            tiers: The new tiers of the kept entries. Entries that stay in their tier keep their codes.
             free_slots: As in `from_ragged`.
         """
         new, rest, device = TieredStore.from_ragged(kept, tiers, free_slots, self.basis), self._rest, origin.device
-        # Of each entry of `restore()`: the number of its tier, that of the unquantised ones last, and its place there.
+        # For each entry of `restore()`: its tier index (unquantised entries last) and its index in the tier.
         numbers, places = (torch.empty(int(self.counts.sum()), dtype=torch.long, device=device) for _ in range(2))
         starts = packed_starts(self.counts)
         for number, tier in enumerate(self.tiers):
@@ -255,7 +255,7 @@ class TieredStore(KVStore):
 
     @override
     def reallocate(self, free_slots: int) -> "TieredStore":
-        # Steps count what they append in the lengths of this store alone.
+        # Steps count appended tokens in the lengths of this store only.
         self._rest.count_on_device()
         return TieredStore(self.basis, self.tiers, self._rest.reallocate(free_slots))
 
@@ -307,7 +307,7 @@ class TieredStore(KVStore):
 
     @classmethod
     def restore_state(cls, state: dict[str, Tensor], free_slots: int, like: Tensor) -> "TieredStore":
-        """Return the store that returned `state`, on the device and for a cache of the dtype of `like`."""
+        """Restore a store from its `state`, on the device and for a cache in the dtype of `like`."""
         key, value = state["k"].to(like), state["v"].to(like)
         rest = RaggedStore(state["kept_unquantized"], free_slots, key, value)
         rest.fill(key, value)
@@ -329,20 +329,20 @@ class TieredStore(KVStore):
         return self._rest.entry_nbytes()
 
     def _pools(self) -> RaggedKV:
-        """All entries as they are stored."""
+        """Return all entries as stored."""
         rest = self._rest
         return RaggedKV(rest.k, rest.v, self._device_starts, self._device_lens, self._quantized, self._basis)
 
 
 def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
-    """Return `counts` of `what`; raises ValueError unless each head has between 0 and its number in `lens`."""
+    """Return `counts` of `what`; raises ValueError unless each is between 0 and the head's number in `lens`."""
     if counts.dtype != torch.long or counts.shape != lens.shape or bool(((counts < 0) | (counts > lens)).any()):
         raise ValueError(f"its counts of {what} are no whole numbers, one a head, or more than the head has")
     return counts
 
 
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
-    """Return the number of the row and head of each of `lens` [B, H] entries, [sum of lens]."""
+    """Return the flat row and head index of each of `lens` [B, H] entries, [sum of lens]."""
     return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
 
 
@@ -352,7 +352,7 @@ def extend_padded(
 ) -> Tensor:  # fmt: skip
     """Append and attend as `store.extend`, row by row.
 
-    New tokens that are `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
+    New tokens marked in `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
     """
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     for row, real in enumerate(tokens):

@@ -1,4 +1,4 @@
-"""Tiers of precision: their entries, how entries are assigned to them, and the coordinates for quantising k."""
+"""Precision tiers: their entries, the assignment of entries to tiers, and the coordinates for quantising k."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +16,10 @@ class Tier:
     """Quantised entries of all rows and heads, one after another.
 
     Attributes:
-        precision: Their bits.
-        lens: How many each row and head has, int64 [B, H] on the CPU.
+        precision: The bits of k and v.
+        lens: The number of entries of each row and head, int64 [B, H] on the CPU.
         tensors: Codes [N, .] and norms [N] of k, then of v.
-        scores: float32 [N], where entries are to be evicted later.
+        scores: float32 [N] if entries are to be evicted later, else None.
         positions: int32 [N], likewise.
     """
 
@@ -30,7 +30,7 @@ class Tier:
     positions: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k [N, d] and v [N, dv], rotated."""
+        """Return k [N, d] and v [N, dv], still rotated."""
         key, key_norms, value, value_norms = self.tensors
         bits = self.precision
         return dequantize(key, key_norms, bits.key_bits, dtype), dequantize(value, value_norms, bits.value_bits, dtype)
@@ -41,7 +41,7 @@ class Tier:
         return packed_starts(self.lens)
 
     def select(self, part: Any) -> "Tier":
-        """Return the entries of those rows and heads that `part` indexes in `lens`."""
+        """Return the entries of the rows and heads that `part` indexes in `lens`."""
         lens = self.lens[part]
         entries = slot_indices(self.starts[part], lens, self.tensors[0].device)
         return self._take(entries, lens)
@@ -54,7 +54,7 @@ class Tier:
         )
 
     def nbytes(self) -> int:
-        """Bytes of storage."""
+        """Return the bytes of storage."""
         tensors = (*self.tensors, self.scores, self.positions)
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
@@ -63,9 +63,9 @@ class Tier:
 class KeyBasis:
     """The shift and scale applied to k before it is rotated: mean and scale of each head, [2, B, H, d].
 
-    k' = (k - mean) / scale R and q' = q scale R have the products of q and k, but for that of q and the mean, which is
-    the same for all entries and changes no attention. `scale` is the root of each channel's deviation: the best one for
-    queries of unknown direction, as the error of a product is then the least that any scale of channels allows.
+    With k' = (k - mean) / scale R and q' = q scale R, q' k' equals q k up to q mean, which is the same for all entries
+    and does not change attention. `scale` is the square root of each channel's standard deviation: this minimises the
+    error of products with queries of unknown direction.
     """
 
     tensor: Tensor
@@ -78,7 +78,7 @@ class KeyBasis:
         entries = zeros[:, :1].index_add(0, heads, torch.ones_like(values[:, :1])).clamp(min=1)
         mean = zeros.index_add(0, heads, values) / entries
         spread = (zeros.index_add(0, heads, (values - mean[heads]).square()) / entries).sqrt()
-        # A channel that never changes needs no precision, but its scale must not be 0.
+        # A constant channel needs no precision, but its scale must not be 0.
         typical = spread.mean(1, keepdim=True)
         scale = spread.clamp(min=typical * 1e-3).sqrt().where(typical > 1e-12, 1.0)
         half = key.dtype if key.dtype == torch.float16 else torch.bfloat16
@@ -93,24 +93,24 @@ class KeyBasis:
         return KeyBasis(self.tensor[:, :, heads].contiguous())
 
     def enter(self, key: Tensor, heads: Tensor) -> Tensor:
-        """k' of entries [N, d] of the rows and heads `heads` [N]."""
+        """Return k' of entries [N, d] of the rows and heads `heads` [N]."""
         mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
         return (key - mean) / scale @ rotation(key.shape[-1], key.dtype, key.device)
 
     def leave(self, key: Tensor, heads: Tensor) -> Tensor:
-        """Return the entries that `enter` took."""
+        """Undo `enter`."""
         mean, scale = (x[heads].to(key.dtype) for x in self.tensor.flatten(1, 2))
         return (key @ rotation(key.shape[-1], key.dtype, key.device).mT) * scale + mean
 
 
 @dataclass(frozen=True)
 class TierSplit:
-    """Which entries of a store belong to which tier.
+    """The assignment of a store's entries to tiers.
 
     Attributes:
-        precisions: Those of the tiers, best first; at most `MAX_QUANTIZED` quantised ones after at most one other.
-        lens: How many entries of each row and head are in each tier, int64 [tiers, B, H] on the CPU.
-        numbers: The number of the tier of each entry, in order of rows and heads, [sum of lens].
+        precisions: The tiers' precisions, best first: at most one unquantised, then up to `MAX_QUANTIZED` quantised.
+        lens: The number of entries of each row and head in each tier, int64 [tiers, B, H] on the CPU.
+        numbers: The tier index of each entry, in order of rows and heads, [sum of lens].
     """
 
     precisions: tuple[Precision, ...]
@@ -118,5 +118,5 @@ class TierSplit:
     numbers: Tensor
 
     def entries(self) -> tuple[Tensor, ...]:
-        """Return the entries of each tier, in order. Nothing waits for the device."""
+        """Return the entries of each tier, in order, without waiting for the device."""
         return self.numbers.argsort(stable=True).split(self.lens.flatten(1).sum(1).tolist())
