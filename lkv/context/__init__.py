@@ -1,1 +1,1 @@
-"""A text compressed once and asked many times: contexts, chats, saved files, documents."""
+"""Contexts: texts that are compressed once and queried many times, with chats, saved files and document readers."""

@@ -1,4 +1,4 @@
-"""A chat about a compressed text: questions that follow one another."""
+"""A multi-turn chat about a compressed text."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -30,19 +30,19 @@ class Turn(NamedTuple):
 
 
 class Chat:
-    """A conversation about one compressed text: every question is read after all turns before it.
+    """A conversation about one compressed text: every question sees all earlier turns.
 
-    The turns stay in the cache, a copy of the context's, until `undo` removes them. Use a chat from one thread.
+    The turns are appended to a copy of the context's cache until `undo` removes them. A chat is not thread-safe.
 
     Attributes:
         turns: The turns so far.
         cache: The cache of text and turns.
         answer_tokens: Tokens of the last answer.
-        is_truncated: Whether the last answer ended only because it reached its longest length.
+        is_truncated: Whether the last answer was cut off at its maximum length.
     """
 
     def __init__(self, context: Context):
-        """Start a chat about a context, which stays as it is.
+        """Start a chat about a context, without changing the context.
 
         Raises:
             CacheError: For a context that is not compressed, or whose cache cannot be cropped (sliding layers,
@@ -108,7 +108,7 @@ class Chat:
         self.answer_tokens = len(answer)
         self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
         text = decode_answer(self._tokenizer, answer)
-        # The last token was never read. If it ends the answer, the template of the next turn contains it.
+        # The answer's last token is not in the cache. If it is an end token, the next turn's template contains it.
         self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
         self.turns.append(Turn(question, text, start))
         return text

@@ -1,4 +1,4 @@
-"""`compress_prefill`: a block in which `model.generate` compresses its prompts, without a cache in sight."""
+"""`compress_prefill`: a context manager in which `model.generate` compresses its prompts automatically."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from lkv.utils.overrides import override_method
 
 
 class PrefillCompression:
-    """What `compress_prefill` yields.
+    """The object that `compress_prefill` yields.
 
     Attributes:
         cache: The cache of the last call of `generate`; None before the first.
@@ -37,15 +37,15 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     print(compression.cache.nbytes(), compression.cache.full_nbytes())
     ```
 
-    Each call gets a new `RaggedCache`, unless it brings one. After the block `generate` is as before.
+    Each call uses a new `RaggedCache`, unless you pass a cache. The block restores `generate` at its end.
 
     Args:
         model: The model whose `generate` is called, also by a pipeline.
-        **options: Those of `RaggedCache`: memory or retention, method, policy, ... `prompt_tokens` follows from the
-            prompt.
+        **options: Options of `RaggedCache`: memory or retention, method, policy, ..., but not `prompt_tokens`, which
+            follows from the prompt.
 
     Yields:
-        An object whose `cache` is that of the last call.
+        An object whose `cache` is the cache of the last call.
 
     Raises:
         CacheError: For `prompt_tokens`, and in the block for `use_cache=False`.
@@ -55,18 +55,18 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         raise CacheError(
             f"{', '.join(unfit)} follows from each prompt here; leave it out, or pass a RaggedCache to generate."
         )
-    # A policy is read once, and wrong options are refused before a prompt is. Streaming requires a length, here any.
+    # Load the policy once and reject invalid options before the first prompt. Streaming needs any prompt length here.
     config = CacheConfig.resolve(CompressionRequest(prompt_tokens=1, **options), model)
     compression, generate = PrefillCompression(), model.generate
 
-    @wraps(generate)  # whose signature says which options there are
+    @wraps(generate)  # keeps the signature, from which transformers reads the options
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
         if find_cache(kwargs) is None:
             if kwargs.get("use_cache") is False:
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
-            # Beside the cache, a None under its other name is a second value, of which transformers warns.
+            # transformers warns of two caches even if the one under the other name is None.
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
             request = replace(config.request, prompt_tokens=tokens)
             compression.cache = RaggedCache.from_config(model, replace(config, request=request))

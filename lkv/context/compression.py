@@ -1,4 +1,4 @@
-"""Reading a text into a compressed context."""
+"""Compress a text into a context."""
 
 import hashlib
 import os
@@ -50,33 +50,33 @@ def compress(
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Context:
-    """Read a text as the context of a chat and keep a share of its KV entries, before any question is known.
+    """Compress the KV cache of a text, before any question is known.
 
     Args:
         model: A decoder model of transformers.
         tokenizer: Its tokenizer.
-        text: The text itself; `lkv.read_document` reads a file's.
-        memory: What k and v of the text may take in full-attention layers: a share of their full cache in the model's
-            dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits, others in
-            fewer, the rest are evicted. Sliding windows and an explicit `slack` come on top.
+        text: The text itself, not a path; `lkv.read_document` reads files.
+        memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in the
+            model's dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits,
+            others in fewer, the rest are evicted. Sliding windows and an explicit `slack` are not included.
         retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype; 0.15
             if neither is given. It is 1 - compression_ratio of kvpress.
         method: A name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache.
-        policy: A Policy, its folder or its hub id; by default the one shipped for the model. Only learned methods read
+        policy: A Policy, its folder or its hub id; by default the one shipped for the model. Only learned methods use
             it.
-        chunk: Read the text in parts of that many tokens (chunked prefill).
+        chunk: The chunk size in tokens for chunked prefill.
         system: A system prompt before the text, compressed with it.
-        protect: Parts of the text that every head keeps, within the budget and in its best precision: words, wherever
-            they occur in the text or the system prompt, or (start, end) of characters of the text.
-        progress: Called with the share of the text's layers that are read; an exception from it ends the reading.
+        protect: Spans that every head keeps, within the budget and in its best precision: strings, wherever they
+            occur in the text or the system prompt, or (start, end) character offsets in the text.
+        progress: Called with the completed share of the prefill; an exception from it aborts the prefill.
         **options: Options of RaggedCache: budget_tokens, streaming, bits, slack, decode_eviction, pattern.
 
     Returns:
         The compressed context.
 
     Raises:
-        PromptError: For a text that is empty, too short to keep anything of, or longer than the model reads; for
-            protected spans that are absent, empty, overlapping, or more than the budget keeps.
+        PromptError: For a text that is empty, too short for the budget, or longer than the model supports; for
+            protected spans that are absent, empty, overlapping, or larger than the budget.
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
@@ -113,21 +113,21 @@ def compress_ids(
     text: str | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> Context:
-    """Like `compress`, but for token ids: no chat template is put around them.
+    """Compress token ids as `compress` does a text, without adding a chat template.
 
     Args:
         model: A decoder model of transformers.
         tokenizer: Its tokenizer.
         ids: The token ids of the text.
-        request: What to keep of it.
-        text: What `ids` encode, for the digest that is saved with the context; by default they are decoded.
+        request: The compression settings.
+        text: The text of `ids`, for the digest saved with the context; by default the ids are decoded.
         progress: As in `compress`.
 
     Returns:
         The compressed context.
 
     Raises:
-        PromptError: For a text that is too long, or too short to keep anything of.
+        PromptError: For a text that is too long, or too short for the budget.
         LkvError: As `RaggedCache` raises for its arguments.
     """
     limit = patch_attention(model).spec.max_positions
@@ -152,13 +152,13 @@ def compress_ids(
     if chosen.needs_whole_prompt:
         if chunk is not None:
             raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
-        # A second pass reads the text again.
+        # The second pass doubles the work.
         with _report_layers(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
             prompt = read_prompt(model, tensor, chosen.reads_queries)
             own = replace(config, method=chosen.for_prompt(ids, prompt))
         cache = RaggedCache.from_config(model, own)
         cache.fill(prompt)
-        cache.set_method(chosen)  # without the scores of this prompt, which nothing reads again
+        cache.set_method(chosen)  # drops the scores of this prompt
     else:
         cache = RaggedCache.from_config(model, config)
         _prefill(model, cache, tensor, chunk, progress)
@@ -168,7 +168,7 @@ def compress_ids(
 
 
 def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]:
-    """How the text of that digest was compressed into `cache`: the metadata of its context."""
+    """Return the metadata of a context: how the text with this digest was compressed into `cache`."""
     method, target = cache.config.method, cache.target
     return {
         "method": method.name,
@@ -189,7 +189,7 @@ def _prefill(
     chunk: int | None,
     progress: Callable[[float], None] | None = None,
 ) -> None:
-    """Read `ids` [1, T] into `cache`, in parts of `chunk` tokens; `progress` as in `compress`."""
+    """Prefill `cache` with `ids` [1, T], in chunks of `chunk` tokens; `progress` as in `compress`."""
     parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
     for number, part in enumerate(parts):
         if progress is not None:
@@ -199,7 +199,7 @@ def _prefill(
 
 
 def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> AbstractContextManager[None]:
-    """In the block, call `progress` after each decoder layer; `tokens` are read in all."""
+    """Call `progress` after each decoder layer in the block; `tokens` is the total number of tokens."""
     if progress is None:
         return nullcontext()
     read = 0.0

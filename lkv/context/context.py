@@ -46,8 +46,8 @@ from lkv.utils.prompts import decode_tail, encode_continuation, encode_question
 class Context:
     """A compressed text. Every question starts from the same KV cache and sees no other question.
 
-    Made by `lkv.compress` or `Context.load`. Several threads may ask it; they wait for each other. To answer at the
-    same time, give each thread a `fork()`.
+    Create it with `lkv.compress` or `Context.load`. It is thread-safe, but answers one question at a time. For
+    parallel answers, give each thread a `fork()`.
 
     Attributes:
         model: The model that read the text.
@@ -56,7 +56,7 @@ class Context:
         cache: The RaggedCache, or the FullCache of an uncompressed context.
         metadata: How the text was compressed; saved with the context. Empty for an uncompressed one.
         answer_tokens: Tokens of the last answer, or of all answers of a batch.
-        is_truncated: Whether the last answer, or one of a batch, ended only because it reached its longest length.
+        is_truncated: Whether the last answer, or one of a batch, was cut off at its maximum length.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Context:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the context, those of the chat template included."""
+        """The number of tokens of the context, including the chat template."""
         return len(self.ids)
 
     def nbytes(self) -> int:
@@ -85,15 +85,15 @@ class Context:
         return self.cache.nbytes()
 
     def full_nbytes(self) -> int:
-        """Bytes of k and v that an uncompressed cache takes for the same tokens."""
+        """Return the bytes of k and v of an uncompressed cache for the same tokens."""
         return self.cache.full_nbytes()
 
     def realised_retention(self) -> float:
-        """Kept KV entries divided by all: the retention that was requested, as it came out."""
+        """Return the share of KV entries that were actually kept."""
         return self.cache.realised_retention()
 
     def rewind(self) -> None:
-        """Remove everything after the text from the cache; `ask` does so itself."""
+        """Remove all tokens after the text from the cache; `ask` does this itself."""
         with self._exclusive():
             self._rewind()
 
@@ -102,8 +102,8 @@ class Context:
 
         Args:
             question: The question, without any chat template.
-            max_new_tokens: New tokens at most; by default that of a `generation_config`, else 128, or as many as the
-                model's positions leave.
+            max_new_tokens: The maximum number of new tokens. Defaults to the value in a `generation_config`, else 128,
+                limited by the model's context length.
             stream: Print the answer while it is generated.
             **generation: Options of `model.generate`; greedy decoding by default.
 
@@ -111,8 +111,8 @@ class Context:
             The answer's text.
 
         Raises:
-            PromptError: For an empty question, and if text, question and answer would not fit.
-            CacheError: For options that do not exist or that a context cannot serve.
+            PromptError: For an empty question, and if text, question and answer exceed the model's context length.
+            CacheError: For unknown or unsupported options.
         """
         ids = self._encode_question(question, generation)
         options = printed(self.tokenizer, generation) if stream else generation
@@ -126,10 +126,10 @@ class Context:
         return stream_text(self.tokenizer, partial(self.complete, ids, length, **generation))
 
     def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
-        """Answer several questions in one batch; the answers are those of `ask`, which see for arguments and errors.
+        """Answer several questions in one batch, with the same answers as `ask`; arguments and errors as in `ask`.
 
-        All rows share one copy of the compressed text. An uncompressed context, and one of a model with sliding or
-        recurrent layers or with decode_eviction, answers one question after another.
+        All rows share one copy of the compressed text. Questions are answered one by one for an uncompressed context,
+        for a model with sliding or recurrent layers, and with decode_eviction.
         """
         if isinstance(questions, str) or not isinstance(questions, Iterable) or not (questions := list(questions)):
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
@@ -140,11 +140,11 @@ class Context:
     def batch_complete(
         self, questions: list[list[int]], max_new_tokens: int | None = None, **generation: Any
     ) -> list[list[int]]:
-        """Generate the ids that follow the context and each of `questions`: `batch_ask` without en- and decoding."""
+        """Generate the ids that follow the context and each of `questions`: `batch_ask` on token ids."""
         check_options(self.model, self.cache, generation)
         if "streamer" in generation:
             raise CacheError("a streamer shows one answer alone; leave it out, or use ask() or stream().")
-        # Assisted decoding takes one row at a time.
+        # Assisted decoding supports only one row.
         if not self.cache.is_shareable or is_assisted(self.model, generation):
             answers, truncated = [], False
             for ids in questions:
@@ -165,7 +165,7 @@ class Context:
     def complete(
         self, ids: list[int], max_new_tokens: int | None = None, *, keeps_slots: bool = True, **generation: Any
     ) -> list[int]:
-        """Generate the ids that follow the context and `ids`: `ask` without encoding and decoding.
+        """Generate the ids that follow the context and `ids`: `ask` on token ids.
 
         Args:
             ids: The question's ids.
@@ -177,7 +177,7 @@ class Context:
         row = self.ids + ids
         length = answer_length(self.model, len(row), max_new_tokens, generation)
         with self.working_cache(keeps_slots) as cache:
-            # generate() takes the ids of all tokens in the cache; only the new ones pass through the model.
+            # generate() expects the ids of all tokens in the cache; only the new ones pass through the model.
             out = generate(self.model, self.tokenizer, [row], 0, cache, max_new_tokens=length, **generation)
         answer: list[int] = out[0].tolist()
         self._record([answer], length, generation)
@@ -195,8 +195,8 @@ class Context:
             Logits [n, V] for the answer's tokens, and the ids [n] of those tokens.
 
         Raises:
-            PromptError: For an empty question or answer, and if they are together longer than the model reads or cross
-                the length at which LongRoPE changes its frequencies.
+            PromptError: For an empty question or answer, and if they exceed the model's context length or cross
+                the length at which LongRoPE switches frequencies.
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
@@ -216,12 +216,12 @@ class Context:
 
     @contextmanager
     def working_cache(self, keeps_slots: bool = True) -> Iterator[RaggedCache | FullCache]:
-        """Return a cache of the text alone, for model(...) or model.generate(...) in the block.
+        """Yield a cache of the text only, for model(...) or model.generate(...) in the block.
 
-        It is the context's own, cropped to the text before and after, or a copy if that cannot be cropped.
+        It is the context's own cache, cropped to the text before and after, or a copy if it cannot be cropped.
 
         Args:
-            keeps_slots: Keep the memory of the tokens that the block adds, for those of the next block.
+            keeps_slots: Whether to keep the free slots of the block's tokens for the next block.
         """
         with self._exclusive():
             if not self.cache.is_rewindable:
@@ -241,7 +241,7 @@ class Context:
             crop_to(self.cache, self.tokens)
 
     def fork(self) -> "Context":
-        """Copy the context with a cache of its own; `copy.deepcopy` does the same, of uncompressed contexts, too.
+        """Copy the context with its own cache; `copy.deepcopy` does the same, also for uncompressed contexts.
 
         Raises:
             CacheError: For an uncompressed context.
@@ -250,7 +250,7 @@ class Context:
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
-        # Neither the model nor the lock can or should be copied.
+        # The model and the lock are not copied.
         with self._lock:
             cache = self.cache.fork()
         return Context(self.model, self.tokenizer, list(self.ids), cache, dict(self.metadata))
@@ -259,7 +259,7 @@ class Context:
         """Write the compressed context to one safetensors file, atomically.
 
         Raises:
-            ContextFileError: If the file cannot be written; an older file at `path` is then unchanged.
+            ContextFileError: If the file cannot be written; an existing file at `path` is then unchanged.
             CacheError: For an uncompressed context.
         """
         path, cache = as_path(path, ContextFileError, "the context's path"), self._ragged()
@@ -275,17 +275,17 @@ class Context:
         tokenizer: PreTrainedTokenizerBase,
         policy: Policy | None = None,
     ) -> "Context":
-        """Read a saved context for the model that compressed it, in that model's dtype and on its device.
+        """Load a saved context for the model that compressed it, in the model's dtype and on its device.
 
         Args:
             path: A file that `save` wrote.
             model: The model that compressed the text.
             tokenizer: Its tokenizer.
-            policy: Not needed; if given, it must be the one that the text was compressed with.
+            policy: Optional; if given, it must be the policy that compressed the text.
 
         Raises:
-            ContextFileError: For a missing, foreign or damaged file, one of another model or policy, and one for which
-                there is no memory.
+            ContextFileError: For a missing, invalid or damaged file, for one of another model or policy, and if it does
+                not fit into memory.
         """
         check_model_and_tokenizer(model, tokenizer)
         path = as_path(path, ContextFileError, "the context's path")
@@ -313,7 +313,7 @@ class Context:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One thread at a time; CacheError for a second use by the thread that answers."""
+        """Allow one thread at a time; raise CacheError for a nested use by the same thread."""
         with self._lock:
             if self._is_answering:
                 raise CacheError("this context is answering already; ask a fork() of it from within an answer.")

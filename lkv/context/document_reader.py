@@ -1,4 +1,4 @@
-"""Documents as text: UTF-8 and Markdown unchanged, HTML and PDF as they are displayed; imports no torch."""
+"""Read documents as text: UTF-8 and Markdown unchanged, HTML and PDF as displayed. Does not import torch."""
 
 import os
 import re
@@ -24,7 +24,7 @@ class Document(NamedTuple):
 
     Attributes:
         text: The text.
-        skipped: In words, what of the document is not in the text, such as "2 scripts" or "the scanned page 3", and
+        skipped: Descriptions of content missing from the text, such as "2 scripts" or "the scanned page 3", and
             whether its encoding is a guess.
     """
 
@@ -35,7 +35,7 @@ class Document(NamedTuple):
 def read_document(name: str | os.PathLike[str]) -> str:
     """Read the text of a file: text, Markdown, HTML or PDF, recognised by its first bytes, then its suffix.
 
-    What the document holds beside its text, such as scripts and scanned pages, is named on stderr.
+    Skipped content, such as scripts and scanned pages, is reported on stderr.
 
     Args:
         name: The file's path, or "-" for standard input.
@@ -64,11 +64,11 @@ def read_document(name: str | os.PathLike[str]) -> str:
 
 
 def parse_document(data: bytes, name: str) -> Document:
-    """Return the text of a document's bytes, and what it leaves out.
+    """Return the text of a document's bytes, and the skipped content.
 
     Args:
         data: The bytes.
-        name: The file's name, whose suffix tells HTML; error messages begin with it.
+        name: The file's name; its suffix identifies HTML, and error messages start with it.
 
     Raises:
         DocumentError: For a document that has no text or is of another kind.
@@ -105,7 +105,7 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
 
 
 def _as_html(page: str) -> str:
-    """XML's CDATA sections and empty elements as HTML, which has neither."""
+    """Convert XML's CDATA sections and empty elements, which HTML lacks, to HTML."""
     page = re.sub(
         r"<!\[CDATA\[(.*?)(?:\]\]>|\Z)",
         lambda match: match[1].replace("&", "&amp;").replace("<", "&lt;"),

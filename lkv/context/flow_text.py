@@ -1,4 +1,4 @@
-"""Text that grows as a browser lays it out: lines, white space that collapses, and tables."""
+"""Text laid out as in a browser: lines, collapsed white space, and tables."""
 
 import re
 from typing import NamedTuple
@@ -11,7 +11,7 @@ _MAX_CELL = 300  # characters of a cell of several lines that is put on one
 
 
 class FlowText:
-    """A text that grows by pieces, and by line breaks and spaces that collapse."""
+    """A text builder that collapses white space and line breaks."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -41,7 +41,7 @@ class FlowText:
         self._has_space, self.marker = False, ""
 
     def add_space(self) -> None:
-        """Put a space before what follows on the line."""
+        """Add a space before the next text on the line."""
         self._has_space = True
 
     def add_break(self) -> None:
@@ -49,7 +49,7 @@ class FlowText:
         self._explicit_breaks += 1
 
     def separate(self, breaks: int) -> None:
-        """Put at least so many line breaks before what follows."""
+        """Add at least `breaks` line breaks before the next text."""
         self._breaks = max(self._breaks, breaks)
 
     def last_character(self) -> str:
@@ -71,7 +71,7 @@ class Cell(NamedTuple):
 
 
 def table_lines(rows: list[list[Cell]]) -> list[str]:
-    """Rows of cells as lines, with empty cells where others reach over columns or rows."""
+    """Return rows of cells as lines, with empty cells for columns and rows that a cell spans."""
     placed_rows: list[dict[int, str]] = []
     taken: dict[int, int] = {}  # rows for which a column is taken
     for row in rows:

@@ -17,7 +17,7 @@ from lkv.hf.positions import frequency_change
 from lkv.hf.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
-# Options of generate that a question sets itself, or whose result it reads.
+# Options of generate that `ask` sets itself, or that change the type of its result.
 _RESERVED = [
     *"inputs input_ids inputs_embeds attention_mask return_dict_in_generate use_cache cache_implementation".split(),
     "prefill_chunk_size",
@@ -28,7 +28,7 @@ _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
 def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
-    """Raise CacheError for options of generate that do not exist, or that a question to a context cannot serve."""
+    """Raise CacheError for unknown options of generate, and for options that contexts do not support."""
     if reserved := [name for name in _RESERVED if name in options]:
         raise CacheError(f"ask() sets {', '.join(reserved)} itself; leave that out, or use model.generate.")
     names = vars(GenerationConfig()).keys() | signature(unwrap_model(model).generate).parameters.keys()
@@ -67,7 +67,7 @@ def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: 
     Args:
         model: The model.
         tokens: Tokens before the answer.
-        max_new_tokens: The number asked for; else that of a generation_config among the options, else at most 128.
+        max_new_tokens: The requested number; None for the value in a generation_config option, else at most 128.
         options: Options of generate.
 
     Raises:
@@ -91,10 +91,9 @@ def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: 
 
 
 def longest_answer(model: Any, tokens: int) -> int:
-    """Return the number of new tokens, at most, that the model can generate after `tokens`; below 1 if there are none.
+    """Return the most new tokens that the model can generate after `tokens` tokens; below 1 if none.
 
-    The last one is never read. Where the length lies at which LongRoPE rotates all of a text with other frequencies,
-    an answer ends there.
+    The last new token needs no position. An answer also ends at the length at which LongRoPE switches frequencies.
     """
     change = frequency_change(model.config.get_text_config(decoder=True))
     limit = max_positions(model)
@@ -108,19 +107,19 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
         model: The model.
         tokenizer: Its tokenizer.
         rows: The ids [B][T] to continue. Shorter rows are padded.
-        padding_at: Where: after that many ids of a row, which are in the cache already.
+        padding_at: Where to insert padding: after this many ids of a row, which are already in the cache.
         cache: The cache.
         **options: Options of generate.
     """
     device = input_device(model)
     length = max(map(len, rows))
-    # Penalties of repetition read the padding, too: it repeats an id of its row.
+    # Pad with an id of the row itself, since repetition penalties also read the padding.
     padded = [row[:padding_at] + row[:1] * (length - len(row)) + row[padding_at:] for row in rows]
     positions = torch.arange(length, device=device)[None]
     missing = torch.tensor([[length - len(row)] for row in rows], device=device)
     mask = ((positions < padding_at) | (positions >= padding_at + missing)).long()
     settings = {
-        # The model's own generation_config may sample; a question does so only on request.
+        # The model's generation_config may enable sampling; `ask` samples only on request.
         "do_sample": bool(_requested(options, "do_sample")),
         "num_beams": 1,
         "return_dict_in_generate": False,
@@ -144,11 +143,11 @@ def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[st
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        ids: A row of what `generate` returned.
+        ids: A row of the result of `generate`.
         options: Options of generate.
 
     Returns:
-        The ids up to the end, by an end token, which is included, or by a stop string.
+        The ids up to and including the end token, or up to a stop string.
     """
     ends = end_tokens(model, options)
     end = next((index for index, token in enumerate(ids) if token in ends), None)
@@ -188,7 +187,7 @@ def _requested(options: dict[str, Any], name: str) -> Any:
 
 
 def _effective(model: Any, options: dict[str, Any], name: str) -> Any:
-    """Return the value of `name` in generate: the caller's, else the model's. A caller's None counts as a value."""
+    """Return the effective value of `name` in generate: the caller's, None included, else the model's."""
     value = _requested(options, name)
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
 
@@ -200,7 +199,7 @@ def check_not_set(call: str, options: dict[str, Any], *names: str) -> None:
 
 
 def printed(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of generate that print the answer while it is generated. Raises CacheError for a caller's streamer."""
+    """Return options of generate that stream the answer to stdout. Raises CacheError for a caller's streamer."""
     check_not_set("ask(stream=True)", options, "streamer")
     return options | {"streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)}
 
@@ -221,7 +220,7 @@ def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
     def work() -> None:
         try:
             answer(streamer=texts, stopping_criteria=StoppingCriteriaList([stop]))
-        except BaseException as error:  # raised where the text is read
+        except BaseException as error:  # re-raised in the consumer's thread
             problems.append(error)
         finally:
             texts.text_queue.put(texts.stop_signal)

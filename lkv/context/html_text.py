@@ -1,4 +1,4 @@
-"""The text of an HTML page as a browser displays it, by the standard's parser and style sheet; imports no torch."""
+"""The text of an HTML page as browsers display it, by the HTML standard's rules. Does not import torch."""
 
 import re
 from collections import Counter
@@ -41,13 +41,13 @@ _NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
 _NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 
-_MAX_DEPTH = 5000  # beyond it the parser's quadratic time shows; browsers display 512 levels
+_MAX_DEPTH = 5000  # the parser takes quadratic time; browsers display 512 levels
 _TAG = re.compile(
     r"""<!--(?:-?>|.*?(?:--!?>|\Z))|<(/?)([a-z][^\s/>]*)(?:=\s*"[^"]*"|=\s*'[^']*'|[^>])*+(?:>|\Z)""",
     re.DOTALL | re.IGNORECASE,
 )
 _RAW = ("iframe", "noembed", "noframes", "script", "style", "textarea", "title", "xmp")  # whose content is no markup
-# Those that have no end tag, or are ended by the next one.
+# Elements without an end tag, or with an implied one.
 _UNCOUNTED = frozenset(
     "area base br col colgroup dd dt embed hr img input li link meta option p param source tbody td tfoot th thead tr "
     "track wbr".split()
@@ -57,7 +57,7 @@ _Step: TypeAlias = "LexborNode | Callable[[], None]"
 
 
 def html_text(page: str) -> tuple[str, list[str]]:
-    """Return the text of a page, and in words how many scripts, images and the like it leaves out.
+    """Return the text of a page, and descriptions of skipped scripts, images and other content.
 
     Blocks and rows of tables are lines, cells are separated by tabs, and list items have their markers.
 
@@ -72,7 +72,7 @@ def html_text(page: str) -> tuple[str, list[str]]:
 
 
 def _check_depth(page: str) -> None:
-    """Raise RecursionError for a page that would keep the parser busy for minutes."""
+    """Raise RecursionError for a page so deeply nested that parsing would take minutes."""
     opened: Counter[str] = Counter()
     place = 0
     while match := _TAG.search(page, place):
@@ -112,7 +112,7 @@ class _List:
 
 
 class _Renderer:
-    """Renders without recursion, because pages nest as deeply as they like."""
+    """Renders without recursion, because pages may be nested arbitrarily deep."""
 
     def __init__(self) -> None:
         self.text = FlowText()
@@ -149,7 +149,7 @@ class _Renderer:
             self.text.write(text)
 
     def _enter(self, node: "LexborNode") -> list[_Step]:
-        """Begin an element: its children, and what is to be done between and after them."""
+        """Begin an element; return its children and the steps between and after them."""
         tag, attributes = node.tag or "", node.attributes
         style = _parse_style(node)
         default = _DISPLAY.get(tag, "inline")
@@ -244,7 +244,7 @@ class _Renderer:
         return children
 
     def _capture(self, steps: Sequence[_Step], use: Callable[[str], None]) -> list[_Step]:
-        """Return steps that render into a text of its own, with which `use` is then called."""
+        """Return steps that render into a separate text and pass it to `use`."""
 
         def begin() -> None:
             self._outer_texts.append(self.text)
@@ -348,7 +348,7 @@ def _input_text(attributes: dict[str, str | None]) -> str:
 
 
 def _integer(value: str | None, default: int) -> int:
-    """Return the number that an attribute begins with, as the standard reads it."""
+    """Return the leading number of an attribute, by the standard's rules."""
     match = re.match(rf"[{SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
     return int(match[1]) if match else default
 

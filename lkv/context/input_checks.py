@@ -1,4 +1,4 @@
-"""Checks of arguments that all uses of a context share."""
+"""Argument checks shared by all entry points of contexts."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lkv.errors import PromptError
 
 
 def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Raise PromptError for what cannot be a model and its tokenizer."""
+    """Raise PromptError for objects that are not a model and its tokenizer."""
     if not isinstance(model, torch.nn.Module):
         raise PromptError(f"the model is a {type(model).__name__}; give one as AutoModelForCausalLM loads it.")
     if isinstance(tokenizer, torch.nn.Module) or not (callable(tokenizer) and hasattr(tokenizer, "decode")):
@@ -18,7 +18,7 @@ def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
 
 
 def check_text(text: Any, name: str, advice: str) -> None:
-    """Raise PromptError, naming `text` by `name`, unless it is a str with something to read that can be encoded."""
+    """Raise PromptError unless `text`, called `name` in the message, is a non-blank str that can be encoded."""
     if not isinstance(text, str):
         raise PromptError(f"{name} is a {type(text).__name__}, but it must be one text (str); {advice}.")
     if not text.strip():
@@ -35,13 +35,13 @@ def check_text(text: Any, name: str, advice: str) -> None:
 
 
 def check_characters(characters: int, name: str, tokens: int, per_token: int) -> None:
-    """Raise PromptError for a text that is too long, before it is tokenised, which takes hundreds of bytes a character.
+    """Raise PromptError for a text that is too long to tokenise, which takes hundreds of bytes a character.
 
     Args:
-        characters: Its characters.
-        name: What it is called in the error.
-        tokens: Tokens that the model reads at most.
-        per_token: Characters that are allowed for each of them.
+        characters: The number of characters.
+        name: The name of the text in the error.
+        tokens: The model's context length.
+        per_token: The characters allowed per token.
     """
     if characters > per_token * tokens:
         raise PromptError(

@@ -1,4 +1,4 @@
-"""The tokens of a text that each head of a method keeps, at several budgets from one prefill, and the page of them."""
+"""Inspect the tokens that each head keeps, at several budgets from one prefill, and render them as a page."""
 
 import base64
 import json
@@ -30,7 +30,7 @@ SHARES = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8
 
 @dataclass(frozen=True)
 class InspectionResult:
-    """The selection of one method in a text of T tokens, for L layers of H KV heads, R budgets and P precisions."""
+    """The kept tokens of one method in a text of T tokens, for L layers of H KV heads, R budgets and P precisions."""
 
     method: str
     pieces: list[str]  # the text of each token, [T]
@@ -60,8 +60,8 @@ def inspect_text(
 ) -> InspectionResult:
     """Read a text once and rank its tokens in every head.
 
-    One ranking serves all budgets. CriticalKV's depends on the budget: which tokens it keeps is exact, but which of
-    them a memory budget stores in more bits is approximate, as those that smaller budgets keep come first.
+    One ranking serves all budgets. CriticalKV's ranking depends on the budget: its kept tokens are exact, but their
+    precisions under a memory budget are approximate, because tokens that smaller budgets keep are ranked first.
 
     Args:
         model: The model.
@@ -110,7 +110,7 @@ def inspect_text(
 
 
 def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.ndarray, np.ndarray]:
-    """`ranks` and `counts` of a result; all configs share the selector of the first."""
+    """Return `ranks` and `counts` of a result; all configs share the first one's selector."""
     ranks, counts, selector = [], [], configs[0].method.selector
     best_first = partial(torch.argsort, dim=-1, descending=True, stable=True)
     for layer, read in enumerate(prompt):
@@ -123,7 +123,7 @@ def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.n
         layer_counts = [tier_counts(config.tiers, tokens, heads, 1, count) for config in configs]
         order = best_first(scores[0])
         if selector.refines:
-            # A larger budget keeps all that a smaller one does: tokens that more of the budgets keep come first.
+            # Larger budgets keep a superset, so tokens kept by more of the budgets come first.
             budgets_keeping = torch.zeros_like(order)
             for *_, head_counts in layer_counts:
                 best = best_first(selector.refine(layer, read, scores, head_counts)[0])
@@ -138,7 +138,7 @@ def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.n
 
 
 def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
-    """Return the text of each token of the context; joined, they are the text as the model reads it."""
+    """Return the text of each token of the context; joined, they are the full text."""
     whole = chat_template_parts(tokenizer)[0] + text
     extra = len(ids) - len(encode(tokenizer, whole))
     if not getattr(tokenizer, "is_fast", False):
@@ -154,7 +154,7 @@ def token_texts(tokenizer: Any, text: str, ids: list[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class MethodAnswer:
-    """The answer of one method: its printed name, realised retention, bytes of its cache and of a full one, text."""
+    """The answer of one method: its display name, realised retention, bytes of its cache and the full cache, text."""
 
     label: str
     realised: float
@@ -169,7 +169,7 @@ def render_page(
     """Render the page, one HTML file that needs no server.
 
     Args:
-        result: What is kept.
+        result: The inspection result.
         title: The page's title.
         model: The model's name.
         share: The budget at which the slider starts and the answers were given.
@@ -211,7 +211,7 @@ def is_page(path: Path) -> bool:
 
 
 def _precision_name(precision: Precision) -> str:
-    """How the page calls the entries of a tier."""
+    """Return the name of a tier on the page."""
     if not precision.is_quantized:
         return "full precision"
     same = precision.key_bits == precision.value_bits

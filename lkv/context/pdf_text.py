@@ -1,4 +1,4 @@
-"""The text of a PDF as a reader shows it, with what its forms and notes hold; imports no torch."""
+"""The text of a PDF as viewers show it, with form fields and notes. Does not import torch."""
 
 import io
 import re
@@ -16,11 +16,11 @@ _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "
 _BROKEN_WORD = re.compile(r"([^\W\d_]+)[-\N{HYPHEN}]\n([^\W\d_]+)")
 _HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
-_NAMED = 9  # pages and files that are named one by one
+_NAMED = 9  # the most pages and files listed individually
 
 
 def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
-    """Return the pages' text, then form fields and notes, with blank lines between them, and in words what is left out.
+    """Return the pages' text, form fields and notes, separated by blank lines, and descriptions of skipped content.
 
     Raises:
         DocumentError: For a damaged or locked document.
@@ -47,14 +47,14 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
 
 
 class _Piece(NamedTuple):
-    """Text that is placed at once.
+    """A piece of text drawn at one position.
 
     Attributes:
         text: The text.
-        x: Where its base line begins, in points from the page's left.
-        y: The same from the page's bottom.
-        size: Size of its font, in points.
-        rise: By how much it is raised above the base line.
+        x: Start of the base line, in points from the page's left.
+        y: Height of the base line, in points from the page's bottom.
+        size: Font size in points.
+        rise: Rise above the base line.
         is_level: Whether it runs from left to right.
     """
 
@@ -69,7 +69,7 @@ class _Piece(NamedTuple):
 def _page_text(page: "PageObject") -> str:
     pieces = _pieces(page)
     left, bottom, right, top = (float(edge) for edge in page.cropbox)
-    # Pieces without a place are the line breaks that pypdf finds.
+    # Pieces without a position are line breaks found by pypdf.
     visible = [each for each in pieces if each.text == "\n" or (left <= each.x < right and bottom <= each.y < top)]
     lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
     if all(piece.is_level for line in lines for piece in line):
@@ -104,7 +104,7 @@ def _pieces(page: "PageObject") -> list[_Piece]:
 
 
 def _order_lines(lines: list[list[_Piece]], middle: float) -> list[list[_Piece]]:
-    """Lines that were written in another order than from top to bottom; not columns, which begin right of `middle`."""
+    """Sort lines drawn out of order from top to bottom, except columns, which begin right of `middle`."""
     jumps = [line for before, line in pairwise(lines) if line[0].y > before[0].y + before[0].size]
     if not jumps or any(line[0].x > middle for line in jumps):
         return lines
@@ -112,7 +112,7 @@ def _order_lines(lines: list[list[_Piece]], middle: float) -> list[list[_Piece]]
 
 
 def _order_columns(lines: list[list[_Piece]]) -> list[list[_Piece]]:
-    """Two columns of prose that were written line by line, one after the other."""
+    """Put two columns of prose that were drawn line by line one after the other."""
     ordered: list[list[_Piece]] = []
     for place, run in groupby(lines, key=_second_column):
         column = list(run)
@@ -129,7 +129,7 @@ def _order_columns(lines: list[list[_Piece]]) -> list[list[_Piece]]:
 
 
 def _second_column(line: list[_Piece]) -> int | None:
-    """Where a line continues after a gap, to the nearest ten points."""
+    """Return the position after a gap in a line, to the nearest ten points."""
     gaps = [
         after.x
         for before, after in pairwise(line)

@@ -15,13 +15,13 @@ from lkv.hf.loading import DEFAULT, load_model
 from lkv.methods.request import CompressionRequest
 
 TASK = "lkv-text-generation"
-# What `compress` takes; of options that it refuses it says why.
+# Options of `compress`, including rejected ones, for which `compress` gives the reason.
 _COMPRESSION = {*(field.name for field in fields(CompressionRequest)), "compression_ratio"}
 _COMPRESSION |= {"system", "protect", "progress"}
 
 
 class ContextQuestionPipeline(Pipeline):
-    """Compress a context once and answer questions about it, none of which was known before.
+    """Compress a context once and answer questions about it.
 
     `pipe(context, question=...)` returns `{"answer": str}`, `pipe(context, questions=[...])` returns
     `{"answers": [str, ...]}`; a list of contexts gives a list of these. Options are those of `lkv.compress` and of
@@ -71,9 +71,9 @@ def pipeline(model: Any = None, tokenizer: Any = None, **options: Any) -> Contex
 
     Args:
         model: A model, or what `lkv.load_model` loads (a folder, GGUF file or hub id); the embedded one by default.
-        tokenizer: Its tokenizer; that of the folder, file or hub id by default.
-        **options: Those of transformers' `pipeline`, and defaults of each call: options of `lkv.compress` and of
-            `Context.ask`. For a model by name `dtype`, `revision` and `device_map` (as `device`) go to
+        tokenizer: Its tokenizer; by default from the same folder, file or hub id.
+        **options: Options of transformers' `pipeline`, and defaults for each call: options of `lkv.compress` and
+            `Context.ask`. If `model` is a name, `dtype`, `revision` and `device_map` (as `device`) go to
             `lkv.load_model`.
 
     Returns:
@@ -89,5 +89,5 @@ def pipeline(model: Any = None, tokenizer: Any = None, **options: Any) -> Contex
             raise LkvError(f"device_map is {device!r}; give 'auto' or one device, or load the model yourself.")
         model, own_tokenizer = load_model(DEFAULT if model is None else str(model), dtype, revision, device)
         tokenizer = own_tokenizer if tokenizer is None else tokenizer
-    make: Any = transformers.pipeline  # its overloads know the tasks of transformers alone
+    make: Any = transformers.pipeline  # its overloads list transformers' own tasks only
     return make(TASK, model=model, tokenizer=tokenizer, **options)

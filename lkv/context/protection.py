@@ -1,4 +1,4 @@
-"""Protected spans: parts of a text whose tokens every head keeps, whatever else is evicted."""
+"""Protected spans: parts of a text whose tokens every head keeps."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -21,7 +21,7 @@ def protected_tokens(
     """Find the tokens of protected spans.
 
     Args:
-        tokenizer: The model's tokenizer; it must know the characters of its tokens (a "fast" one).
+        tokenizer: The model's tokenizer; it must map tokens to characters (a "fast" tokenizer).
         text: The text that is compressed.
         spans: Words of the text or of the system prompt, protected wherever they occur, or (start, end) of characters
             of the text.
@@ -52,7 +52,7 @@ def protected_tokens(
         )
     offsets = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     first = 0 if getattr(tokenizer, "chat_template", None) else len(bos_ids(tokenizer))
-    # Both are in order, and a token may belong to two intervals that touch.
+    # Both are sorted, and a token may overlap two adjacent intervals.
     starts, ends = [low for low, _ in offsets], [high for _, high in offsets]
     positions: set[int] = set()
     for start, end in intervals:
@@ -64,9 +64,9 @@ def protected_tokens(
 
 
 def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
-    """Where the spans are, in order; the search ends as soon as two of them must overlap."""
+    """Return the positions of the spans, in order; stops as soon as two of them must overlap."""
     intervals: list[tuple[int, int]] = []
-    free = sum(len(part) for _, part in parts)  # characters that no span covers, if none overlap
+    free = sum(len(part) for _, part in parts)  # characters not covered by spans, if none overlap
     for start, end in (interval for span in spans for interval in _find(span, text, parts)):
         intervals.append((start, end))
         free -= end - start
@@ -76,7 +76,7 @@ def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) ->
 
 
 def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[int, int]]:
-    """Where a span is, in characters; `parts` are texts to search, with where each starts."""
+    """Yield the positions of a span, in characters; `parts` are texts to search, with their start offsets."""
     if isinstance(span, str):
         if not span.strip():
             raise PromptError("a protected span is empty; give words of the text, or leave it out.")
@@ -97,7 +97,7 @@ def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[
 
 
 def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str) -> int:
-    """Where the system prompt begins in `before`; the template may have its words earlier, in a text of its own."""
+    """Return the start of the system prompt in `before`; the template's own text may contain the same words earlier."""
     other = chat_template_parts(tokenizer, "b" if system.startswith("a") else "a")[0]
     shared = next((index for index, pair in enumerate(zip(before, other, strict=False)) if pair[0] != pair[1]), 0)
     return before.find(system, shared)

@@ -1,4 +1,4 @@
-"""Saved contexts: the file format, and the cache that is written to and read from it.
+"""Saved contexts: the file format, and saving and loading the cache.
 
 One safetensors file holds the tensors of every layer, as "NAME.LAYER", the token ids, and JSON in its header: the
 model's fingerprint and how the text was compressed. A checksum covers all of it.
@@ -38,7 +38,7 @@ CONTEXT_FILE = FileKind(
     mode=0o600,  # the file may reveal the text
 )
 _NUMBER = (int, float, type(None))
-# The fields that say how a text was compressed, and their types.
+# The metadata fields of the compression, and their types.
 _METADATA: dict[str, tuple[type, ...]] = {
     "method": (str,),
     "memory": (str, type(None)),
@@ -52,7 +52,7 @@ _METADATA: dict[str, tuple[type, ...]] = {
 
 
 def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
-    """Return the tensors to save of `cache`, which holds the text `ids`; CacheError if it has only some heads of it."""
+    """Return the tensors to save for `cache` with the text `ids`; CacheError if it has only some of the heads."""
     if cache.ragged_layers[0].lens.shape[1] != cache.spec.kv_heads:
         raise CacheError("this process holds a part of the heads only; save the context from a model in one piece.")
     states = [layer.state() if isinstance(layer, RaggedLayer) else {} for layer in cache.layers]
@@ -117,7 +117,7 @@ def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensor
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))
     states, likes = split_numbered(tensors, len(cache.layers)), _empty_tensors(model, len(cache.layers))
-    # Without free slots a memory budget holds here, too, until the first question.
+    # Without free slots the cache meets its memory budget until the first question.
     has_free_slots = metadata["memory"] is None
     for index, (layer, state, like) in enumerate(zip(cache.layers, states, likes, strict=True)):
         if index in cache.others:
@@ -139,7 +139,7 @@ def _empty_tensors(model: Any, layers: int) -> list[Tensor]:
 
 
 class _AlreadyCompressed(Selector):
-    """Takes the place of budget and selector of a loaded context."""
+    """A placeholder for budget and selector of a loaded context."""
 
     @override
     def scores(self, *_: Any) -> Any:

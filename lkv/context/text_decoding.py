@@ -1,4 +1,4 @@
-"""Bytes of a document as text: by byte order mark, as UTF-8, as declared, else by what fits; imports no torch."""
+"""Decode a document's bytes: by byte order mark, as UTF-8, as declared, else by detection. Does not import torch."""
 
 import codecs
 import re
@@ -9,7 +9,7 @@ from lkv.utils.extras import require
 
 _MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, which is its beginning
+    codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's mark, which is its prefix
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -27,7 +27,7 @@ _MAX_UNREADABLE = 0.05  # bytes, of the characters beyond ASCII
 
 
 class DecodedText(NamedTuple):
-    """A text, and in words what of it is lost or uncertain."""
+    """A text, and descriptions of lost or uncertain parts."""
 
     text: str
     uncertain: list[str]
@@ -36,11 +36,11 @@ class DecodedText(NamedTuple):
 def decode_text(data: bytes, name: str, declared: str | None = None) -> DecodedText:
     """Decode a document.
 
-    A byte order mark decides, then whether it is UTF-8, whatever it declares: what declares another encoding but can be
-    read as UTF-8 mostly is UTF-8. Then the declared encoding is tried, and last the one that fits best.
+    A byte order mark takes precedence. Then UTF-8 is tried, because valid UTF-8 almost always is UTF-8 even if another
+    encoding is declared. Then the declared encoding is tried, and last the best detected one.
 
     Raises:
-        DocumentError: For what is no text.
+        DocumentError: For bytes that are not text.
         MissingPackageError: If finding the encoding needs the extra `documents`.
     """
     decoded = (
@@ -71,7 +71,7 @@ def _decode_wide(data: bytes, name: str) -> DecodedText | None:
     """Decode UTF-16 or UTF-32 without a mark, which the NULs of its ASCII characters show."""
     if b"\0" not in data:
         return None
-    if data.count(0) < _MIN_NULS * len(data):  # of another script
+    if data.count(0) < _MIN_NULS * len(data):  # not mostly ASCII
         decoded = _decode_as_detected(data, name)
         return decoded if decoded and "UTF-" in decoded.uncertain[0] else None
     for encoding in _WIDE:
@@ -90,7 +90,7 @@ def _decode_utf8(data: bytes, declared: str | None) -> DecodedText | None:
 
 
 def _replace_unreadable(data: bytes, encoding: str) -> DecodedText | None:
-    """Decode Unicode, but for a few unreadable bytes; None where there are many."""
+    """Decode Unicode, replacing a few unreadable bytes; None if there are many."""
     try:
         return DecodedText(data.decode(encoding), [])
     except UnicodeDecodeError as error:
@@ -114,7 +114,7 @@ def _decode_declared(data: bytes, name: str, declared: str | None) -> DecodedTex
 
 
 def _decode_by_name(data: bytes, encoding: str) -> str:
-    if encoding == "windows-1252":  # whose unused bytes are control characters in browsers
+    if encoding == "windows-1252":  # browsers decode its unused bytes as control characters
         return "".join(bytes([byte]).decode("cp1252", "ignore") or chr(byte) for byte in data)
     return data.decode(encoding)
 
