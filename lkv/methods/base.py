@@ -1,4 +1,4 @@
-"""The interfaces of selectors and budgets, what both are built from, and what they share."""
+"""The interfaces of selectors and budgets, their inputs, and shared checks."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from lkv.policy.policy import Policy
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
 SINKS, RECENT = 128, 256  # first and most recent tokens that a streaming head of DuoAttention keeps
-# Where the inputs of `MethodInputs` come from, as an error message says it.
+# The sources of the inputs of `MethodInputs`, for error messages.
 INPUT_SOURCES = {
     "policy": "one with policy=Policy.from_pretrained(...)",
     "model": "the model to resolve_method, or the method's name to RaggedCache or compress",
@@ -31,19 +31,19 @@ INPUT_SOURCES = {
 
 @dataclass(frozen=True)
 class MethodInputs:
-    """What budgets and selectors are built from (`from_inputs`)."""
+    """The inputs from which budgets and selectors are built (`from_inputs`)."""
 
     target: RetentionTarget
     policy: Policy | None = None
     heads: slice = field(default_factory=lambda: slice(None))  # the KV heads that this process computes
     model: Any = None
-    layers: int | None = None  # how many are evicted from
+    layers: int | None = None  # the number of layers with eviction
     pattern: list[list[float]] | None = None  # DuoAttention's alphas [L][H]
     tokenizer: Any = None
-    strict: bool = True  # without it, a budget that cannot keep as little as `target` keeps the least it can
+    strict: bool = True  # if False, a budget that cannot reach `target` keeps the least it can
 
     def require(self, name: str) -> Any:
-        """Return the input `name`. Raises LkvError where it is missing."""
+        """Return the input `name`. Raises LkvError if it is missing."""
         value = getattr(self, name)
         if value is None:
             raise LkvError(f"the method needs a {name}; give {INPUT_SOURCES[name]}.")
@@ -53,11 +53,11 @@ class MethodInputs:
 class Buildable:
     """Base of budgets and selectors, which are built from `MethodInputs`."""
 
-    required_inputs: tuple[str, ...] = ()  # those that the constructor takes first, such as "model" or "policy"
+    required_inputs: tuple[str, ...] = ()  # the constructor's first arguments, such as "model" or "policy"
 
     @classmethod
     def from_inputs(cls, inputs: MethodInputs, **options: Any) -> Any:
-        """Build it for one model, with the options it was registered with. Raises LkvError for missing inputs."""
+        """Build the component for one model, with its registered options. Raises LkvError for missing inputs."""
         return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
 
 
@@ -65,26 +65,26 @@ class ArrivedEntries(NamedTuple):
     """Entries of one head that arrived at different times."""
 
     prompt: LayerKV  # k and v [1, 1, n, d]; its `end` is the current end of the text
-    positions: Tensor  # [n], at which they were read
+    positions: Tensor  # [n], original positions
     scores: Tensor  # [n], as computed on arrival
 
 
 class StoredEntries(NamedTuple):
-    """The entries of one layer's pools, of which the last ones of each head have no scores yet.
+    """The entries of one layer's pools; the last entries of each head may have no scores yet.
 
     Attributes:
         key: [P, d].
         value: [P, dv].
         scores: float32 [P], as computed on arrival.
-        positions: int32 [P], at which they were read, padding of their row included.
+        positions: int32 [P], original positions, including the row's padding.
         starts: int32 [B, H], the first entry of each head.
         counts: int32 [B, H], the entries of each head.
         spans: (start, count) of each row and head, in order.
-        new: The last entries of each head that have neither score nor position yet.
+        new: The number of last entries of each head without score and position.
         start: The position of the first of them.
-        padding: Tokens of padding at the start of each row.
+        padding: The left padding of each row in tokens.
         scale: The scale of attention scores.
-        rotation: The layer's RoPE; None where LKV cannot undo it.
+        rotation: The layer's RoPE; None if LKV cannot undo it.
     """
 
     key: Tensor
@@ -106,7 +106,7 @@ class StoredEntries(NamedTuple):
         return self.start + self.new
 
     def arrive(self, score: Callable[[LayerKV], Tensor]) -> None:
-        """Store the positions of the new entries, and the scores [B, H, n] that `score` gives them.
+        """Store the positions of the new entries and their scores [B, H, n], computed by `score`.
 
         Rows without padding are scored together, others one by one.
         """
@@ -115,13 +115,13 @@ class StoredEntries(NamedTuple):
         rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
         for part in rows:
             new_slots = slots[part]
-            # Keys were rotated as if the row had been read alone, without its padding.
+            # Positions do not count padding, so keys are rotated as in an unpadded row.
             start, kv = self.start - self.padding[part.start], (self.key[new_slots], self.value[new_slots])
             self.scores[new_slots] = score(LayerKV(*kv, self.scale, start=start, rotation=self.rotation)).float()
         self.positions[slots] = (self.start + steps).int()
 
     def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
-        """Return the number of each head and its entries, of all rows in order."""
+        """Yield each head's index and entries, for all rows in order."""
         heads = self.starts.shape[1]
         for number, (start, count) in enumerate(self.spans):
             row, slots = number // heads, slice(start, start + count)
@@ -131,17 +131,17 @@ class StoredEntries(NamedTuple):
 
 
 class Selector(Buildable, ABC):
-    """Scores the tokens of a prompt, once a layer has attended over it.
+    """Scores the tokens of a prompt after a layer has attended over it.
 
-    A subclass implements `scores`, declares what it reads, and is registered with
+    A subclass implements `scores`, declares its inputs, and is registered with
     `lkv.methods.registry.register_selector` (in this package) or `lkv.register_method` (in any other).
 
     Attributes:
         reads_queries: whether it reads `prompt.query`.
-        last_queries: how many of the prompt's last queries it reads, where it does not read all.
-        is_local: whether a token's score depends on its own k and v alone, so that a text can be evicted from while it
-            is still being read: `score_on_arrival`, completed by `score_at_eviction`.
-        has_second_pass: whether it needs the whole prompt, already read by the model, before it scores (`for_prompt`).
+        last_queries: the number of the prompt's last queries it reads; None for all.
+        is_local: whether a token's score depends only on its own k and v, so that eviction is possible during prefill:
+            `score_on_arrival`, completed by `score_at_eviction`.
+        has_second_pass: whether it needs the whole prefilled prompt before it scores (`for_prompt`).
         refines: whether its ranking depends on how many tokens each head keeps (`refine`).
     """
 
@@ -152,7 +152,7 @@ class Selector(Buildable, ABC):
     refines = False
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
-        """Return the selector for the one prompt `ids`, already read into `prompt`: itself, for most."""
+        """Return the selector for the prompt `ids`, already prefilled as `prompt`; most selectors return themselves."""
         return self
 
     @abstractmethod
@@ -160,20 +160,20 @@ class Selector(Buildable, ABC):
         """Score the tokens of one layer of a prompt.
 
         Args:
-            layer: number of the layer, among those evicted from.
-            prompt: its keys and values [B, H, T, d] after RoPE, and what else the class has declared.
+            layer: index among the layers with eviction.
+            prompt: its keys and values [B, H, T, d] after RoPE, and the other inputs that the class declares.
 
         Returns:
-            Scores [B, H, T]; of each head the tokens with the highest are kept.
+            Scores [B, H, T]; each head keeps the tokens with the highest scores.
         """
 
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """Rank the tokens again, once it is known how many each head keeps.
+        """Rank the tokens again, given the number that each head keeps.
 
         Args:
-            layer: number of the layer, among those evicted from.
+            layer: index among the layers with eviction.
             prompt: as in `scores`.
-            scores: what `scores` returned, [B, H, T].
+            scores: the result of `scores`, [B, H, T].
             counts: how many tokens each head keeps, [B][H].
 
         Returns:
@@ -182,17 +182,17 @@ class Selector(Buildable, ABC):
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Return the part [B, H, T] of a local selector's scores that is final when its tokens arrive."""
+        """Return the part [B, H, T] of a local selector's scores that is final on arrival of the tokens."""
         return self.scores(layer, prompt)
 
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
-        """Return the completed scores [n] of the `entries` of head number `head`, counted within this process."""
+        """Return the completed scores [n] of the `entries` of head `head`, indexed within this process."""
         return entries.scores
 
     def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
-        """Return the completed scores [B * H, n] of all `entries` of a layer, -inf beyond a head's last.
+        """Return the completed scores [B * H, n] of all `entries` of a layer, -inf beyond a head's last entry.
 
-        New ones get their scores on arrival first.
+        New entries first get their scores on arrival.
         """
         if entries.new:
             entries.arrive(lambda kv: check_shape(self, self.score_on_arrival(layer, kv), kv.key))
@@ -201,7 +201,7 @@ class Selector(Buildable, ABC):
 
 
 class PrecomputedScores(Selector):
-    """Scores computed elsewhere, as a table [L, B, H, T]."""
+    """Precomputed scores, as a table [L, B, H, T]."""
 
     def __init__(self, table: Tensor):
         self._table = table
@@ -213,7 +213,7 @@ class PrecomputedScores(Selector):
 
 
 def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
-    """Return `scores` if they have the shape [B, H, T] of `key`; raise CacheError, naming the selector, otherwise."""
+    """Return `scores`, or raise CacheError, naming the selector, if their shape is not [B, H, T] as for `key`."""
     name, shape = type(selector).__name__, tuple(key.shape[:3])
     if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
         actual = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -225,16 +225,16 @@ def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
 
 
 def not_numbers(scores: Tensor) -> Tensor:
-    """Whether `scores` contain NaN, as a tensor on their device, which is not waited for."""
-    # The largest of numbers with NaN among them is NaN; a mask of all would cost memory.
+    """Return whether `scores` contain NaN, as a tensor on their device, without synchronising."""
+    # The maximum of numbers that include NaN is NaN; a mask would cost memory.
     return scores.amax().isnan()
 
 
 def check_numbers(selector: Selector, checks: Sequence[Tensor]) -> None:
-    """Raise CacheError, which names the selector, where one of `checks` (`not_numbers` of its scores) is true."""
+    """Raise CacheError, naming the selector, if one of `checks` (`not_numbers` of its scores) is true."""
     if not checks:
         return
-    # A single check needs no launch.
+    # A single check needs no further kernel launch.
     if bool(checks[0] if len(checks) == 1 else torch.stack([check.to(checks[-1].device) for check in checks]).any()):
         raise CacheError(
             f"the scores of the selector {type(selector).__name__} contain NaN, so tokens cannot be ranked by them; "
@@ -252,14 +252,14 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
 
 
 class Budget(Buildable, ABC):
-    """How many tokens each KV head keeps.
+    """Decides how many tokens each KV head keeps.
 
     A subclass implements `counts` and is registered with `lkv.methods.registry.register_budget` (in this package) or
     `lkv.register_method` (in any other).
 
     Attributes:
-        compares_heads: whether heads compete for tokens by their scores, which must then be comparable across heads.
-        exact_name: of a budget that may keep more than its target, the name of the one like it that does not.
+        compares_heads: whether heads compete by their scores, which must then be comparable across heads.
+        exact_name: if the budget may keep more than its target, the name of the variant that does not.
     """
 
     required_inputs: tuple[str, ...] = ("target",)
@@ -271,24 +271,24 @@ class Budget(Buildable, ABC):
         """Count the tokens to keep.
 
         Args:
-            layer: number of the layer, among those evicted from.
+            layer: index among the layers with eviction.
             scores: the selector's scores of its tokens, [B, H, T].
 
-        Returns:
-            How many tokens each head keeps, `[B][H]`, each from 0 to T.
+                Returns:
+                    The number of tokens each head keeps, `[B][H]`, each from 0 to T.
         """
 
 
 class FixedBudget(Budget):
-    """A budget that depends on the prompt's length alone, so that it can be applied while a text is still read."""
+    """A budget that depends only on the prompt's length, so that it can be applied during prefill."""
 
     @abstractmethod
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
         """Return the share of its tokens that each head keeps.
 
         Args:
-            layer: number of the layer, among those evicted from.
-            heads: how many KV heads this process computes.
+            layer: index among the layers with eviction.
+            heads: the number of KV heads of this process.
             tokens: length of the prompt.
 
         Returns:
@@ -302,7 +302,7 @@ class FixedBudget(Budget):
             raise CacheError(
                 f"the budget {type(self).__name__} gives {len(ratios)} ratios, but there are {heads} heads here."
             )
-        if not all(ratio >= 0 for ratio in ratios):  # not a number fails, too
+        if not all(ratio >= 0 for ratio in ratios):  # NaN fails, too
             raise CacheError(
                 f"the budget {type(self).__name__} gives layer {layer} the ratios {ratios}; give numbers from 0 to 1."
             )
@@ -316,9 +316,9 @@ class FixedBudget(Budget):
 
 @dataclass(frozen=True)
 class TierBudget:
-    """One tier of a method: the entries that `budget` keeps and no better tier has, stored in `precision`.
+    """One tier of a method: the entries that `budget` keeps beyond better tiers, stored in `precision`.
 
-    `target` is what `budget` was built for; None where the method has this tier alone.
+    `target` is the budget's target; None if the method has only this tier.
     """
 
     precision: Precision
@@ -326,7 +326,7 @@ class TierBudget:
     target: TierTarget | None = None
 
     def is_empty(self, tokens: int) -> bool:
-        """Whether neither it nor any better tier has entries of `tokens` tokens that are not protected."""
+        """Return whether this and all better tiers are empty for `tokens` unprotected tokens."""
         return self.target is not None and self.target.share(tokens) <= 0
 
 
@@ -342,14 +342,14 @@ def tier_counts(
 
     Args:
         tiers: the tiers, best first.
-        tokens: tokens of a row that are not protected.
+        tokens: unprotected tokens of a row.
         heads: KV heads.
         rows: rows of the batch.
         count: gives the counts [B][H] of one budget.
         protected: protected tokens, which are in the best tier in use.
 
     Returns:
-        The counts [tiers][B][H], which never fall from one tier to the next.
+        The counts [tiers][B][H], non-decreasing from tier to tier.
     """
     table: list[list[list[int]]] = []
     for number, tier in enumerate(tiers):

@@ -1,10 +1,10 @@
-"""Least-squares compensation: adjust the kept keys and values, so that attention gives what all entries gave.
+"""Least-squares compensation: adjust the kept keys and values to reproduce the attention output of the full cache.
 
-Beyond the paper; nothing is learned, and the compressed cache grows no larger. Reference queries stand for those to
-come: the prompt's own, rotated to the positions after the text. For each head, first the kept entries get weights that
-make up for the attention of the evicted ones (non-negative least squares); a weight's logarithm goes into k, along the
-direction in which all reference queries agree, so that no kernel has to know of it. Then v changes, as little as it
-must, to give these queries the full cache's output (ridge regression).
+Beyond the paper; without training and at no extra memory. Future queries are approximated by reference queries: the
+prompt's own, rotated to the positions after the text. For each head, first the kept entries get weights that replace
+the attention of the evicted ones (non-negative least squares). The logarithm of a weight is added to k along the
+direction common to all reference queries, so that kernels need no change. Then v is changed by the least amount that
+gives these queries the full cache's output (ridge regression).
 """
 
 import math
@@ -16,14 +16,14 @@ from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.utils.devices import full_precision
 
 MAX_QUERIES = 256  # reference queries per query head
-_MAX_ROWS = 1024  # reference queries per KV head, over the query heads that read it
-_RIDGE, _DIRECTION_RIDGE = 0.1, 0.01  # relative to the mean of what they are added to
+_MAX_ROWS = 1024  # reference queries per KV head, over its query heads
+_RIDGE, _DIRECTION_RIDGE = 0.1, 0.01  # relative to the mean of the diagonal
 _MIN_WEIGHT = 0.01
 _FISTA_STEPS = 30
 
 
 def reference_queries(prompt: LayerKV) -> Tensor:
-    """Return queries of the prompt's second half, spaced evenly and rotated behind its end: [B, H, G n, d] by KV head.
+    """Return evenly spaced queries of the prompt's second half, rotated to positions after it: [B, H, G n, d].
 
     Raises UnsupportedModelError if queries cannot be rotated back, and CacheError if the prompt has none.
     """
@@ -31,7 +31,7 @@ def reference_queries(prompt: LayerKV) -> Tensor:
     grouped = prompt.query.shape[1] // heads
     second = min(prompt.query.shape[2], tokens - tokens // 2)
     count = min(MAX_QUERIES, max(1, _MAX_ROWS // grouped), second)
-    # The first and the last of them, and what lies evenly between, rounded.
+    # The first, the last and evenly spaced ones between them, rounded.
     parts = max(1, count - 1)
     steps = (2 * torch.arange(count, device=prompt.query.device) * (second - 1) + parts) // (2 * parts)
     chosen = prompt.query[:, :, prompt.query.shape[2] - second + steps]
@@ -53,19 +53,19 @@ def compensate(
         value: v of all entries, [T, dv].
         kept_key: k of the kept entries, [m, d].
         kept_value: v of the kept entries, [m, dv].
-        scale: What attention multiplies products of queries and keys by.
+        scale: The attention scaling factor.
 
     Returns:
-        New k and v, in the shapes and dtypes of the kept.
+        New k and v, in the shapes and dtypes of the kept entries.
     """
     with full_precision(key.device):
         query, v = to_fp32(query) * scale, to_fp32(kept_value)
         logits = query @ to_fp32(key).T
         total = logits.logsumexp(-1, keepdim=True)
         target = logits.sub_(total).exp_() @ to_fp32(value)
-        del logits  # of a long prompt larger than all that follows
+        del logits  # for a long prompt larger than all later tensors
         weights = _entry_weights((query @ to_fp32(kept_key).T - total).exp())
-        # As they will be held, so that v makes up for what rounding them takes.
+        # In the stored dtype, so that v compensates for the rounding of k.
         new_key = (to_fp32(kept_key) + weights.log()[:, None] * _common_direction(query)).to(kept_key.dtype)
         attention = (query @ to_fp32(new_key).T).softmax(-1)
         new_value = v + _smallest_change(attention, target - attention @ v)
@@ -73,18 +73,18 @@ def compensate(
 
 
 def _entry_weights(share: Tensor) -> Tensor:
-    """Weights [m] with which the shares [n, m] of the full attention sum to 1 in each row, else near 1.
+    """Return weights [m] with which the attention shares [n, m] sum to about 1 in each row.
 
     Non-negative least squares by accelerated projected gradient (FISTA); no weight is below `_MIN_WEIGHT`.
     """
     ridge = _RIDGE * share.square().sum(0).mean()
-    # No eigenvalue of a matrix without negative entries is above the greatest (A x) / x, of any x > 0.
+    # The eigenvalues of a non-negative matrix are bounded by the greatest (A x) / x, for any x > 0.
     x = share.sum(1).clamp(min=1e-6)
     for _ in range(3):
         product = (share @ (share.T @ x)).clamp(min=1e-12)
         bound = (product / x).amax()
         x = (product / product.amax()).clamp(min=1e-6)
-    step = 1 / (bound + ridge).clamp(min=1e-6)  # where the kept entries have no share at all
+    step = 1 / (bound + ridge).clamp(min=1e-6)  # for kept entries without any attention
     weights = lookahead = torch.ones_like(share[0])
     momentum = 1.0
     for _ in range(_FISTA_STEPS):
@@ -113,6 +113,6 @@ def _smallest_change(attention: Tensor, missing: Tensor) -> Tensor:
 
 
 def _solve_ridge(matrix: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
-    """Solve (matrix + ridge I) x = right, for a matrix without negative eigenvalues."""
+    """Solve (matrix + ridge I) x = right for a positive semi-definite matrix."""
     matrix.diagonal().add_(ridge)
     return torch.cholesky_solve(right, torch.linalg.cholesky_ex(matrix).L)

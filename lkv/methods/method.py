@@ -1,4 +1,4 @@
-"""`Method`, what a cache evicts by: a budget and a selector, resolved for one model."""
+"""`Method`: a budget and a selector, resolved for one model."""
 
 import math
 from collections.abc import Sequence
@@ -17,17 +17,16 @@ from lkv.policy.policy import Policy
 
 @dataclass(frozen=True)
 class Method:
-    """A budget and a selector, resolved for one model: how a cache evicts.
+    """An eviction method: a budget and a selector, resolved for one model.
 
     Attributes:
-        name: the name that results are stored under.
-        budget: how many tokens each KV head keeps.
-        selector: which tokens.
-        target: the retention or the number of tokens that the budget was built for, where `resolve_method` built it.
-        policy: the learned policy, where the method reads one.
-        compensation: whether kept entries are compensated (`lkv.methods.compensation`); a tuple gives one value a row.
-        tiers: the precisions that entries are stored in, best first, where a memory budget says so; the last one's
-            budget is `budget`.
+        name: the name of the method in results.
+        budget: decides how many tokens each KV head keeps.
+        selector: ranks the tokens.
+        target: the budget's target if `resolve_method` built it.
+        policy: the learned policy, if the method uses one.
+        compensation: whether kept entries are compensated (`lkv.methods.compensation`); a tuple has one value per row.
+        tiers: the precisions of stored entries under a memory budget, best first; the last one's budget is `budget`.
         protected: positions of tokens that every head keeps, in order; `target` counts them.
     """
 
@@ -51,17 +50,17 @@ class Method:
 
     @property
     def last_queries(self) -> int | None:
-        """How many of the prompt's last queries it needs, None for all of those that it reads."""
+        """The number of the prompt's last queries it needs; None for all queries, if it reads any."""
         return None if self.compensation else self.selector.last_queries
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether it must see all layers of a prompt before it evicts from the first (`for_prompt`)."""
+        """Whether it needs all layers of a prompt before the first eviction (`for_prompt`)."""
         needs_scores = isinstance(self.budget, GlobalTopKBudget) and self.budget.prompt_counts is None
         return self.selector.has_second_pass or needs_scores
 
     def check_length(self, tokens: int) -> None:
-        """Raise PromptError if nothing but protected tokens would be kept of a prompt of `tokens` tokens."""
+        """Raise PromptError if only protected tokens of a prompt of `tokens` tokens would be kept."""
         target, rest = self.target, tokens - len(self.protected)
         if self.protected and self.protected[-1] >= tokens:
             raise PromptError(f"token {self.protected[-1]} is protected, but the prompt has {tokens}; give less.")
@@ -78,9 +77,9 @@ class Method:
         raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":
-        """Return the method for the one prompt `ids`, already read into `prompt`: itself, for most methods.
+        """Return the method for the prompt `ids`, already prefilled as `prompt`; most methods return themselves.
 
-        Raises what the selector's second pass raises.
+        Raises the errors of the selector's second pass.
         """
         selector = self.selector.for_prompt(ids, prompt)
 
@@ -99,14 +98,14 @@ class Method:
 
 
 class _RowwiseMethods(Selector, Budget):
-    """Row i of the batch follows method i."""
+    """Applies method i to row i of the batch."""
 
     def __init__(self, methods: Sequence[Method]):
         self._methods = methods
         self.reads_queries = any(method.selector.reads_queries for method in methods)
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        # All rows hold one prompt, so a selector that several methods share scores it once.
+        # All rows hold the same prompt, so a shared selector scores it once.
         row = prompt.select(slice(1), slice(None))
         selectors = {id(method.selector): method.selector for method in self._methods}
         scores = {number: selector.scores(layer, row) for number, selector in selectors.items()}
@@ -123,7 +122,7 @@ class _RowwiseMethods(Selector, Budget):
 
 
 def combine_rowwise(methods: Sequence[Method]) -> Method:
-    """Make a method for a batch of copies of one prompt row i evicted by `methods[i]`, none with a memory budget.
+    """Make a method for a batch of copies of one prompt that applies `methods[i]`, without memory budgets, to row i.
 
     Methods that hold the same selector object share its scores.
     """

@@ -1,13 +1,12 @@
-"""Methods by name: which budget, which selector, whose paper.
+"""Methods by name: budget, selector and paper.
 
 A method is a *budget* (how many tokens a KV head keeps) with a *selector* (which tokens). `METHODS` lists the named
 ones; any other combination is written "BUDGET+SELECTOR". "METHOD+compensation" adds least-squares compensation
-(`lkv.methods.compensation`), and "METHOD@NAME" names the policy where several are compared. `parse_method` is the one
-parser of such names.
+(`lkv.methods.compensation`), and "METHOD@NAME" selects one of several policies. `parse_method` parses these names.
 
 Budgets and selectors register themselves: their classes carry `@register_budget(...)` or `@register_selector(...)`.
-Other packages add methods with `register_method`, through the entry point group `lkv.methods`. This module imports no
-torch; it imports the classes only when something about a budget or a selector is asked.
+Other packages add methods with `register_method`, through the entry point group `lkv.methods`. This module does not
+import torch; it imports the classes lazily, on the first look-up of a budget or selector.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from lkv.errors import LkvError
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
 COMPENSATION = "+compensation"
-_KVPRESS_NAMES = {  # of its presses, in letters and digits alone, where no name or title of ours is the same
+_KVPRESS_NAMES = {  # kvpress's names, letters and digits only, if they differ from LKV's names and titles
     "adakv": "adakv-snapkv",
     "adakvexpectedattention": "adakv-expected",
     "adakvexpectedattentione2": "adakv-expected-e2",
@@ -38,7 +37,7 @@ T = TypeVar("T", bound=type[Any])
 
 @dataclass(frozen=True)
 class Component:
-    """A registered budget or selector: its name in "BUDGET+SELECTOR", how it is shown and built, and what it needs."""
+    """A registered budget or selector: its name in "BUDGET+SELECTOR", labels, factory and requirements."""
 
     name: str
     description: str
@@ -52,17 +51,17 @@ class Component:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What a method's name says: its budget and selector, the paper that it is from and how it is shown."""
+    """A parsed method name: its budget and selector, paper and labels."""
 
-    name: str  # as it was given, with "+compensation" and "@NAME" where it has them
+    name: str  # as given, including "+compensation" and "@NAME"
     budget: str
     selector: str
     paper: str = ""
     link: str = ""
-    title: str = ""  # in tables and figures, where it is not made up of the components' labels
+    title: str = ""  # for tables and figures; by default made of the components' labels
     compensation: bool = False
     policy_name: str = ""  # NAME of "METHOD@NAME"
-    canonical: str = ""  # the shortest name of the same method, without "@NAME", where `parse_method` made it
+    canonical: str = ""  # the shortest name of the same method, without "@NAME"; set by `parse_method`
 
     @property
     def components(self) -> tuple[Component, Component]:
@@ -71,7 +70,7 @@ class MethodSpec:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What the method needs besides k and v."""
+        """The requirements of the method besides k and v."""
         budget, selector = self.components
         return tuple(dict.fromkeys((*selector.needs, *budget.needs, *[QUERIES] * self.compensation)))
 
@@ -87,12 +86,12 @@ class MethodSpec:
 
     @property
     def needs_second_pass(self) -> bool:
-        """Whether it reads the text twice, and so works with `lkv.compress` alone."""
+        """Whether it reads the text twice, and so works only with `lkv.compress`."""
         return SECOND_PASS in self.needs
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Which variants its components are, where others of the same name exist."""
+        """The variants of its components, if there are several of the same name."""
         return tuple(component.variant for component in self.components if component.variant)
 
     @property
@@ -104,7 +103,7 @@ class MethodSpec:
 
     @property
     def description(self) -> str:
-        """One line: how much, which tokens, whose method, and what it needs."""
+        """A line with budget, selector, paper and requirements."""
         budget, selector = self.components
         paper = f" [{self.paper}]" if self.paper else ""
         compensation = ["kept entries are compensated"] if self.compensation else []
@@ -166,14 +165,14 @@ def _register(
 ) -> Callable[[T], T]:
     """Register a class under a name; a class may be registered under several.
 
-    What it needs is taken from the class: its `required_inputs`, `reads_queries` and `has_second_pass`.
+    Requirements follow from the class: its `required_inputs`, `reads_queries` and `has_second_pass`.
 
     Args:
-        registry: of budgets or of selectors.
+        registry: the registry of budgets or selectors.
         name: its name in "BUDGET+SELECTOR".
         label: its name in tables and figures.
         description: what it does, in one line.
-        variant: which variant it is, where there are several of one name.
+        variant: its variant, if there are several of one name.
         **options: passed on to the class's `from_inputs`.
     """
 
@@ -223,7 +222,7 @@ def register_method(
         selector: the name of a selector, or a callable that takes `lkv.methods.base.MethodInputs` and returns a
             `Selector`; a callable is registered as a selector by the same name, so that "BUDGET+NAME" works as well.
         budget: the same for the budget.
-        needs: what the new components need, among POLICY, PATTERN, QUERIES and SECOND_PASS.
+        needs: the requirements of the new components, among POLICY, PATTERN, QUERIES and SECOND_PASS.
         description: what the new components do, in one line; the callable's docstring by default.
         label: the name in tables and figures.
         paper: authors and year.
@@ -257,7 +256,7 @@ def register_method(
 
 
 def load_plugins() -> None:
-    """Let other packages register their methods, once. Raises LkvError, naming the package, where one fails."""
+    """Register the methods of other packages, once. Raises LkvError, naming the package, if one fails."""
     if failure := _load_plugins():
         message, error = failure
         raise LkvError(message) from error
@@ -265,13 +264,13 @@ def load_plugins() -> None:
 
 @cache
 def _load_plugins() -> tuple[str, Exception] | None:
-    """Why a package could not register its methods, the first one that fails: what the others did is not repeated."""
+    """Return the first package that failed to register its methods, with its error; cached, so it runs once."""
     for point in entry_points(group="lkv.methods"):
         try:
             loaded = point.load()
             if callable(loaded):
                 loaded()
-        except Exception as error:  # whatever the plugin's code raises
+        except Exception as error:  # plugin code may raise anything
             return (
                 f"the plugin {point.name!r} ({point.value}) could not register its methods: {str(error).rstrip('.')}. "
                 "Fix it, or uninstall its package."
@@ -281,37 +280,37 @@ def _load_plugins() -> tuple[str, Exception] | None:
 
 @cache
 def _import_components() -> None:
-    """Import every file of the two folders: its classes register themselves."""
+    """Import all modules of budgets and selectors, which register their classes."""
     for folder in ("lkv.methods.budgets", "lkv.methods.selectors"):
         for module in iter_modules(import_module(folder).__path__, f"{folder}."):
             import_module(module.name)
 
 
 def budgets() -> dict[str, Component]:
-    """All budgets by name, those of other packages too."""
+    """Return all budgets by name, including those of other packages."""
     _import_components()
     load_plugins()
     return dict(_BUDGETS)
 
 
 def selectors() -> dict[str, Component]:
-    """All selectors by name, those of other packages too."""
+    """Return all selectors by name, including those of other packages."""
     _import_components()
     load_plugins()
     return dict(_SELECTORS)
 
 
 def methods() -> dict[str, MethodSpec]:
-    """All named methods, those of other packages too."""
+    """Return all named methods, including those of other packages."""
     load_plugins()
     return dict(METHODS)
 
 
 def parse_method(name: str) -> MethodSpec:
-    """Return the method that a name says: a named one or "BUDGET+SELECTOR", also with "+compensation" and "@NAME".
+    """Parse a method name: a named method or "BUDGET+SELECTOR", optionally with "+compensation" and "@NAME".
 
     Raises:
-        LkvError: If the name is not a method's; the message suggests similar names.
+        LkvError: For an unknown method; the message suggests similar names.
     """
     if not isinstance(name, str):
         raise LkvError(f"the method is {name!r}; give a name that `lkv methods` lists.")
@@ -327,13 +326,13 @@ def parse_method(name: str) -> MethodSpec:
 
 
 def method_label(name: str) -> str:
-    """Return the method's name in tables and figures; the name itself where it is not a method's."""
+    """Return the method's label for tables and figures; the name itself if it is not a known method."""
     spec = find_method(name)
     return spec.label if spec else name
 
 
 def find_method(name: str) -> MethodSpec | None:
-    """`parse_method`, or None for a name that is not a method's, as result files of other programs may have."""
+    """Return `parse_method(name)`, or None for an unknown method, as in result files of other programs."""
     try:
         return parse_method(name)
     except LkvError:
@@ -341,7 +340,7 @@ def find_method(name: str) -> MethodSpec | None:
 
 
 def _combination(name: str) -> MethodSpec:
-    """Return the method "BUDGET+SELECTOR", a named one where the combination has a name. Raises LkvError."""
+    """Return the method "BUDGET+SELECTOR", or the named method of this combination. Raises LkvError."""
     budget, plus, selector = name.partition("+")
     if not plus:
         raise LkvError(_unknown(name))
@@ -365,7 +364,7 @@ def _combination(name: str) -> MethodSpec:
 
 
 def _unknown(name: str) -> str:
-    """Why `name` is not a method's; from the named methods alone, so that a typing error loads no torch."""
+    """Describe why `name` is unknown, from the named methods only, so that a typo does not import torch."""
     if name == FULL:
         return f"{FULL!r} keeps everything: use transformers' DynamicCache, or lkv.compress for a context."
     for kind, registry, pair in (("budget", _BUDGETS, "{}+SELECTOR"), ("selector", _SELECTORS, "BUDGET+{}")):
@@ -376,7 +375,7 @@ def _unknown(name: str) -> str:
 
 
 def _similar_methods(name: str) -> list[str]:
-    """Return the method that `name` writes otherwise (in capitals, by its title, as kvpress does), else up to three."""
+    """Return the method with another spelling `name` (case, title, kvpress's name), else up to three similar ones."""
     named = {_letters(method): method for method in (*METHODS, *(method + COMPENSATION for method in METHODS))}
     titles = {_letters(spec.title): method for method, spec in METHODS.items() if spec.title}
     by_letters = titles | _KVPRESS_NAMES | named

@@ -1,4 +1,4 @@
-"""A second pass that repeats a prompt, as KVzip does, and records the attention of what is repeated to the prompt."""
+"""A second pass that repeats a prompt, as in KVzip, and records the attention of the repetition to the prompt."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REQUEST = "Repeat the previous context exactly."
-_BLOCK = 128  # attention rows held at a time; measured best on a CPU
+_BLOCK = 128  # attention rows at a time; measured best on a CPU
 
 
 class ReplayLayer(FrozenPromptLayer, ABC):
-    """A layer over a prompt that is repeated after it: a subclass records the attention, a block of rows at a time.
+    """A layer over a prompt that is repeated after it; subclasses record the attention, a block of rows at a time.
 
-    `attention_dtype` is that of the recorded attention, by default that of the model.
+    `attention_dtype` is the dtype of the recorded attention, by default the model's.
     """
 
     attention_dtype: torch.dtype | None = None
@@ -39,7 +39,7 @@ class ReplayLayer(FrozenPromptLayer, ABC):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Attention over the prompt and what is read itself, [B, n, Hq, d], of which `record` sees every block."""
+        """Compute attention over the prompt and the new tokens, [B, n, Hq, d], and `record` every block."""
         batch, heads, rows, dim = query.shape
         tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
         k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
@@ -51,8 +51,8 @@ class ReplayLayer(FrozenPromptLayer, ABC):
             logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, count))
             future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
             logits[..., end - count :].masked_fill_(future, -torch.inf)
-            # Half precision stays so outside the kernel, which computes in float32: the logits are no finer anyway, and
-            # copies of a matrix this large cost more than its softmax.
+            # Half precision is kept outside the softmax kernel, which computes in float32: the logits are no more
+            # precise, and converting a matrix this large costs more than its softmax.
             attention = torch.softmax(logits, -1, dtype=self.attention_dtype)
             output = attention.to(v.dtype).flatten(2, 3) @ v[:, :, :end]
             parts.append(output.unflatten(2, (-1, count)))
@@ -68,12 +68,12 @@ def replay(
     ids: list[int],
     hidden_states: bool = False,
 ) -> Any:
-    """Read more tokens straight after a prompt, and return the model's output without the head.
+    """Read more tokens directly after a prompt, and return the model's output without the head.
 
     Args:
         model: The model that read the prompt.
-        prompt: What `read_prompt` returned.
-        layers: The layers that record the attention, one for each of the prompt's.
+        prompt: The result of `read_prompt`.
+        layers: The layers that record the attention, one for each layer of the prompt.
         ids: The tokens to read.
         hidden_states: Whether the output has all hidden states.
 

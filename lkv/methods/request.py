@@ -1,4 +1,4 @@
-"""`CompressionRequest`: what to keep of a prompt, how and where, checked once and passed on from every entry point."""
+"""`CompressionRequest`: the compression settings, validated once for all entry points."""
 
 import os
 from dataclasses import InitVar, dataclass, fields
@@ -16,20 +16,21 @@ _NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionRequest:
-    """What to keep of a prompt, how and where. No model is needed to make or to check one.
+    """The settings of a compression. Creating and validating one needs no model.
 
     Attributes:
         method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", a `Method` of your own, or "full" for the
             uncompressed cache.
-        memory: What k and v of the prompt may take: a share of their full cache (0.1 or "10%"), or bytes ("200MB").
+        memory: The memory budget of the prompt's k and v: a share of their full cache (0.1 or "10%"), or bytes
+            ("200MB").
         retention: The share of the prompt's KV entries to keep, in (0, 1].
-        budget_tokens: How many tokens a head keeps on average.
+        budget_tokens: The average number of tokens to keep per head.
         policy: For learned methods: a `Policy`, its folder or its hub id.
         pattern: DuoAttention's alphas [L][H].
-        bits: 8, 4 or 3 bits a value for what is kept of the prompt.
+        bits: 8, 4 or 3 bits a value for the kept entries of the prompt.
         slack: Free slots of each head for appended tokens.
-        chunk: Tokens of each part in which the prompt is read.
-        prompt_tokens: The length of the prompt, where it comes in several forward passes.
+        chunk: The chunk size in tokens for chunked prefill.
+        prompt_tokens: The length of the prompt, if it is read in several forward passes.
         streaming: Whether entries are evicted after each chunk of the prompt.
         decode_eviction: Whether entries of generated tokens are evicted.
         protected: Positions of tokens that every head keeps, within the budget.
@@ -37,9 +38,9 @@ class CompressionRequest:
     Raises:
         RetentionError: If two of `memory`, `retention` and `budget_tokens` are given, `memory` and `bits`, or kvpress's
             `compression_ratio`.
-        BudgetError: For a pattern that the method does not read.
-        PolicyFileError: For a policy of another type.
-        PromptError: For a `chunk` that is no number of tokens, or `streaming` without one.
+        BudgetError: For a pattern that the method does not use.
+        PolicyFileError: For a policy of an invalid type.
+        PromptError: For a `chunk` that is not a positive number, or `streaming` without `chunk`.
         CacheError: For other values that are out of range or exclude each other.
     """
 
@@ -60,7 +61,7 @@ class CompressionRequest:
 
     @classmethod
     def of_text(cls, options: dict[str, Any]) -> Self:
-        """Make the request of `lkv.compress` from its options. Raises CacheError and PromptError for unknown ones."""
+        """Make a request from options of `lkv.compress`. Raises CacheError and PromptError for unknown options."""
         if "prompt_tokens" in options:
             raise PromptError("the whole text is the prompt here: leave prompt_tokens out, or use RaggedCache itself.")
         names = [field.name for field in fields(cls) if field.name not in ("prompt_tokens", "protected")]
@@ -120,7 +121,7 @@ class CompressionRequest:
             raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
 
     def _check_own_budget(self, method: Method) -> None:
-        """Raise BudgetError, RetentionError or CacheError for an option that a `Method` does not take."""
+        """Raise BudgetError, RetentionError or CacheError for an option that conflicts with a `Method` object."""
         if self.pattern is not None:
             raise BudgetError(_NO_PATTERN.format(method.name))
         if self.retention is not None or self.budget_tokens is not None or self.memory is not None:
@@ -135,7 +136,7 @@ class CompressionRequest:
             )
 
     def _check_full(self) -> None:
-        """Raise CacheError for options that the uncompressed cache does not have."""
+        """Raise CacheError for options that the uncompressed cache does not support."""
         given = [
             field.name
             for field in fields(self)

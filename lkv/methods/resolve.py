@@ -27,16 +27,16 @@ def resolve_method(
     """Build the budget and the selector of a request for a model.
 
     Args:
-        request: What to keep. A `Method` in it is returned as it is.
+        request: The compression settings. A `Method` in it is returned unchanged.
         model: The model to evict from. Without one, methods that need no model can be resolved.
         tokenizer: The model's tokenizer, for methods that read the text a second time.
-        tier_table: How `memory` is spent on precisions; by default as `tier_table_of` the policy says.
+        tier_table: The split of `memory` among precisions; by default `tier_table_of(policy)`.
 
     Returns:
         The method.
 
     Raises:
-        LkvError: If something is missing that the method needs.
+        LkvError: If an input of the method is missing.
         RetentionError: If the retention, the number of tokens or the memory is out of range.
         PolicyMismatchError: If the policy was trained for another model.
         BudgetError: If the pattern does not fit the model.
@@ -74,7 +74,7 @@ def resolve_method(
 
 
 def tier_table_of(policy: Policy | None) -> TierTable:
-    """How a memory budget is spent: as the policy's card says, else `DEFAULT_TABLE`. Raises PolicyFileError."""
+    """Return the policy card's tier table, else `DEFAULT_TABLE`. Raises PolicyFileError."""
     rows = None if policy is None else policy.card.get("tiers")
     return DEFAULT_TABLE if rows is None else TierTable.from_json(rows)
 
@@ -86,14 +86,14 @@ def build_tiers(
 
     Args:
         spec: The method.
-        inputs: What its budget is built from; the model must be among them.
+        inputs: The inputs of its budget, including the model.
         memory: The memory budget.
-        table: How it is spent on precisions.
-        stores_scores: Whether scores are stored with the entries, which takes memory, too.
+        table: The split of the budget among precisions.
+        stores_scores: Whether scores are stored with the entries, which counts in the budget.
 
     Raises:
         BudgetError: For a budget that may keep more than its target.
-        LkvError: If something is missing that the budget needs.
+        LkvError: If an input of the budget is missing.
     """
     model = inputs.require("model")
     patched = patch_attention(model)

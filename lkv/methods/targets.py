@@ -1,8 +1,7 @@
 """How much of the cache to keep: a retention, or the bytes of a memory budget. Does not import torch.
 
 Within a memory budget the best entries are stored in more bits, the next in fewer, the rest are evicted. One ranking
-serves all of it: LKV's head and token scores are nested, so that what is kept at a low retention is kept at a higher
-one, too.
+is enough for this: LKV's selections are nested, so entries kept at a low retention are also kept at a higher one.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from lkv.kernels import QUANTIZED_BITS
 
 NORM_BITS = 16  # of an entry's k, and of its v
 BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
-SCORE_BITS = 64  # of an entry's score and position, where entries are evicted later
+SCORE_BITS = 64  # of an entry's score and position, for later evictions
 _BYTE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY_TEXT = re.compile(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*")
 _MEMORY_HELP = "give a share of the full cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
@@ -24,12 +23,12 @@ _MEMORY_HELP = "give a share of the full cache in (0, 1] such as 0.1 or '10%', o
 
 @dataclass(frozen=True)
 class RetentionTarget:
-    """How much of a text to keep.
+    """The share of a text to keep.
 
     Attributes:
         retention: the share of its tokens, in (0, 1]; kvpress's `compression_ratio` is 1 - retention.
-        tokens: instead of the share, how many tokens a head keeps on average.
-        protected: how many of the text's tokens every head keeps in any case. Budgets share out what they leave.
+        tokens: instead of the share, the average number of tokens to keep per head.
+        protected: the number of protected tokens, kept by every head. Budgets distribute the rest.
     """
 
     retention: float = DEFAULT_RETENTION
@@ -37,23 +36,23 @@ class RetentionTarget:
     protected: int = 0
 
     def __post_init__(self) -> None:
-        # A float, whatever number it was given as, so that it can be saved.
+        # Converted from any numeric type to float, so that it can be saved.
         object.__setattr__(self, "retention", check_retention(self.retention))
         if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
             raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
 
     def share(self, tokens: int) -> float:
-        """Return the fraction to keep of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        """Return the fraction of a text's `tokens` unprotected tokens to keep, in [0, 1]."""
         whole = tokens + self.protected
         share = self.retention if self.tokens is None else min(1.0, self.tokens / max(1, whole))
         return max(0.0, share * whole - self.protected) / max(1, tokens) if self.protected else share
 
     def total_share(self, tokens: int) -> float:
-        """As `share`, of all precisions where entries are stored in several: what is kept at all."""
+        """Return the fraction kept in all precisions together."""
         return self.share(tokens)
 
     def protected_entries(self, tokens: int) -> int:
-        """How many protected entries a head has here, in addition to its share of `tokens` others."""
+        """Return the protected entries of a head, in addition to its share of `tokens` other tokens."""
         return self.protected
 
     def __str__(self) -> str:
@@ -61,13 +60,13 @@ class RetentionTarget:
 
 
 def as_target(target: float | RetentionTarget) -> RetentionTarget:
-    """Return a retention as an `RetentionTarget`. Raises RetentionError outside (0, 1]."""
+    """Convert a retention to a `RetentionTarget`. Raises RetentionError outside (0, 1]."""
     return target if isinstance(target, RetentionTarget) else RetentionTarget(check_retention(target))
 
 
 @dataclass(frozen=True)
 class MemoryTarget:
-    """How many bytes k and v may take: a share of the full cache in the model's dtype, or a number of bytes."""
+    """A memory budget of k and v: a share of the full cache in the model's dtype, or a number of bytes."""
 
     share: float | None = None
     nbytes: int | None = None
@@ -106,7 +105,7 @@ class MemoryTarget:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of a value of k and of v; 16 stands for the model's own dtype."""
+    """Bits of a value of k and of v; 16 means the model's dtype."""
 
     key_bits: int
     value_bits: int
@@ -118,15 +117,15 @@ class Precision:
 
 
 UNQUANTIZED = Precision(16, 16)
-TierRow = tuple[tuple[Precision, float], ...]  # precisions, best first, and the share of the bytes that each gets
+TierRow = tuple[tuple[Precision, float], ...]  # precisions, best first, and their shares of the bytes
 
 
 @dataclass(frozen=True)
 class TierTable:
-    """How bytes are best spent on precisions, at each size of budget.
+    """The best split of bytes among precisions, by budget.
 
     Attributes:
-        rows: How to spend a number of bits a value (of all k and v of a text) and more, in order of that number.
+        rows: (minimum bits a value over all k and v of a text, split), sorted by the minimum.
     """
 
     rows: tuple[tuple[float, TierRow], ...]
@@ -138,22 +137,22 @@ class TierTable:
         return tuple(sorted(named, key=lambda precision: (-precision.key_bits, -precision.value_bits)))
 
     def row(self, bits: float) -> TierRow:
-        """How to spend `bits` a value."""
+        """Return the split for `bits` a value."""
         fitting = [row for least, row in self.rows if least <= bits]
         return fitting[-1] if fitting else self.rows[0][1]
 
     @classmethod
     def single(cls, precision: Precision) -> "TierTable":
-        """All entries in one precision, until all of the text is kept."""
+        """Return a table with one precision for all entries."""
         return cls(((0.0, ((precision, 1.0),)),))
 
     def to_json(self) -> list[Any]:
-        """As a policy's card has it: [bits a value, [[bits of k, bits of v, share of the bytes], ...]] a row."""
+        """Return the table as in policy cards: rows [bits a value, [[k bits, v bits, share of bytes], ...]]."""
         return [[least, [[each.key_bits, each.value_bits, share] for each, share in row]] for least, row in self.rows]
 
     @classmethod
     def from_json(cls, rows: Any) -> "TierTable":
-        """Read what `to_json` returned. Raises PolicyFileError for anything else."""
+        """Parse the result of `to_json`. Raises PolicyFileError if it is invalid."""
         try:
             table = cls(tuple((float(b), tuple((Precision(k, v), float(s)) for k, v, s in row)) for b, row in rows))
             starts = [least for least, _ in table.rows]
@@ -169,7 +168,7 @@ class TierTable:
 
 
 def _is_row(row: TierRow) -> bool:
-    """Whether a row has one or two different precisions, best first, that can be stored, and spends all bytes."""
+    """Return whether a row has one or two distinct supported precisions, best first, with shares that sum to 1."""
     bits = [(each.key_bits, each.value_bits) for each, _ in row]
     return (
         all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
@@ -180,7 +179,7 @@ def _is_row(row: TierRow) -> bool:
     )
 
 
-# Measured on held-out training text with two models (`dev/LOG.md`): few bits for many entries where bytes are scarce.
+# Measured on held-out training text with two models (`dev/LOG.md`): small budgets favour many entries in few bits.
 DEFAULT_TABLE = TierTable(
     (
         (0.0, ((Precision(8, 4), 0.3), (Precision(4, 3), 0.7))),
@@ -191,13 +190,13 @@ DEFAULT_TABLE = TierTable(
 
 @dataclass(frozen=True)
 class KVShape:
-    """The numbers that determine the bytes of a full cache.
+    """The dimensions that determine the bytes of a full cache.
 
     Attributes:
-        heads: KV heads of all layers that are evicted from, in this process.
+        heads: KV heads of all layers with eviction, in this process.
         head_dim: Channels of k, and of v.
         itemsize: Bytes of a value in the model's dtype.
-        extra_bits: What each entry takes in addition to k and v.
+        extra_bits: Bits of each entry in addition to k and v.
     """
 
     heads: int
@@ -206,26 +205,26 @@ class KVShape:
     extra_bits: int = 0
 
     def entry_bits(self, precision: Precision = UNQUANTIZED) -> int:
-        """Bits of one entry of one head."""
+        """Return the bits of one entry of one head."""
         if not precision.is_quantized:
             return 16 * self.itemsize * self.head_dim + self.extra_bits
         return (precision.key_bits + precision.value_bits) * self.head_dim + 2 * NORM_BITS + self.extra_bits
 
     @property
     def basis_bits(self) -> int:
-        """Bits that a head's quantised entries take together, in addition to those of each."""
+        """Return the bits shared by all quantised entries of a head."""
         return BASIS_BITS * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierTarget(RetentionTarget):
-    """The share of a text's tokens that its tiers down to one precision hold, within a memory budget.
+    """The share of a text's tokens in one tier and all better ones, within a memory budget.
 
     Attributes:
         memory: The budget.
-        shape: What bytes follow from.
-        table: How they are spent.
-        precision: That of the last of these tiers.
+        shape: The dimensions of the cache.
+        table: The split of the budget among precisions.
+        precision: The tier's precision.
     """
 
     memory: MemoryTarget
@@ -234,21 +233,21 @@ class TierTarget(RetentionTarget):
     precision: Precision
 
     def share(self, tokens: int) -> float:
-        """Return the fraction of a text's `tokens` tokens that are not protected, in [0, 1]."""
+        """Return the fraction of a text's `tokens` unprotected tokens in these tiers, in [0, 1]."""
         return self.shares(tokens)[self.precision]
 
     def total_share(self, tokens: int) -> float:
-        """Return the fraction that all tiers hold."""
+        """Return the fraction of tokens in all tiers."""
         return self.shares(tokens)[self.table.precisions[-1]]
 
     def protected_entries(self, tokens: int) -> int:
-        """As in `RetentionTarget`: all or none, as they are in the best precision in use."""
+        """As in `RetentionTarget`; all or none, because protected entries use the best precision."""
         best, _ = self._spend(tokens)
         precisions = self.table.precisions
         return self.protected if precisions.index(self.precision) >= precisions.index(best) else 0
 
     def shares(self, tokens: int) -> dict[Precision, float]:
-        """For each precision, the fraction of the unprotected text that is stored in it or a better one."""
+        """Return the fraction of the unprotected text in each precision and all better ones."""
         _, fractions = self._spend(tokens)
         precisions = self.table.precisions
         totals = itertools.accumulate(fractions.get(precision, 0.0) for precision in precisions)
@@ -258,7 +257,7 @@ class TierTarget(RetentionTarget):
         """Return the best precision in use, and the fraction of the unprotected text in each precision."""
         shape, memory, precisions = self.shape, self.memory, self.table.precisions
         whole = max(1, tokens + self.protected)
-        full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head, as the model computes them
+        full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head in the model's dtype
         bits = memory.share * full if memory.share is not None else 8 * (memory.nbytes or 0) / max(1, shape.heads)
         if bits >= full:
             return precisions[0], {precisions[0]: 1.0}
@@ -267,17 +266,17 @@ class TierTarget(RetentionTarget):
         fractions = self._fractions(bits / whole, row)
         best = next((each for each in precisions if fractions.get(each, 0) > 0), precisions[0])
         if self.protected:
-            # The rest of the text is stored in what the protected tokens leave, in the precisions of the whole text.
+            # The rest of the text gets the remaining bits, in the precisions chosen for the whole text.
             rest = max(0.0, bits - self.protected * shape.entry_bits(best))
             fractions = self._fractions(rest / max(1, tokens), row)
         return best, fractions
 
     def _fractions(self, bits: float, row: TierRow) -> dict[Precision, float]:
-        """Return the fraction of a text in each precision, for `bits` a token and head that are spent as `row` says."""
+        """Return the fraction of a text in each precision, for `bits` a token and head split by `row`."""
         fractions = {precision: part * bits / self.shape.entry_bits(precision) for precision, part in row}
         if sum(fractions.values()) <= 1:
             return fractions
-        # All of the text is kept, and two neighbouring precisions share it.
+        # The whole text is kept, in two neighbouring precisions.
         ladder = [UNQUANTIZED, *(precision for precision in fractions if precision.is_quantized)]
         for better, worse in itertools.pairwise(ladder):
             high, low = self.shape.entry_bits(better), self.shape.entry_bits(worse)

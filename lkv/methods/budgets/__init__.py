@@ -1,4 +1,4 @@
-"""Budgets: how many tokens each KV head keeps. Each class registers its own name."""
+"""Budgets, which decide how many tokens each KV head keeps. Each class registers its own name."""
 
 from lkv.methods.base import Budget, FixedBudget
 from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget, drop_tokens

@@ -1,4 +1,4 @@
-"""Budgets for which heads compete by their scores: AdaKV within a layer, KVzip's over the whole model."""
+"""Budgets in which heads compete by their scores: AdaKV within a layer, KVzip's over the whole model."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from lkv.methods.targets import RetentionTarget, as_target
 
 
 def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
-    """`scores` [B, H, T] of all tokens but those at `positions`."""
+    """Return `scores` [B, H, T] without the tokens at `positions`."""
     if not positions:
         return scores
     is_left = torch.ones(scores.shape[-1], dtype=torch.bool, device="cpu")
@@ -25,9 +25,9 @@ def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
 class Ada(Budget):
     """AdaKV (Feng et al. 2024): the heads of a layer compete for its tokens by their scores.
 
-    A layer keeps H floor(R T) tokens, as many as with equal shares. Each head keeps at least floor(`alpha` floor(R T))
-    of its own best (at least one, unless `alpha` is 0); the rest are the best of all others, whichever head they are
-    in. Under tensor parallelism the heads of one process compete.
+    A layer keeps H floor(R T) tokens, as many as a uniform budget. Each head keeps at least its own best
+    floor(`alpha` floor(R T)) tokens (at least one, unless `alpha` is 0). The rest are the best remaining tokens of all
+    heads. Under tensor parallelism the heads of one process compete.
     """
 
     compares_heads = True
@@ -42,14 +42,14 @@ class Ada(Budget):
         self._target, self._alpha = as_target(retention), alpha
 
     def counts(self, layer: int, scores: Tensor) -> list[list[int]]:
-        """Return what each head keeps for sure, and what it wins."""
+        """Return each head's guaranteed tokens plus those it wins."""
         batch, heads, tokens = scores.shape
         equal = min(tokens, int(self._target.share(tokens) * tokens + ROUNDING))
         safe = min(equal, max(1, int(equal * self._alpha + ROUNDING))) if self._alpha else 0
         free = heads * (equal - safe)
         if not free:
             return [[safe] * heads for _ in range(batch)]
-        # What is safe is cut off, not marked by a large number: a selector's own scores may be infinite.
+        # Guaranteed tokens are cut off instead of marked by a large score, because scores may be infinite.
         contested = scores.sort(-1, descending=True).values[..., safe:]
         winners = contested.flatten(1).topk(free, -1, sorted=False).indices // (tokens - safe)
         return [(torch.bincount(row, minlength=heads) + safe).tolist() for row in winners]
@@ -83,7 +83,7 @@ class GlobalTopKBudget(Budget):
     def for_prompt(
         self, selector: Selector, prompt: list[LayerKV], protected: Sequence[int] = ()
     ) -> "GlobalTopKBudget":
-        """Make the budget for one prompt, read into `prompt`, by scores of `selector`, without `protected` tokens."""
+        """Make the budget for one prefilled prompt from the scores of `selector`, without `protected` tokens."""
         scores = [drop_tokens(selector.scores(index, layer), protected) for index, layer in enumerate(prompt)]
         table = torch.stack([part.to(scores[0].device) for part in scores])
         return self.from_scores(table, self._target.share(table.shape[-1]))

@@ -1,4 +1,4 @@
-"""DuoAttention (Xiao et al. 2024): its budgets, and the patterns of retrieval heads that they read or estimate."""
+"""DuoAttention (Xiao et al. 2024): its budgets, and reading and estimating patterns of retrieval heads."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from lkv.utils.files import as_path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ROWS = 256  # attention rows held at a time
+_ROWS = 256  # attention rows computed at a time
 
 
 @register_budget(
@@ -32,9 +32,9 @@ _ROWS = 256  # attention rows held at a time
 class Duo(FixedBudget):
     """DuoAttention (Xiao et al. 2024): retrieval heads keep every token, streaming heads only sinks and recent tokens.
 
-    The heads with the largest alphas are retrieval heads: as many as R L H T entries allow after the windows of all
-    others. Of equal alphas, lower layers and heads come first. The selector must rank sinks and recent tokens first.
-    Within a memory budget these are the entries of all precisions, of which each head has the same part in each.
+    The heads with the largest alphas are retrieval heads: as many as fit into R L H T entries with the windows of all
+    others. Ties go to lower layers and heads. The selector must rank sinks and recent tokens first. Within a memory
+    budget these are the entries of all precisions, in the same proportions in each head.
     """
 
     required_inputs = ("target", "pattern", "heads", "strict")
@@ -48,10 +48,10 @@ class Duo(FixedBudget):
         sinks: int = SINKS,
         recent: int = RECENT,
     ):
-        """Create the budget by the alphas `pattern` [L][H] of the whole model, for the KV `heads` of this process.
+        """Create the budget from the alphas `pattern` [L][H] of the whole model, for the KV `heads` of this process.
 
-        Without `strict`, windows that alone are more than the share are kept, instead of raising PromptError. Raises
-        BudgetError for an unusable pattern or window, and RetentionError.
+        If the windows alone exceed the share, they are kept without `strict`; otherwise PromptError is raised. Raises
+        BudgetError for an invalid pattern or window, and RetentionError.
         """
         if sinks < 0 or recent < 0 or sinks + recent < 1:
             raise BudgetError(
@@ -63,20 +63,20 @@ class Duo(FixedBudget):
             raise BudgetError("the pattern of retrieval heads is empty; give one alpha for each KV head, [L][H].")
         self._target, self._window, self._heads, self._strict = as_target(retention), sinks + recent, heads, strict
         alphas = check_table(pattern, len(pattern), width, "the pattern of retrieval heads")
-        # The rank of each head among all heads of the model, by falling alpha.
+        # The rank of each head among all heads of the model, by decreasing alpha.
         order = torch.tensor(alphas, dtype=torch.float64).flatten().argsort(descending=True, stable=True)
         self._rank = order.argsort().view(len(alphas), width).tolist()
 
     def retrieval_heads(self, tokens: int) -> int:
-        """How many heads of the model keep all of `tokens` tokens.
+        """Return the number of heads of the model that keep all of `tokens` tokens.
 
-        Raises PromptError where the streaming heads' windows alone are more than the share, unless not `strict`.
+        With `strict`, raises PromptError if the streaming heads' windows alone exceed the share.
         """
         heads = len(self._rank) * len(self._rank[0])
         window = min(self._window, tokens)
         surplus = int(self._target.total_share(tokens) * heads * tokens + ROUNDING) - heads * window
         if surplus < 0 and self._strict:
-            # Rounded up, so that the number stated is one that works.
+            # Rounded up, so that the suggested number works.
             least = -(-window * 10_000 // tokens) / 10_000
             raise PromptError(
                 f"the prompt has {tokens} tokens, of which every streaming head keeps {window} (sinks and recent "
@@ -86,7 +86,7 @@ class Duo(FixedBudget):
         return min(heads, max(0, surplus) // (tokens - window)) if tokens > window else heads
 
     def ratios(self, layer: int, heads: int, tokens: int) -> list[float]:
-        """1 for retrieval heads, the window's share for the others; of it, the part that precisions up to here hold."""
+        """Return 1 for retrieval heads, else the window's share, times the part in this and better precisions."""
         whole, total = self.retrieval_heads(tokens), self._target.total_share(tokens)
         part = self._target.share(tokens) / total if total else 0.0
         streaming = min(1.0, self._window / max(1, tokens))
@@ -100,16 +100,16 @@ class Duo(FixedBudget):
     variant="DuoAttention (kvpress) as kvpress has it: the share R of heads keeps all, and so more than R is kept",
 )
 class DuoOfHeads(Duo):
-    """DuoAttention as kvpress's evaluator has it: at every length the share R of all heads are retrieval heads.
+    """DuoAttention as in kvpress's evaluation: at every length the share R of all heads are retrieval heads.
 
-    It keeps more than R, by the windows of the streaming heads: 0.23 of 4,096 tokens at R = 0.15, and 0.17 of 16,384.
-    Texts within the window are kept whole.
+    It keeps more than R because of the streaming heads' windows: 0.23 of 4,096 tokens at R = 0.15, and 0.17 of
+    16,384. Texts within the window are kept whole.
     """
 
     exact_name = "duo"
 
     def retrieval_heads(self, tokens: int) -> int:
-        """Return the share R of all heads, to the nearest."""
+        """Return the share R of all heads, rounded."""
         heads = len(self._rank) * len(self._rank[0])
         return heads - round(heads * (1 - self._target.total_share(tokens)))
 
@@ -130,7 +130,7 @@ def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[
             f"{path} is no table of numbers separated by tabs ({error}); give a full_attention_heads.tsv as published "
             "with DuoAttention."
         ) from None
-    # NaN stays as it is, and is refused below.
+    # NaN passes through and is rejected below.
     table = [[value if math.isnan(value) else min(1.0, max(0.0, value)) for value in row] for row in cells]
     return check_table(table, layers, heads, str(path))
 
@@ -142,10 +142,10 @@ def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[f
         table: The table.
         layers: L.
         heads: H.
-        source: What the table is called in an error.
+        source: The name of the table in an error.
 
-    Raises:
-        BudgetError: Unless it has this shape, and numbers in [0, 1].
+        Raises:
+            BudgetError: If the shape does not match, or values are outside [0, 1].
     """
     advice = f"give {layers} rows of {heads} numbers in [0, 1]"
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
@@ -171,10 +171,10 @@ def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[f
 def estimate_pattern(
     model: "PreTrainedModel", texts: Sequence[list[int]], sinks: int = SINKS, recent: int = RECENT
 ) -> list[list[float]]:
-    """Estimate alphas for `Duo`: the part of each KV head's attention that falls outside sinks and recent tokens.
+    """Estimate alphas for `Duo`: the share of each KV head's attention outside sinks and recent tokens.
 
-    It is the mean over the query heads of a group, over all tokens that such a window does not hold whole, and over the
-    texts. Queries and keys are the ones that attention sees, after QK-norm and RoPE.
+    It is averaged over the query heads of a group, over all tokens with earlier tokens outside their window, and over
+    the texts. Queries and keys are taken after QK-norm and RoPE.
 
     Args:
         model: The model, whole in this process.
@@ -204,7 +204,7 @@ def estimate_pattern(
         query = prompt.grouped_query
         positions = torch.arange(tokens, device=key.device)
         mass = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
-        first = sinks + recent  # the first row that sees a token outside
+        first = sinks + recent  # the first row with a token outside its window
         for start in range(first, tokens, _ROWS):
             rows = positions[start : start + _ROWS, None]
             logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
@@ -217,19 +217,19 @@ def estimate_pattern(
 
 @torch.no_grad()
 def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], length: int = 500) -> list[list[float]]:
-    """Alphas [L][H] for `Duo` by kvpress's quick estimate, which the LKV paper used for Qwen3 (App. D).
+    """Estimate alphas [L][H] for `Duo` with kvpress's quick method, which the LKV paper used for Qwen3 (App. D).
 
-    Each head's mean query and mean key over a text (before RoPE, after QK-norm) stand at `length` positions; the score
-    is the mean of the last one's attention, summed up from the first token: near 1 where old tokens draw it, near 0
-    where recent ones do. The mean over the query heads of a group, and over the `texts` (token ids; kvpress takes 50
-    chapters of BookSum). The model must be whole in this process. Raises DataError without a text, and
-    UnsupportedModelError for a model whose rotation cannot be undone.
+    Each head's mean query and mean key over a text (before RoPE, after QK-norm) are placed at `length` positions. The
+    score is the mean of the last position's cumulative attention: near 1 if old tokens receive it, near 0 if recent
+    tokens do. It is averaged over the query heads of a group and over the `texts` (token ids; kvpress uses 50 chapters
+    of BookSum). The model must not be split over processes. Raises DataError without texts, and UnsupportedModelError
+    for a model whose rotation cannot be undone.
     """
     if not any(texts):
         raise DataError("there is no text to estimate retrieval heads on; give some.")
 
     def cumulative_attention(prompt: LayerKV) -> Tensor:
-        """Return the area under the cumulated attention between the mean query and the mean key, [H]."""
+        """Return the area under the cumulative attention between the mean query and the mean key, [H]."""
         rotation = prompt.required_rotation
         means = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
         queries, keys = (rotation.rotate(mean.expand(-1, -1, length, -1)) for mean in means)
@@ -254,5 +254,5 @@ def _mean_over_texts(
                     "this process holds only some of the model's heads; estimate the pattern with the whole model."
                 )
             total += torch.stack([score(layer) for layer in prompt]).double().cpu()
-    # Rounding can take a mean of probabilities a little past 1.
+    # Rounding can raise a mean of probabilities slightly above 1.
     return (total / len(texts)).clamp(0, 1).tolist()

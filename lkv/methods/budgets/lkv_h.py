@@ -10,8 +10,8 @@ from lkv.methods.registry import register_budget
 from lkv.methods.targets import RetentionTarget, as_target
 from lkv.policy.policy import Policy
 
-# What a head keeps at least, in tokens and as a share of the heads' mean, whichever is less. A share that is enough in
-# a long text leaves a head without a token in a short one, which can cost more than all other evictions.
+# The least that a head keeps, in tokens and as a share of the heads' mean, whichever is less. A share sufficient for a
+# long text may leave a head without any token of a short one, which can cost more than all other evictions.
 LEAST_TOKENS, LEAST_SHARE = 5, 0.25
 
 
@@ -19,15 +19,15 @@ LEAST_TOKENS, LEAST_SHARE = 5, 0.25
 class LearnedBudget(FixedBudget):
     """LKV-H: the policy's ratios, fixed after training (Sec. 3.3).
 
-    Unlike in the paper, no head keeps fewer than `LEAST_TOKENS` tokens; the others make room for them in proportion.
+    Unlike in the paper, every head keeps at least `LEAST_TOKENS` tokens; the other ratios shrink in proportion.
     """
 
     required_inputs = ("policy", "target", "heads")
 
     def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
-        """`heads`: the KV heads that this process computes."""
+        """`heads`: the KV heads of this process."""
         self._target = as_target(retention)
-        # One Soft-TopK over all heads of the model serves every layer, process and length.
+        # One Soft-TopK over all heads of the model is used for every layer, process and length.
         learned = lru_cache(maxsize=4)(policy.inference_ratios)
 
         @lru_cache(maxsize=4)
@@ -42,14 +42,14 @@ class LearnedBudget(FixedBudget):
 
 
 def raise_to_least(ratios: Tensor, least: float) -> Tensor:
-    """Ratios [L, H] with the same sum, none of which is below `least` (or below `LEAST_SHARE` of their mean).
+    """Raise `ratios` [L, H] to at least `least` (or `LEAST_SHARE` of their mean) without changing their sum.
 
-    The others are multiplied by one number.
+    The other ratios are scaled down by a common factor.
     """
     ratios = ratios.double()
     total, least = ratios.sum(), min(least, LEAST_SHARE * float(ratios.mean()))
     ordered = ratios.flatten().sort().values
-    # If the k smallest are raised, the rest has what is left of the sum.
+    # If the k smallest are raised, the others share the rest of the sum.
     raised = torch.arange(len(ordered), dtype=ordered.dtype, device=ordered.device)
     scales = (total - least * raised) / ordered.flip(0).cumsum(0).flip(0)
     scale = scales[int((ordered * scales >= least).to(torch.uint8).argmax())]

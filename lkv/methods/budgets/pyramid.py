@@ -17,24 +17,24 @@ from lkv.methods.targets import RetentionTarget, as_target
     "paper keeps the window in every layer and shares out the rest",
 )
 class Pyramid(FixedBudget):
-    """PyramidKV (Cai et al. 2024): what a layer keeps falls linearly from the first layer to the last.
+    """PyramidKV (Cai et al. 2024): the budget decreases linearly from the first layer to the last.
 
-    At R of T tokens on average the last layer keeps R T / `beta` and the first as much above the mean as the last is
-    below it. Where the first would keep more than all T, it keeps T and the line is tilted around its mean. The counts
-    are the line's values rounded down, and of the floor(L R T) tokens those left over go one each to the layers with
-    the largest fractions, lower layers first. All heads of a layer keep the same.
+    At a mean of R T tokens the last layer keeps R T / `beta`, and the first as much above the mean as the last is below
+    it. If the first layer would keep more than T tokens, it keeps T and the slope is reduced around the mean. Counts
+    are rounded down; the tokens left of floor(L R T) go one each to the layers with the largest fractions, lower
+    layers first. All heads of a layer keep the same number.
 
-    The line is the paper's, for another amount. In the paper every layer keeps the window of recent tokens, and the
-    line shares out the rest of the budget. The authors' code (KVCache-Factory) does so too, for a capacity in tokens
-    less the window, rounds its step down to whole tokens, and keeps all layers alike in prompts of fewer than twice as
-    many tokens. Here the line shares out the whole budget, and a layer that keeps less than SnapKV's window has the
-    most recent tokens alone.
+    The line is the paper's, applied to another amount. In the paper every layer keeps the window of recent tokens, and
+    the line distributes the rest of the budget. The authors' code (KVCache-Factory) does the same for a capacity in
+    tokens minus the window, rounds the step down to whole tokens, and uses a uniform budget for prompts shorter than
+    twice the capacity. Here the line distributes the whole budget, and a layer with fewer tokens than SnapKV's window
+    keeps only the most recent ones.
     """
 
     required_inputs = ("target", "layers")
 
     def __init__(self, retention: float | RetentionTarget, layers: int, beta: int = 20):
-        """`layers`: those evicted from. Raises BudgetError for `layers` or `beta` below 1, and RetentionError."""
+        """`layers`: the number of layers with eviction. Raises RetentionError, and BudgetError for a `beta` below 1."""
         if layers < 1 or beta < 1:
             raise BudgetError(
                 f"a pyramid of {layers} layers with beta {beta} cannot be built: both must be 1 or more; use the "
@@ -48,10 +48,10 @@ class Pyramid(FixedBudget):
         return [self._cached_counts(tokens)[layer] / max(1, tokens)] * heads
 
     def _layer_counts(self, tokens: int) -> list[int]:
-        """Return what a head of each layer keeps, [L]."""
+        """Return the number of tokens that a head of each layer keeps, [L]."""
         layers = self._layers
         total = min(layers * tokens, int(self._target.share(tokens) * layers * tokens + ROUNDING))
-        # Fractions: the line's sum is the total itself, so that rounding can neither lose nor invent a token.
+        # Exact fractions, so that rounding cannot change the total.
         mean = Fraction(total, layers)
         first = min(2 * mean - mean / Fraction(self._beta), Fraction(tokens))
         step = 2 * (first - mean) / max(1, layers - 1)
@@ -70,17 +70,17 @@ class Pyramid(FixedBudget):
     variant="PyramidKV (kvpress) as kvpress has it: all layers alike where the last would keep less than 64 tokens",
 )
 class PyramidOfKvpress(Pyramid):
-    """PyramidKV as kvpress has it, which the LKV paper measured (App. D).
+    """PyramidKV as implemented in kvpress, which the LKV paper measured (App. D).
 
-    The last layer keeps R T / `beta`, and the first as much above the mean as the last is below it, but no more than
-    T - `window`; each layer's count is rounded by itself. Where the last would keep less than `window`, all layers keep
-    the same: below `window` `beta` / R tokens (8,534 at R = 0.15) it is SnapKV with uniform budgets.
+    The last layer keeps R T / `beta`, and the first as much above the mean as the last is below it, at most T -
+    `window`; each count is rounded separately. If the last layer would keep less than `window`, all layers keep the
+    same: below `window` `beta` / R tokens (8,534 at R = 0.15) it equals SnapKV with uniform budgets.
     """
 
     exact_name = "pyramid"
 
     def __init__(self, retention: float | RetentionTarget, layers: int, window: int = 64, beta: int = 20):
-        """As `Pyramid`; `window`: of SnapKV."""
+        """Arguments as in `Pyramid`; `window`: SnapKV's window."""
         super().__init__(retention, layers, beta)
         self._window = window
 

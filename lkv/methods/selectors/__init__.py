@@ -1,4 +1,4 @@
-"""Selectors: which tokens of a head are worth keeping. Each class registers its own name."""
+"""Selectors, which rank the tokens of each head. Each class registers its own name."""
 
 from lkv.methods.base import PrecomputedScores, Selector
 from lkv.methods.selectors.criticalkv import CriticalKV

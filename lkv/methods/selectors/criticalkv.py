@@ -32,12 +32,12 @@ _BLOCK = 256  # values projected at a time
     inner="expected",
 )
 class CriticalKV(Selector):
-    """CriticalKV (Feng et al. 2025): another selector's choice, refined by how much a value can change the output.
+    """CriticalKV (Feng et al. 2025): another selector's ranking, refined by the norms of the projected values.
 
-    Of the tokens that a head may keep, the share `first_stage` are the best by the inner selector's scores; the others
-    are the best of the rest by (score + `epsilon`) times the L1 norm of the value after the output projection, averaged
-    over the query heads that share the KV head. What the inner selector protects stays first. The ranking is of each
-    head by itself, so heads cannot compete by it.
+    Of a head's budget, the share `first_stage` goes to the best tokens by the inner selector's scores. The rest goes to
+    the best remaining tokens by (score + `epsilon`) times the L1 norm of the value after the output projection,
+    averaged over the query heads that share the KV head. Tokens that the inner selector protects stay first. Heads are
+    ranked separately, so they cannot compete by these scores.
 
     Raises UnsupportedModelError for a model whose output projections cannot be read.
     """
@@ -46,7 +46,7 @@ class CriticalKV(Selector):
     refines = True
 
     def __init__(self, model: "PreTrainedModel", inner: Selector, first_stage: float = 0.5, epsilon: float = 1e-4):
-        """`inner` must give scores of 0 or more, such as attention. Raises LkvError for a bad `first_stage`."""
+        """`inner` must return non-negative scores, such as attention. Raises LkvError for an invalid `first_stage`."""
         if not 0.0 <= first_stage <= 1.0:
             raise LkvError(f"first_stage is {first_stage!r}, but it is a share of the budget and must lie in [0, 1].")
         self._weights = output_projections(model)
@@ -55,14 +55,14 @@ class CriticalKV(Selector):
 
     @classmethod
     def from_inputs(cls, inputs: MethodInputs, inner: str = "snapkv", **options: Any) -> "CriticalKV":
-        """Build it over SnapKV or Expected Attention."""
+        """Build the selector over SnapKV or Expected Attention."""
         model = inputs.require("model")
         attention = SnapKV() if inner == "snapkv" else ExpectedAttention(model, value_norm=False)
         return cls(model, attention, **options)
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Return the inner selector's scores. Raises CacheError where one is below 0."""
+        """Return the inner selector's scores. Raises CacheError if one is negative."""
         attention = to_fp32(self._inner.scores(layer, prompt))
         if bool((attention < 0).any()):
             raise CacheError(
@@ -73,18 +73,18 @@ class CriticalKV(Selector):
 
     @torch.no_grad()
     def refine(self, layer: int, prompt: LayerKV, scores: Tensor, counts: list[list[int]]) -> Tensor:
-        """Return the first stage's tokens in the order of `scores`, above all others in that of the weighed scores."""
+        """Rank the first stage's tokens by `scores`, above all others by the weighted scores."""
         first = (torch.tensor(counts, device=scores.device).double() * self._first_stage + 1e-9).long()
-        order = scores.argsort(stable=True, dim=-1, descending=True)  # of equal scores the earlier token first
+        order = scores.argsort(stable=True, dim=-1, descending=True)  # ties go to the earlier token
         steps = torch.arange(scores.shape[-1], device=scores.device)
         ranks = torch.empty_like(order).scatter_(-1, order, steps.expand_as(order))
         refined = (scores + self._epsilon) * self._value_norms(layer, prompt.value)
-        # By rank, which no rounding makes equal: a memory budget stores the best of them in more bits.
+        # Return ranks, which rounding cannot make equal: a memory budget stores the best of them in more bits.
         top = (refined.amax(-1, keepdim=True) + 1) * (2 - ranks / scores.shape[-1])
         return torch.where(ranks < first[..., None], top, refined)
 
     def _value_norms(self, layer: int, value: Tensor) -> Tensor:
-        """L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""
+        """Return the L1 norms [B, H, T] of the projected values, averaged over a KV head's query heads."""
         heads, dim = value.shape[1], value.shape[-1]
         weight = self._weights[layer].t().unflatten(0, (heads, -1, dim))  # [H, G, d, hidden]
         weight = to_fp32(weight.to(value.device))

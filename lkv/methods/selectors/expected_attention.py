@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     epsilon=0.01,
 )
 class ExpectedAttention(Selector):
-    """Expected Attention (Devoto et al. 2025): the attention that future queries are expected to pay, times ||v||.
+    """Expected Attention (Devoto et al. 2025): the expected attention of future queries, times ||v||.
 
-    Future queries are taken to be normal, with the mean and covariance of the prompt's before RoPE, rotated by the mean
-    rotation of their positions. The first `sinks` tokens are always kept and are left out of all statistics. The tokens
-    of a prompt are taken to stand at positions 0 to T - 1.
+    Future queries are modelled as normal, with the mean and covariance of the prompt's queries before RoPE, rotated by
+    the mean rotation of their positions. The first `sinks` tokens are always kept and excluded from all statistics. A
+    prompt's tokens are assumed to be at positions 0 to T - 1.
     """
 
     required_inputs = ("model",)
@@ -47,8 +47,8 @@ class ExpectedAttention(Selector):
     ):
         """Expect queries at `future` positions after the prompt, and always keep the first `sinks` tokens.
 
-        `value_norm`: whether to multiply by the norm of v; `CriticalKV` needs the attention alone. `epsilon` is added
-        before and orders tokens of no expected attention (0.01 in kvpress's evaluations under AdaKV). Raises
+        `value_norm`: whether to multiply by the norm of v; `CriticalKV` needs the attention only. `epsilon` is added
+        first, and ranks tokens without expected attention (0.01 in kvpress's evaluations with AdaKV). Raises
         UnsupportedModelError for a model whose queries cannot be rotated back.
         """
         self.sinks = sinks
@@ -57,7 +57,7 @@ class ExpectedAttention(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Score by expected attention; the sinks above all. Raises PromptError for a prompt of no more than `sinks`."""
+        """Score by expected attention, with the sinks first. Raises PromptError for a prompt within the sinks."""
         key, value, scale = prompt.key, prompt.value, prompt.scale
         heads, tokens = key.shape[1:3]
         query = to_fp32(prompt.query)

@@ -1,4 +1,4 @@
-"""KVzip (Kim et al. 2025): a second pass repeats the context in parts; a token counts by the attention it gets."""
+"""KVzip (Kim et al. 2025): scores tokens by the attention they receive in a second pass that repeats the context."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _NEXT = "Repeat the part of the previous context exactly, starting with: "
-_CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and how many of those before tell where to start
-_SINKS = 4  # first tokens, always kept; attention to them counts as well as that to the part repeated
-_KEPT = 2.0  # their score, above any attention
+_CHUNK, _OVERLAP = 2048, 8  # tokens repeated at a time, and preceding tokens in the request that mark the start
+_SINKS = 4  # first tokens, always kept and part of the softmax
+_KEPT = 2.0  # their score, above any attention weight
 
 
 class _LargestAttention(ReplayLayer):
     """Records the largest attention that the prompt's tokens `repeated` receive.
 
-    The softmax is over the prompt's first tokens, the repeated part and what is read itself, as in the authors' code.
+    The softmax is over the prompt's first tokens, the repeated part and the new tokens, as in the authors' code.
     """
 
     def __init__(self, prompt: LayerKV):
@@ -50,14 +50,14 @@ def replay_scores(
 ) -> Tensor:
     """Compute the largest attention that each entry of a prompt receives while the model repeats it.
 
-    The prompt is repeated in parts, each straight after the prompt; an entry counts by its own part's repetition alone.
-    The first tokens are above all others: in the authors' code they are a system prompt that is never evicted.
+    The prompt is repeated in parts, each directly after the prompt; an entry's score comes from its own part only. The
+    first tokens rank above all others: in the authors' code they are a system prompt that is never evicted.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
         ids: The prompt's tokens.
-        prompt: What `read_prompt` returned for them.
+        prompt: The result of `read_prompt` for them.
 
     Returns:
         Scores [L, 1, H, T].
@@ -92,7 +92,7 @@ class KVzip(Selector):
         self._model, self._tokenizer = model, tokenizer
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> Selector:
-        """Return the scores of the one prompt `ids`, already read into `prompt`. Raises what `replay_scores` raises."""
+        """Return the scores of the prompt `ids`, already prefilled as `prompt`. Raises as `replay_scores`."""
         return PrecomputedScores(replay_scores(self._model, self._tokenizer, list(ids), prompt))
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:

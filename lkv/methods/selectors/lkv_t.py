@@ -12,29 +12,29 @@ from lkv.methods.base import ArrivedEntries, Selector, StoredEntries
 from lkv.methods.registry import register_selector
 from lkv.policy.policy import Policy
 
-_LENGTH_FACTOR = 1.2  # over the lengths of the training: up to there the paper's scorer chooses as well, as measured
+_LENGTH_FACTOR = 1.2  # times the training length: measured limit up to which the paper's scorer does not degrade
 
 
 @register_selector("lkv-t", label="LKV-T", description="learned scores of k and v (LKV-T)")
 class LearnedScores(Selector):
     """LKV-T: the policy's scores of k, v and position; no query is read (Sec. 3.4, `lkv.policy.token_scores`).
 
-    What depends on the end of the text (expected attention and the distance to the end) is added when entries are
-    evicted, so that a prompt may be read in chunks. Warns where k is read as cached and a text is much longer than
-    those of the training: RoPE ties such scores to the positions that were learned.
+    Components that depend on the end of the text (expected attention and the distance to the end) are added at
+    eviction, so that a prompt may be read in chunks. Warns if k is read as cached and a text is much longer than the
+    training texts: RoPE ties these scores to the positions seen in training.
     """
 
     required_inputs = ("policy", "heads")
     is_local = True
 
     def __init__(self, policy: Policy, heads: slice = slice(None)):
-        """`heads`: the KV heads that this process computes."""
+        """`heads`: the KV heads of this process."""
         self._tokens, self._heads = policy.tokens, heads
         self._trained_tokens = policy.trained_tokens if policy.inputs.key == "cached" else None
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """All components of the score."""
+        """Return the complete scores."""
         if layer == 0 and self._trained_tokens is not None and prompt.end > _LENGTH_FACTOR * self._trained_tokens:
             warnings.warn(
                 f"this policy was trained on texts of up to {self._trained_tokens:,} tokens and may keep the wrong "
@@ -46,12 +46,12 @@ class LearnedScores(Selector):
 
     @torch.no_grad()
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Return the components that are final when tokens arrive."""
+        """Return the components that are final on arrival."""
         return self._tokens.score_on_arrival(prompt, layer, self._heads)
 
     @torch.no_grad()
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
-        """Return the scores, with the components that depend on where the text ends."""
+        """Return the scores, including the components that depend on the end of the text."""
         first = (self._heads.start or 0) + head
         heads = slice(first, first + 1)
         rest = self._tokens.score_at_eviction(entries.prompt, layer, heads, entries.positions)
@@ -67,7 +67,7 @@ class LearnedScores(Selector):
         width = max(count for _, count in entries.spans)
         scores: list[Tensor] = []
         for rows in [slice(row, row + 1) for row in range(batch)] if any(entries.padding) else [slice(0, batch)]:
-            # As if the row had been read alone: keys were rotated without its padding.
+            # Positions do not count the row's padding, as in the rotation of keys.
             padding = entries.padding[rows.start]
             start, end = entries.start - padding, entries.end - padding
             tables = self._tokens.kernel_tables(entries.rotation, key, start, entries.new, end)

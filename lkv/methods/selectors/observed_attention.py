@@ -1,4 +1,4 @@
-"""Selectors by the attention that tokens have received: SnapKV, H2O and TOVA."""
+"""Selectors by observed attention: SnapKV, H2O and TOVA."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class SnapKV(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Score by smoothed attention; the window above all. Raises PromptError for a prompt no longer than it."""
+        """Score by smoothed attention, with the window first. Raises PromptError for a prompt within the window."""
         key = prompt.key
         batch, heads, tokens, _ = key.shape
         window = self._window
@@ -61,11 +61,11 @@ class SnapKV(Selector):
     average=True,
 )
 class H2O(Selector):
-    """Heavy hitters (H2O; Zhang et al. 2023): the attention that a token has received from all tokens of the prompt.
+    """Heavy hitters (H2O; Zhang et al. 2023): the attention that a token receives from all tokens of the prompt.
 
-    The mean over the query heads that share its KV head. `average` divides the sum by the number of tokens that saw the
-    token, which takes away the advantage of early ones. Nothing is protected; the paper's H2O gives half of a budget to
-    the most recent tokens, which are not kept first here.
+    It is averaged over the query heads that share its KV head. `average` divides the sum by the number of tokens that
+    attend to the token, which removes the advantage of early ones. No tokens are protected, whereas the paper's H2O
+    reserves half of the budget for the most recent tokens.
     """
 
     reads_queries = True
@@ -95,9 +95,9 @@ class H2O(Selector):
 class TOVA(Selector):
     """TOVA (Oren et al. 2024, "Transformers are Multi-State RNNs"): the attention of the prompt's last token.
 
-    It is averaged over all heads of the layer, so that every head keeps the same tokens. Nothing is protected: the last
-    token stays only for the attention that it pays to itself. Under tensor parallelism the average is over the heads of
-    one process.
+    It is averaged over all heads of the layer, so that every head keeps the same tokens. No tokens are protected, and
+    the last token is scored by its attention to itself. Under tensor parallelism the average is over the heads of one
+    process.
     """
 
     reads_queries = True

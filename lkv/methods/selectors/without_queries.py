@@ -1,4 +1,4 @@
-"""Selectors that read no queries: by the keys alone, by position, and chance."""
+"""Selectors without queries: by keys, by position, and at random."""
 
 import torch
 from torch import Tensor
@@ -20,17 +20,17 @@ class Knorm(Selector):
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Minus the L2 norm of k."""
+        """Return minus the L2 norm of k."""
         return -torch.linalg.vector_norm(to_fp32(prompt.key), dim=-1)
 
 
 @register_selector("keydiff", label="KeyDiff", description="keys unlike the mean key")
 class KeyDiff(Selector):
-    """KeyDiff (Park et al. 2025): keys that are unlike the others of their head are kept. Nothing is protected."""
+    """KeyDiff (Park et al. 2025): keeps the keys that differ most from others of their head. Nothing is protected."""
 
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Minus the cosine between a key and the mean direction of all the head's keys."""
+        """Return minus the cosine between a key and the mean direction of all keys of the head."""
         directions = normalize(to_fp32(prompt.key), dim=-1)
         anchor = normalize(directions.mean(2, keepdim=True), dim=-1)
         return -(directions * anchor).sum(-1)
@@ -40,19 +40,19 @@ class KeyDiff(Selector):
 class StreamingLLM(Selector):
     """StreamingLLM (Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks").
 
-    The first `sinks` tokens, then the most recent ones, the same in every head. Tokens keep the positions that they
-    were read at.
+    Keeps the first `sinks` tokens, then the most recent ones, the same in every head. Tokens keep their original
+    positions.
     """
 
     def __init__(self, sinks: int = 4):
         self.sinks = sinks
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Return the positions, the sinks above all. Raises PromptError for a prompt of no more than `sinks` tokens."""
+        """Return the positions, with the sinks first. Raises PromptError for a prompt of `sinks` tokens or fewer."""
         tokens = prompt.key.shape[2]
         check_sinks(self, tokens, self.sinks)
         order = torch.arange(tokens, dtype=torch.float32, device=prompt.key.device)
-        # The earlier the higher: a head that keeps fewer tokens than there are sinks keeps the first.
+        # Earlier sinks score higher: a head that keeps fewer tokens than sinks keeps the first ones.
         order[: self.sinks] = 2 * tokens - order[: self.sinks]
         return order.expand(prompt.key.shape[:3])
 
@@ -64,10 +64,10 @@ class StreamingLLM(Selector):
     sinks=SINKS,
 )
 class DuoWindow(StreamingLLM):
-    """What a streaming head of DuoAttention (Xiao et al. 2024) keeps: sinks, then the most recent tokens."""
+    """The window of DuoAttention's streaming heads (Xiao et al. 2024): sinks, then the most recent tokens."""
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """As `StreamingLLM`, but of a prompt shorter than the sinks such a head keeps everything."""
+        """Score as `StreamingLLM`, but allow prompts shorter than the sinks, which are kept whole."""
         key = prompt.key
         if key.shape[2] <= self.sinks:
             return key.new_zeros(key.shape[:3], dtype=torch.float32)
@@ -82,12 +82,12 @@ class Random(Selector):
         self._seed = seed
 
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Random numbers for each head, the same whenever seed, layer and the prompt's length are.
+        """Return random scores for each head, a function of the seed, the layer and the prompt's length.
 
-        All rows of a batch have the same, so that a text is evicted from as it would be alone.
+        They are the same in all rows of a batch, so that batching does not change the result.
         """
         batch, heads, tokens, _ = prompt.key.shape
-        # On the CPU, whose numbers are the same on every machine.
+        # On the CPU, whose random numbers are the same on every machine.
         generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + layer) % 2**63)
         scores = torch.rand(heads, tokens, dtype=torch.float32, generator=generator, device="cpu")
         return scores.to(prompt.key.device).expand(batch, heads, tokens)
