@@ -1,4 +1,4 @@
-"""Policies on the hub: uploading a folder, and the model card, written from the policy's own card."""
+"""Policies on the hub: upload a folder, and write the model card from the policy's card."""
 
 import json
 from typing import Any
@@ -16,8 +16,8 @@ def upload(folder: str, repo_id: str, private: bool, revision: str | None) -> st
     """Upload a policy's folder, and return the address of the commit.
 
     Args:
-        folder: What `Policy.save_pretrained` wrote, with the model card.
-        repo_id: As in `push_to_hub`, as are the others.
+        folder: The folder of `Policy.save_pretrained`, with the model card.
+        repo_id: As in `push_to_hub`.
         private: Whether a new repository is private.
         revision: The branch.
     """
@@ -40,9 +40,9 @@ def model_card(spec: ModelSpec, card: dict[str, Any], inputs: ScorerInputs, name
     """Write the model card of a policy: its model, how it is used, how it was trained, and its fidelity.
 
     Args:
-        spec: The model that the policy is for.
+        spec: The policy's model.
         card: The policy's own card.
-        inputs: What its scorer reads.
+        inputs: The inputs of its scorer.
         name: The repository ("owner/name").
     """
     models = card.get("hub") or [str(card.get("model", ""))]

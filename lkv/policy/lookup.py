@@ -19,17 +19,17 @@ from lkv.utils.files import as_path, is_path
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FIT_MINUTES, _FIT_TOKENS = 10, 200_000  # of `lkv fit` at least, and how many tokens it reads for a good policy
+_FIT_MINUTES, _FIT_TOKENS = 10, 200_000  # the least time of `lkv fit`, and the tokens it reads for a good policy
 
 
 def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False) -> Policy:
     """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
 
     Args:
-        model: a model, which is recognised by its weights, or a name: the policy's as `lkv policies` lists it, or the
-            model's on the hub. For a model on the hub without a policy here, one that is published under its name in
-            `$LKV_POLICY_HUB` (default: lkv-policies) is downloaded, which is reported.
-        paper: whether to take the policy whose scorer is the paper's.
+        model: a model, recognised by its weights, or a name: a policy's name in `lkv policies`, or a model's hub id.
+            If there is no local policy for a hub id, a policy published under its name in `$LKV_POLICY_HUB`
+            (default: lkv-policies) is downloaded and a message is printed.
+        paper: whether to use the policy with the paper's scorer.
 
     Raises:
         PolicyMismatchError: If there is no policy for it.
@@ -44,16 +44,16 @@ def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False
 def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: str | None = None) -> Policy:
     """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
 
-    Where there are both, the better one on the held-out texts of `lkv fit` is taken. One that was worse than SnapKV
-    there is not taken.
+    If both exist, the better one on the held-out texts of `lkv fit` is used. A policy that was worse than SnapKV there
+    is not used.
 
     Args:
         model: the model, or its description, `patch_attention(model).spec`.
         paper: as in `default_policy`.
-        name: what the model was asked for by; a name on the hub allows a download, as in `default_policy`.
+        name: the requested model name; a hub id allows a download, as in `default_policy`.
 
     Raises:
-        PolicyMismatchError: If there is none; the message says which methods need none and how to make one.
+        PolicyMismatchError: If there is none; the message lists methods without a policy and how to make a policy.
     """
     spec = model if isinstance(model, ModelSpec) else patch_attention(model).spec
     if policy := stored_policy(spec, paper):
@@ -67,7 +67,7 @@ def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: 
 
 
 def stored_policy(model: ModelSpec | str, paper: bool = False) -> Policy | None:
-    """Find the policy on this machine that is the default for a model, by its description or name; None without one."""
+    """Return the default policy on this machine for a model, given its description or name; None without one."""
     for entry in [*(entry for entry in fitted_policies() if entry.is_preferred), *shipped_policies()]:
         if entry.has_paper_scorer == paper and entry.is_for(model):
             return Policy.from_pretrained(entry.folder)
@@ -75,7 +75,7 @@ def stored_policy(model: ModelSpec | str, paper: bool = False) -> Policy | None:
 
 
 def _worse_policy(model: ModelSpec | str) -> str:
-    """Where the policy is that `lkv fit` made for the model, but found worse than SnapKV; empty if there is none."""
+    """Return the folder of a policy that `lkv fit` made for the model but found worse than SnapKV, else ""."""
     for entry in fitted_policies():
         is_worse = "preferred" in entry.card.get("fit", {}) and not entry.is_preferred
         if is_worse and entry.is_for(model):
@@ -87,9 +87,9 @@ def _worse_policy(model: ModelSpec | str) -> str:
 
 
 def _published_policy(model: str, spec: ModelSpec | None = None) -> Policy | None:
-    """Download the policy that is published for the model `model` of the hub, None where there is none.
+    """Download the policy published for the model `model` on the hub; None if there is none.
 
-    One that is for another model than `spec`, of the same name, is none.
+    A policy whose model does not match `spec` is ignored.
     """
     publisher = os.environ.get("LKV_POLICY_HUB", "lkv-policies")
     if not publisher or "/" not in model or is_path(model) or os.path.exists(model):
@@ -138,7 +138,7 @@ def resolve_policy(
 
     Args:
         model: The model, or its description.
-        policy: A policy, or what `load_policy` loads; by default `policy_for` finds one.
+        policy: A policy, or an argument of `load_policy`; by default `policy_for` finds one.
         strict: As in `load_policy`.
         name: As in `policy_for`.
     """
@@ -150,12 +150,12 @@ def resolve_policy(
 
 
 def estimate_fit_minutes(model: "PreTrainedModel") -> int:
-    """About how long `lkv fit` takes on this machine for a good policy."""
+    """Estimate the minutes that `lkv fit` needs on this machine for a good policy."""
     return max(_FIT_MINUTES, math.ceil(estimate_reading_seconds(model, _FIT_TOKENS) / 60))
 
 
 def fit_refusal(model: "PreTrainedModel") -> str | None:
-    """Why `lkv fit` makes no policy for the model, in one sentence; None where it does."""
+    """Return why `lkv fit` does not support the model, in one sentence; None if it does."""
     try:
         query_rotations(model, "`lkv fit`")
     except UnsupportedModelError as error:

@@ -1,7 +1,7 @@
-"""Whether two descriptions are of one model, however its weights are stored; no torch here.
+"""Decide whether two descriptions are of the same model, in any weight format. Does not import torch.
 
-A stretch of a weight matrix's row keeps its direction in any faithful storage: 8 bits leave a cosine of 0.9999, 4 bits
-of 0.98 to 0.999. Rows of two models that were trained apart are as good as orthogonal.
+A segment of a weight row keeps its direction under quantisation: the cosine is 0.9999 in 8 bits and 0.98 to 0.999 in
+4 bits. Rows of independently trained models are almost orthogonal.
 """
 
 import base64
@@ -14,14 +14,14 @@ from operator import mul
 
 from lkv.hf.model_spec import ModelSpec
 
-# Mean cosine of the sampled stretches from which two models are one: what moved further has lost more than 4 bits take.
+# The least mean cosine of sampled segments of the same model: 4-bit quantisation stays above it.
 ONE_MODEL = 0.9
-# The share of a policy's stretches that must be readable in the model given: some loaders pack some matrices.
+# The share of a policy's segments that must be readable in the given model: some loaders pack some matrices.
 _SHARED = 1 / 4
 
 
 def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
-    """Mean cosine in [-1, 1] of the stretches that both have, None where too few of `expected` are in `other`."""
+    """Return the mean cosine in [-1, 1] of the common segments; None if `other` has too few of `expected`."""
     columns, other_columns = _decode(expected), _decode(other)
     shared = [position for position in columns if len(columns[position]) == len(other_columns.get(position, ())) > 0]
     if not shared or len(shared) < _SHARED * len(expected):
@@ -34,7 +34,7 @@ def agreement(expected: Sequence[str], other: Sequence[str]) -> float | None:
 
 
 def model_difference(expected: ModelSpec, actual: ModelSpec) -> str | None:
-    """How the model `actual` differs from `expected`; None if they are the same model."""
+    """Describe how the model `actual` differs from `expected`; None if they are the same model."""
     for name in ("architecture", "layers", "heads", "kv_heads", "head_dim"):
         expected_value, actual_value = getattr(expected, name), getattr(actual, name)
         if expected_value != actual_value:
@@ -55,12 +55,12 @@ def model_difference(expected: ModelSpec, actual: ModelSpec) -> str | None:
 
 
 def has_same_heads(expected: ModelSpec, actual: ModelSpec) -> bool:
-    """Whether a policy for `expected` has a budget and scores for every head of `actual`, right ones or not."""
+    """Return whether a policy for `expected` has as many layers and heads as `actual`."""
     return all(getattr(expected, name) == getattr(actual, name) for name in ("layers", "kv_heads", "head_dim"))
 
 
 def _decode(directions: Sequence[str]) -> dict[str, "array[int]"]:
-    """Return the 8-bit values by their position; what is not base64 is left out, and so compares with nothing."""
+    """Return the 8-bit values by their position, skipping invalid base64."""
     decoded = {}
     for direction in directions:
         position, _, codes = direction.rpartition(" ")

@@ -1,6 +1,6 @@
 """The learned policy: LKV-H budgets (Sec. 3.3) and LKV-T token scores (Sec. 3.4), and its files.
 
-A policy's folder has one safetensors file with everything, and the description again as config.json for people.
+A policy's folder has one safetensors file with everything, and a config.json with its description for readers.
 """
 
 import copy
@@ -50,19 +50,19 @@ class HeadScores(nn.Module):
         self.output = nn.Linear(head_dim // 2, 1, bias=False)
 
     def forward(self) -> Tensor:
-        """Scores s [L, H]."""
+        """Return the scores s [L, H]."""
         return self.output(silu(self.hidden(self.embeddings))).squeeze(-1)
 
 
 class Policy(nn.Module):
-    """A learned policy for one model: how much every head keeps (LKV-H) and which tokens (LKV-T).
+    """A learned policy for one model: head budgets (LKV-H) and token scores (LKV-T).
 
     Attributes:
         spec: describes the model.
         card: free JSON about the training, stored with the policy.
         heads: LKV-H.
         tokens: LKV-T.
-        strict: whether other models are refused; a policy loaded without it only warns.
+        strict: whether other models are rejected; otherwise they only cause a warning.
         commit: the commit on the hub that it was loaded from, or None.
     """
 
@@ -72,7 +72,7 @@ class Policy(nn.Module):
         Args:
             spec: describes the model.
             card: free JSON about the training.
-            inputs: what LKV-T reads; the paper's by default.
+            inputs: the inputs of LKV-T; the paper's by default.
         """
         super().__init__()
         self.spec = spec
@@ -84,17 +84,17 @@ class Policy(nn.Module):
 
     @property
     def inputs(self) -> ScorerInputs:
-        """What LKV-T reads of a token."""
+        """The inputs of LKV-T."""
         return self.tokens.inputs
 
     @property
     def trained_tokens(self) -> int | None:
-        """Tokens of the longest texts that it was trained on, if its card records it."""
+        """The length in tokens of the longest training texts, if the card records it."""
         tokens = self.card.get("trained_tokens")
         return tokens if type(tokens) is int and 0 < tokens < 2**60 else None
 
     def ratios(self, retention: float | Tensor) -> Tensor:
-        """Each head's share of the tokens, r [L, H] in (0, 1) with mean `retention` over all heads (Sec. 3.3).
+        """Return each head's share of the tokens, r [L, H] in (0, 1) with mean `retention` over all heads (Sec. 3.3).
 
         A tensor of n retentions gives [n, L, H]. Differentiable.
         """
@@ -104,7 +104,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def inference_ratios(self, retention: float) -> Tensor:
-        """`ratios` for inference: exactly 1 everywhere at retention 1. Raises RetentionError outside (0, 1]."""
+        """Return `ratios` for inference: exactly 1 at retention 1. Raises RetentionError outside (0, 1]."""
         retention = check_retention(retention)
         if retention == 1.0:
             return torch.ones(self.spec.layers, self.spec.kv_heads, device="cpu")
@@ -137,17 +137,17 @@ class Policy(nn.Module):
         return copy.deepcopy(self).to(device)
 
     def digest(self) -> str:
-        """SHA-256 of the parameters, in hexadecimal."""
+        """Return the SHA-256 of the parameters, in hexadecimal."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode() + tensor.detach().float().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
-        """Write the policy into a folder; an interrupted or failed save leaves the old one as it was.
+        """Write the policy to a folder atomically: an interrupted or failed save leaves the old files unchanged.
 
         Args:
-            folder: created where it is missing.
+            folder: created if missing.
             half: whether to store the parameters in float16, which halves the size.
 
         Raises:
@@ -172,11 +172,11 @@ class Policy(nn.Module):
 
         Args:
             name: the folder, or the hub id ("owner/name").
-            strict: without it, a model that the policy was not trained for is warned about instead of refused.
+            strict: whether to reject models that the policy was not trained for, instead of warning.
             revision: a commit, tag or branch on the hub.
 
         Raises:
-            PolicyFileError: If its files are missing or damaged, or of a newer format.
+            PolicyFileError: If its files are missing, damaged or of a newer format.
         """
         folder, commit = _find_folder(name, revision)
         tensors, about = tensor_file.read(folder / WEIGHTS, POLICY_FILE)
@@ -213,7 +213,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
 
     Args:
         policy: the policy; its parameters are stored in float16.
-        repo_id: the repository ("owner/name"), created where it is missing.
+        repo_id: the repository ("owner/name"), created if missing.
         private: whether a new repository is private.
         revision: the branch to upload to; the main one by default.
 
@@ -221,7 +221,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
         The address of the commit.
 
     Raises:
-        PolicyFileError: If the hub refuses; log in with `hf auth login`.
+        PolicyFileError: If the upload fails; log in with `hf auth login`.
     """
     with tempfile.TemporaryDirectory() as folder:
         policy.save_pretrained(folder, half=True)
@@ -235,7 +235,7 @@ def is_policy(folder: Path) -> bool:
 
 
 def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> tuple[Path, str | None]:
-    """Find the folder of a policy, downloading it where `name` is a hub id; its commit for those, else None.
+    """Return the folder of a policy and its commit; a hub id is downloaded, a local folder has the commit None.
 
     `revision` is a commit, tag or branch on the hub. Raises PolicyFileError.
     """

@@ -1,10 +1,10 @@
-"""LKV-T (Sec. 3.4): the score u of a token with key k and value v, the sum of the components that a policy has.
+"""LKV-T (Sec. 3.4): the score u of a token with key k and value v, the sum of the policy's components.
 
     u = output . silu(hidden^T ([k; v] - mean) / std + bias)           content, the paper's MLP: `content_formula`
       + weight log(|v| sum_g E[exp(q_g k scale - normaliser_g)])       expected attention: `expected_attention_formula`
       + start(log2(1 + position)) + end(log2(distance to the end))     position, piecewise linear: `interpolate_knots`
 
-The last two go beyond the paper. q_g are the queries to come of the G query heads that share the KV head.
+The last two components go beyond the paper. q_g are the future queries of the G query heads that share the KV head.
 
 `scores_on_arrival` and `scores_at_eviction` are differentiable, for training; `content_of_blocks` is for inference.
 
@@ -35,9 +35,9 @@ class ContentWeights(NamedTuple):
 
 
 class ExpectedAttentionWeights(NamedTuple):
-    """Queries to come, taken to be normal before rotation: `mean` [H, G, d] and covariance F F^T, `spread` F [H, d, r].
+    """Future queries, modelled as normal before rotation: `mean` [H, G, d] and covariance F F^T, `spread` F [H, d, r].
 
-    `normaliser` [H, G] is the mean logarithm of the softmax's denominator per token; `weight` [H] scales the component.
+    `normaliser` [H, G] is the log of the mean softmax denominator per token; `weight` [H] scales the component.
     """
 
     weight: Tensor
@@ -49,7 +49,7 @@ class ExpectedAttentionWeights(NamedTuple):
 class PositionWeights(NamedTuple):
     """Piecewise linear in log2(1 + position), `start`, and in log2(distance to the end), `end`, both [H, K].
 
-    Knot j lies at 2^j; beyond the last one the components are flat.
+    Knot j lies at 2^j; beyond the last knot the components are constant.
     """
 
     start: Tensor
@@ -57,7 +57,7 @@ class PositionWeights(NamedTuple):
 
 
 class TokenScoreWeights(NamedTuple):
-    """The components of one layer; `attention` and `position` are None where a policy has none."""
+    """The components of one layer; `attention` and `position` are None if the policy lacks them."""
 
     content: ContentWeights
     attention: ExpectedAttentionWeights | None = None
@@ -68,7 +68,7 @@ def content_formula(key: Tensor, value: Tensor, content: ContentWeights) -> Tens
     """Apply the MLP to [k; v], normalised by mean and std: [B, H, T], in float32 or k's higher precision."""
     mean, std, hidden, bias, output = content
     dtype = torch.promote_types(key.dtype, torch.float32)
-    # The normalisation is folded into the first matrix, so that k and v are read once and never copied whole.
+    # The normalisation is folded into the first matrix, so that k and v are read once and not copied.
     weight = hidden.to(dtype) / std[..., None].to(dtype)
     inside = bias - (mean[..., None, :].to(dtype) @ weight).squeeze(-2)
     d = key.shape[-1]
@@ -81,10 +81,10 @@ def expected_attention_formula(
 ) -> Tensor:
     """Compute weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
 
-    `projection` is `project_queries` of the same weights; the precision is that of it.
+    `projection` is `project_queries` of the same weights; its dtype sets the precision.
     """
     dtype, group = projection.dtype, attention.normaliser.shape[1]
-    # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2); one product serves the means and the spread.
+    # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2); one product computes the means and the spread.
     products = projection @ key.to(dtype).transpose(-1, -2)
     logits = products[..., :group, :] + products[..., group:, :].square().sum(-2, keepdim=True) / 2
     norm = torch.linalg.vector_norm(value.to(dtype), dim=-1).clamp(min=_MIN_NORM)
@@ -101,12 +101,12 @@ def interpolate_knots(table: Tensor, distances: Tensor) -> Tensor:
     """Evaluate the piecewise linear functions `table` [H, K] at log2(distances), distances [T] >= 1: [H, T]."""
     knot = torch.arange(table.shape[-1], dtype=table.dtype, device=table.device)[:, None]
     x = distances.to(table.dtype).log2().clamp(max=table.shape[-1] - 1)
-    # The weight of each knot at each distance; as a product its gradient needs no scattering.
+    # The weight of each knot at each distance; with a matrix product the gradient needs no scatter.
     return table @ (1 - (x - knot).abs_()).clamp_(min=0)
 
 
 def scores_on_arrival(weights: TokenScoreWeights, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
-    """Sum the part of the scores [B, H, T], in float32 or better, final when tokens arrive: content and `start`.
+    """Compute the part of the scores [B, H, T] that is final on arrival, in float32 or better: content and `start`.
 
     Args:
         weights: The layer's weights.
@@ -130,7 +130,7 @@ def scores_at_eviction(
     rotation: Tensor | None,
     scale: float,
 ) -> Tensor | None:
-    """Return the part [B, H, T] that depends on where the text ends: expected attention, and the distance to `end`.
+    """Compute the part [B, H, T] that depends on the end of the text: expected attention, and the distance to `end`.
 
     Args:
         weights: The layer's weights.
@@ -138,11 +138,11 @@ def scores_at_eviction(
         value: v, [B, H, T, d].
         positions: The tokens' positions, [T].
         end: The position after the text.
-        rotation: The mean rotation of the positions to come, by which rows are multiplied, [d, d].
-        scale: What attention multiplies products of queries and keys by.
+        rotation: The mean rotation of future positions, applied to row vectors, [d, d].
+        scale: The attention scaling factor.
 
     Returns:
-        The scores; None where the policy has neither component.
+        The scores; None if the policy has neither component.
     """
     scores = None
     if weights.attention is not None:
@@ -156,9 +156,9 @@ def scores_at_eviction(
 
 
 def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tensor:
-    """Return the content component alone, [B, H, T], of `key` (as the content reads it) and `value` [B, H, T, d].
+    """Return the content component only, [B, H, T], of `key` (in the form it reads) and `value` [B, H, T, d].
 
-    Differentiable where the weights ask for gradients; otherwise computed in blocks, in bfloat16 where k and v are.
+    Differentiable if the weights require gradients; otherwise computed in blocks, in bfloat16 if k and v are.
     """
     with full_precision(key.device):
         if torch.is_grad_enabled() and content.hidden.requires_grad:
@@ -172,14 +172,14 @@ def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tenso
 def expected_attention_scores(
     attention: ExpectedAttentionWeights, key: Tensor, value: Tensor, rotation: Tensor, scale: float
 ) -> Tensor:
-    """Return the expected attention alone, [B, H, T].
+    """Return the expected attention component only, [B, H, T].
 
     Args:
         attention: The layer's weights of this component.
         key: As in `scores_at_eviction`, as are `value`, `rotation` and `scale`.
         value: v.
         rotation: The mean rotation.
-        scale: Attention's.
+        scale: The attention scaling factor.
     """
     with full_precision(key.device):
         rotation = rotation.to(torch.promote_types(key.dtype, torch.float32))
@@ -189,7 +189,7 @@ def expected_attention_scores(
 
 @torch.no_grad()
 def fold_weights(weights: TokenScoreWeights, like: torch.dtype) -> ScoreWeights:
-    """`weights` of one layer as the kernel takes them, for k and v in the dtype `like`."""
+    """Convert `weights` of one layer to the kernel's format, for k and v in the dtype `like`."""
     folded = ScoreWeights(*(x.contiguous() for x in _fold_normalisation(weights.content, like)))
     if (attention := weights.attention) is not None:
         queries = torch.cat([attention.mean, attention.spread.transpose(-1, -2)], -2).float().contiguous()
@@ -201,31 +201,31 @@ def fold_weights(weights: TokenScoreWeights, like: torch.dtype) -> ScoreWeights:
 
 
 def split_blocks(tokens: int, device: torch.device) -> Iterator[slice]:
-    """Return the blocks of `tokens` tokens; larger where every product has to be launched."""
+    """Yield the blocks of `tokens` tokens; larger on devices where every product is a kernel launch."""
     size = 2048 if device.type == "cpu" else 16_384
     return (slice(start, min(start + size, tokens)) for start in range(0, max(tokens, 1), size))
 
 
 def _fold_normalisation(content: ContentWeights, like: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """First matrix [H, 2d, m], bias and output [H, m] of the MLP over k and v as they are, in the dtype `like`.
+    """Return the MLP's first matrix [H, 2d, m], bias and output [H, m] for unnormalised k and v in the dtype `like`.
 
-    The matrix is in bfloat16 where k and v are, in float32 otherwise: divided by a small deviation a weight may be too
-    large for float16. The rest is in float32.
+    The matrix is in bfloat16 if k and v are, else in float32: a weight divided by a small deviation may overflow
+    float16. The rest is in float32.
     """
     mean, std, hidden, bias, output = (x.float() for x in content)
     weight = (hidden / std[..., None]).to(torch.bfloat16 if like == torch.bfloat16 else torch.float32)
-    # The mean goes through the weight as it was rounded: however large it is, only what differs from it is rounded.
+    # The mean uses the rounded weight, so that rounding errors apply only to deviations from the mean.
     return weight, bias - (mean[..., None, :] @ weight.float()).squeeze(-2), output
 
 
 def content_of_blocks(content: ContentWeights, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """`content_formula` as a function of one block's k and v [B, H, n, d], which are as `like` [B, H, T, d] is.
+    """Return `content_formula` as a function of one block's k and v [B, H, n, d], with dtype and device of `like`.
 
     Products are in the dtype of the folded weight; the rest is in float32.
     """
     weight, bias, output = _fold_normalisation(content, like.dtype)
     batch, dtype, bias = like.shape[0], weight.dtype, bias[:, None]
-    # The bias is added within the product, which adds up in float32; what rounding takes from it comes after.
+    # The bias is added within the product, which accumulates in float32; its rounding error is added afterwards.
     inside = bias.to(dtype)
     after = bias - inside.float()
     weight, inside = weight.repeat(batch, 1, 1), inside.repeat(batch, 1, 1)
@@ -236,10 +236,10 @@ def content_of_blocks(content: ContentWeights, like: Tensor) -> Callable[[Tensor
         if dtype == torch.float32:  # without a copy of k and v
             units = torch.baddbmm(inside, k, weight[:, :dim]).baddbmm_(v, weight[:, dim:])
             units = silu(units.unflatten(0, (batch, -1)), inplace=True)
-        else:  # in one product: what is between two would be rounded
+        else:  # in one product, because a second one would round the intermediate sum
             units = torch.baddbmm(inside, torch.cat([k, v], -1), weight).unflatten(0, (batch, -1))
             units = silu(units.float().add_(after), inplace=True)
-        # On a CPU a sum of products is several times faster than a product with one column.
+        # On a CPU multiply and sum is several times faster than a matrix product with one column.
         return units.mul_(output[:, None]).sum(-1)
 
     return score_block

@@ -1,4 +1,4 @@
-"""What LKV-T reads of a token. Does not import torch."""
+"""The inputs of LKV-T. Does not import torch."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ MAX_KNOTS = 32
 
 @dataclass(frozen=True)
 class ScorerInputs:
-    """What LKV-T reads of a token; stored in the policy's file.
+    """The inputs of LKV-T; stored in the policy's file.
 
     Args:
-        key: Which k is read: "cached" (after RoPE, as in the paper) or "unrotated".
-        attention: "learned" adds a component for the attention that future queries are expected to pay.
+        key: The form of k: "cached" (after RoPE, as in the paper) or "unrotated".
+        attention: "learned" adds a component for the expected attention of future queries.
         knots: Number of knots of the position component (knot j lies at 2^j tokens), 0 for none.
     """
 
@@ -31,7 +31,7 @@ class ScorerInputs:
 
     @property
     def is_paper(self) -> bool:
-        """Whether they are the paper's: k as cached and v, and nothing else."""
+        """Whether they are the paper's: only cached k and v."""
         return self == ScorerInputs()
 
 

@@ -1,4 +1,4 @@
-"""The policies that come with the package or that `lkv fit` made here, as their cards describe them; no torch here."""
+"""Policies shipped with the package or made here by `lkv fit`, and their cards. Does not import torch."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class StoredPolicy:
 
     @property
     def name(self) -> str:
-        """Its name, the folder's."""
+        """Its name: the folder's name."""
         return self.folder.name
 
     @property
@@ -39,23 +39,23 @@ class StoredPolicy:
 
     @property
     def hub_names(self) -> list[str]:
-        """The models on the hub that it serves, however they are stored."""
+        """The hub ids of its model, in all weight formats."""
         return self.card.get("hub", [])
 
     def is_for(self, model: ModelSpec | str) -> bool:
-        """Whether it is for the model of this description, or of this name here or on the hub."""
+        """Return whether it is for the model with this description, local name or hub id."""
         if isinstance(model, ModelSpec):
             return model_difference(self.spec, model) is None
         return model.lower() in map(str.lower, (self.name.removesuffix("-paper"), *self.hub_names))
 
     @property
     def is_preferred(self) -> bool:
-        """Whether `lkv fit` found it better on held-out texts than SnapKV, and than a policy shipped for the model."""
+        """Whether it beat SnapKV and a policy shipped for the model on the held-out texts of `lkv fit`."""
         return self.card.get("fit", {}).get("preferred", False)
 
 
 def describe_overlap(card: dict[str, Any]) -> str:
-    """Describe the overlap between training data and evaluated texts in one sentence, as a card states it."""
+    """Describe the overlap of training data and evaluated texts recorded in a card, in one sentence."""
     checked = card.get("decontamination")
     if not checked:
         return "not compared with evaluated texts"
@@ -63,10 +63,10 @@ def describe_overlap(card: dict[str, Any]) -> str:
     over = {name: entry["overlapping"] for name, entry in sets.items() if entry["overlapping"]}
     named = f" ({', '.join(f'{name} {count:,}' for name, count in over.items())})" if over else ""
     fate = "and were left out" if checked["removed"] else "and were trained on"
-    if left := checked.get("not_removed"):  # with short texts, which were not looked for when the policy was trained
+    if left := checked.get("not_removed"):  # short texts, which were not checked when the policy was trained
         counts = ", ".join(f"{name} {count:,}" for name, count in left.items())
         fate += f", but not {sum(left.values()):,} more with a short text inside an evaluated one ({counts})"
-    # A stage on a built data set that was not compared has None.
+    # None for a stage on a built data set without decontamination.
     earlier = [(stage.get("decontamination") or {}).get("removed") for stage in list(card_stages(card))[1:]]
     if checked["removed"] and not all(earlier):
         other = "trained on them" if False in earlier else "were not compared"
@@ -79,7 +79,7 @@ def describe_overlap(card: dict[str, Any]) -> str:
 
 
 def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
-    """Describe a policy in a few lines; by its card's JSON where `lkv train` did not write that."""
+    """Describe a policy in a few lines; falls back to the JSON of cards that `lkv train` did not write."""
     try:
         return _describe_training(spec, card)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
@@ -87,7 +87,7 @@ def describe_card(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
 
 
 def _describe_training(spec: ModelSpec, card: dict[str, Any]) -> list[str]:
-    """One line each on the model, the training, the overlap and the fidelity."""
+    """Return one line each on the model, the training, the overlap and the fidelity."""
     trained = f"on texts of up to {card['trained_tokens']:,} tokens" if card.get("trained_tokens") else "unknown"
     full = 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim * 1000 / 1e6  # MB of 1,000 tokens in 16 bits
     return [
@@ -110,12 +110,12 @@ def _number_of_texts(row: dict[str, Any]) -> str:
 
 
 def shipped_policies() -> list[StoredPolicy]:
-    """All shipped policies, in the order of their names."""
+    """Return all shipped policies, sorted by name."""
     return [_read_policy(path) for path in sorted(_POLICIES.glob("*/config.json"))]
 
 
 def fitted_policies() -> list[StoredPolicy]:
-    """Return the policies that `lkv fit` saved in the cache folder, newest first; what cannot be read is left out."""
+    """Return the readable policies that `lkv fit` saved in the cache folder, newest first."""
     policies = []
     paths = [path for path in (cache_folder() / "policies").glob("*/config.json") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
@@ -125,7 +125,7 @@ def fitted_policies() -> list[StoredPolicy]:
 
 
 def named_policy(name: str) -> StoredPolicy | None:
-    """Return the policy on this machine that `lkv policies` lists by this name, in capitals or not."""
+    """Return the policy on this machine with this name in `lkv policies`, ignoring case."""
     return next((each for each in (*shipped_policies(), *fitted_policies()) if each.name.lower() == name.lower()), None)
 
 

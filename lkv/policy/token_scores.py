@@ -27,17 +27,16 @@ from lkv.policy.score_formula import (
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils.devices import full_precision
 
-SPREAD = 16  # columns of the learned queries' covariance: measured as good as the whole of it
-FUTURE = 512  # positions over which queries to come are expected, as in Expected Attention
+SPREAD = 16  # rank of the learned queries' covariance: measured as good as full rank
+FUTURE = 512  # number of future positions, as in Expected Attention
 
 
 class TokenScores(nn.Module):
     """LKV-T: the weights of its formula for every KV head of the model, and the scores of a prompt (Sec. 3.4).
 
-    Content: an MLP 2d -> d -> 1 of its own for each head over [k; v]; `mean` and `std` [L, H, 2d] normalise its input.
-    `inputs` says which form of k it reads, and whether the scores have the components of expected attention and
-    position as well. `mean`, `std`, `query_*` and `normaliser` are measured on training text
-    (`lkv.training.warm_start`); the rest is learned.
+    Content: a separate MLP 2d -> d -> 1 for each head over [k; v]; `mean` and `std` [L, H, 2d] normalise its input.
+    `inputs` selects the form of k and the optional components, expected attention and position. `mean`, `std`,
+    `query_*` and `normaliser` are measured on training text (`lkv.training.warm_start`); the rest is learned.
     """
 
     mean: Tensor
@@ -47,7 +46,7 @@ class TokenScores(nn.Module):
     def __init__(self, layers: int, heads: int, kv_heads: int, head_dim: int, inputs: ScorerInputs | None = None):
         super().__init__()
         self.inputs = inputs or ScorerInputs()
-        # By layer, heads, device and dtype; and the versions of the weights that they are from.
+        # Keyed by layer, heads, device and dtype; with the versions of the source weights.
         self._folded: tuple[dict[Any, ScoreWeights], Any] = {}, None
         shape = (layers, kv_heads)
         self.register_buffer("mean", torch.zeros(*shape, 2 * head_dim))
@@ -67,7 +66,7 @@ class TokenScores(nn.Module):
             self.end = nn.Parameter(torch.zeros(*shape, self.inputs.knots))
 
     def weights(self, layer: int, heads: slice = slice(None), device: torch.device | None = None) -> TokenScoreWeights:
-        """Get the weights of the KV heads `heads` of one layer, in float32 or better, on `device` where it is given."""
+        """Return the weights of the KV heads `heads` of one layer, in float32 or better, on `device` if given."""
 
         def of(*names: str) -> Iterator[Tensor]:
             return (to_fp32(getattr(self, name)[layer, heads]).to(device) for name in names)
@@ -81,9 +80,9 @@ class TokenScores(nn.Module):
         return TokenScoreWeights(content, attention, position)
 
     def forward(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
-        """Scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
+        """Return the scores u [B, H, T] in float32 of the tokens of one layer, for its KV heads `heads`.
 
-        Raises UnsupportedModelError where the model's rotation is needed and cannot be undone.
+        Raises UnsupportedModelError if the model's rotation must be undone and cannot be.
         """
         if (scores := self._score_by_kernel(prompt, layer, heads)) is not None:
             return scores
@@ -94,26 +93,26 @@ class TokenScores(nn.Module):
         return final if rest is None else final + rest
 
     def score_on_arrival(self, prompt: LayerKV, layer: int, heads: slice = slice(None)) -> Tensor:
-        """Return the part of `forward` that does not depend on where the text ends."""
+        """Return the part of `forward` that does not depend on the end of the text."""
         if (scores := self._score_by_kernel(prompt, layer, heads, eviction=False)) is not None:
             return scores
         weights = self.weights(layer, heads, prompt.key.device)
         return scores_on_arrival(weights, self.read_key(prompt), prompt.value, self._positions(prompt))
 
     def score_at_eviction(self, prompt: LayerKV, layer: int, heads: slice, positions: Tensor) -> Tensor | None:
-        """Return the rest of `forward`; None where there is none.
+        """Return the part of `forward` that depends on the end of the text; None if there is none.
 
         Args:
             prompt: The entries.
-            layer: The layer's number.
+            layer: The layer's index.
             heads: Their KV heads.
-            positions: The positions that they were read at, [T].
+            positions: Their original positions, [T].
         """
         weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
         return scores_at_eviction(weights, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale)
 
     def _score_by_kernel(self, prompt: LayerKV, layer: int, heads: slice, eviction: bool = True) -> Tensor | None:
-        """`forward` (or, without `eviction`, `score_on_arrival`) in one launch; None where the kernel cannot do it."""
+        """Compute `forward` (without `eviction`, `score_on_arrival`) in one launch; None if the kernel cannot run."""
         key, kernels = prompt.key, kernels_for(prompt.key, prompt.value)
         if kernels is None or torch.is_grad_enabled():
             return None
@@ -125,9 +124,9 @@ class TokenScores(nn.Module):
 
     @torch.no_grad()
     def _score_in_blocks(self, prompt: LayerKV, layer: int, heads: slice) -> Tensor:
-        """`forward` for inference: a block of tokens goes through all components.
+        """Compute `forward` for inference, in blocks of tokens over all components.
 
-        It stays in the processor's caches, and no memory grows but that of the scores.
+        A block stays in the CPU caches, and only the scores take memory in proportion to the text.
         """
         key, value = prompt.key, prompt.value
         weights, rotation = self.weights(layer, heads, key.device), self._future_rotation(prompt)
@@ -161,8 +160,8 @@ class TokenScores(nn.Module):
             end: The position after the text.
 
         Returns:
-            Tables to rotate k back, and of the mean rotation after `end`, each None where no component reads it; None
-            where the kernel cannot be used.
+            Tables to rotate k back, and of the mean rotation after `end`, each None if no component uses it; None if
+            the kernel cannot run.
         """
         key_tables = mean_tables = None
         if like.shape[-1] % 2 or like.shape[-1] > LARGEST_SCORED_DIM:
@@ -179,20 +178,20 @@ class TokenScores(nn.Module):
         return key_tables, mean_tables
 
     def folded_weights(self, layer: int, heads: slice, like: Tensor) -> ScoreWeights:
-        """Return the weights of one layer as the kernel takes them, for k and v as `like`; kept until they change."""
+        """Return the weights of one layer in the kernel's format, for k and v as `like`; cached until they change."""
         tensors = (*self.parameters(), *self.buffers())
         versions = tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
         folded, folded_from = self._folded
         if folded_from != versions:
             folded = {}
-            self._folded = folded, versions  # at once, as other threads may read them
+            self._folded = folded, versions  # in one assignment, because other threads may read them
         key = layer, heads.start, heads.stop, like.device, like.dtype
         if (weights := folded.get(key)) is None:
             weights = folded[key] = fold_weights(self.weights(layer, heads, like.device), like.dtype)
         return weights
 
     def _positions(self, prompt: LayerKV) -> Tensor:
-        """Return the positions [T] of the tokens, where a component reads them."""
+        """Return the positions [T] of the tokens; empty if no component uses them."""
         tokens = prompt.key.shape[2] if self.inputs.knots else 0
         return torch.arange(prompt.start, prompt.start + tokens, device=prompt.key.device)
 
