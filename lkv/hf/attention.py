@@ -181,7 +181,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer; `function` is the model's own, of the implementation `base`."""
-        # Models pass dropout, and some the mask, by keyword; wrappers of attention functions pass both by position.
+    # Models pass dropout, and some the mask, by keyword; wrappers of attention functions pass both by position.
     stock = functools.partial(function, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced_layer()) is not None:

@@ -1,1 +1,1 @@
-"""The distillation: the frozen model with its full cache teaches itself with a compressed one (Sec. 3.5)."""
+"""Self-distillation from the frozen model with the full cache to itself with a compressed cache (Sec. 3.5)."""

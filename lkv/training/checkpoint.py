@@ -1,4 +1,4 @@
-"""The files that a training writes to its folder: a checkpoint to resume from, the curve of its losses, and a lock."""
+"""The files of a training run: a checkpoint to resume from, the loss curve, and a lock."""
 
 import json
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ _OTHER_INPUTS = (
 
 
 class OtherRunError(TrainingError):
-    """A checkpoint is of a run with other settings, on other data or of another model."""
+    """The checkpoint belongs to a run with other settings, other data or another model."""
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes' trainings out of `folder` in the block. Raises TrainingError if one uses it."""
+    """Lock `folder` against other training processes in the block. Raises TrainingError if it is locked."""
     busy = f"another training is running in {folder}; wait until it ends, or give another folder."
     with exclusive_lock(folder / ".lock", TrainingError, busy, is_reentrant=True):
         yield
@@ -45,7 +45,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def save_checkpoint(
     folder: Path, step: int, config: TrainingConfig, policy: Policy, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Write what a training resumes from, whole or not at all.
+    """Write a checkpoint atomically.
 
     Args:
         folder: The run's folder.
@@ -85,7 +85,7 @@ class Checkpoint:
     card: dict[str, Any]
 
     def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
-        """Raise TrainingError unless the run had the settings `config` and, if given, data of this digest."""
+        """Raise TrainingError unless the run has the settings `config` and, if given, data with this digest."""
         saved, current = self.config, asdict(config)
         names = [name for name in current if saved.get(name) != current[name]]
         if changes := [f"{name} {saved.get(name)!r} instead of {current[name]!r}" for name in names]:
@@ -100,16 +100,16 @@ class Checkpoint:
             )
 
     def load_policy(self, policy: Policy) -> None:
-        """Load the parameters into `policy`. Raises TrainingError for those of another model or other inputs."""
+        """Load the parameters into `policy`. Raises TrainingError if its model or inputs do not match."""
         state = {n.removeprefix("policy."): tensor for n, tensor in self.tensors.items() if n.startswith("policy.")}
         _load_state(policy, state, self.spec, self.path.parent)
 
     def load_optimizer(self, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Load the state of AdamW for the parameters of `policy`. Raises TrainingError for that of others."""
+        """Load the state of AdamW for the parameters of `policy`. Raises TrainingError if it does not match."""
         for name, parameter in policy.named_parameters():
             shapes = {"step": (), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
             state = {key: x for key in shapes if (x := self.tensors.get(f"optimizer.{key}.{name}")) is not None}
-            if not state:  # of a parameter that has had no gradient
+            if not state:  # a parameter without a gradient so far
                 continue
             fits = state.keys() == shapes.keys() and all(
                 x.is_floating_point() and x.shape == shapes[key] and (key == "exp_avg" or bool((x >= 0).all()))
@@ -138,7 +138,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
-    """Initialise `policy` from a policy or run in `folder`; returns its card, a run's with its step and settings."""
+    """Initialise `policy` from a policy or run in `folder`; returns its card, with step and settings for a run."""
     if not is_policy(folder):
         checkpoint = read_checkpoint(folder)
         checkpoint.load_policy(policy)
@@ -150,16 +150,16 @@ def initialize_from(policy: Policy, folder: Path) -> dict[str, Any]:
 
 
 def read_initial_policy(folder: Path, inputs: ScorerInputs) -> Policy:
-    """Load the policy in `folder`, from which a policy reading `inputs` can start; raises TrainingError otherwise."""
+    """Load an initial policy for a policy with `inputs` from `folder`; raises TrainingError if they do not match."""
     policy = Policy.from_pretrained(folder)
-    number = min(policy.inputs.knots, 1)  # how many knots there are makes no difference
+    number = min(policy.inputs.knots, 1)  # the number of knots may differ
     if replace(policy.inputs, knots=number) != replace(inputs, knots=min(inputs.knots, 1)):
         raise TrainingError(f"{folder} {_OTHER_INPUTS}")
     return policy
 
 
 def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folder: Path) -> None:
-    """Load `state` into `policy`, its position tables cut, or flat beyond their last knot."""
+    """Load `state` into `policy`, with position tables truncated, or extended with their last knot's value."""
     try:
         policy.check_model(spec)
     except PolicyMismatchError:
@@ -175,7 +175,7 @@ def _load_state(policy: Policy, state: dict[str, Tensor], spec: ModelSpec, folde
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of the training curve in `folder`, none without one. Raises TrainingError for a damaged file."""
+    """Return the rows of the training curve in `folder`, [] without one. Raises TrainingError for a damaged file."""
     path = folder / CURVE
     if not path.exists():
         return []

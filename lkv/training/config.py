@@ -27,14 +27,14 @@ class TrainingConfig:
 
     If `retention_high` is above 0, R is drawn log-uniformly from [`retention_low`, `retention_high`] for every
     continuation instead of following the schedule. The KL of a continuation is then weighted by
-    (R / `retention_end`) ** `retention_power`: that of small R is many times larger and would dominate the loss.
+    (R / `retention_end`) ** `retention_power`: otherwise continuations with small R would dominate the loss.
 
-    `hidden_norm` is the paper's open choice for ||H_T - H_S||^2: "relative" divides by ||H_T||^2 per token, "mean" by
-    the hidden size, "sum" by nothing. `student` selects the rows computed twice: "continuation" computes the rows after
-    the prompt under the mask, as at inference; "full" all rows, as the paper has it literally.
+    `hidden_norm` selects the norm ||H_T - H_S||^2, which the paper leaves open: "relative" divides by ||H_T||^2 per
+    token, "mean" by the hidden size, "sum" does not divide. `student` selects the rows that the student computes:
+    "continuation" only those after the prompt, as at inference; "full" all rows, as literally in the paper.
 
     Raises:
-        TrainingError: A value is outside its range, or values do not go together.
+        TrainingError: A value is outside its range, or values conflict.
     """
 
     steps: int = Field(default=1000, ge=1, description="optimiser steps")
@@ -86,7 +86,7 @@ class TrainingConfig:
     tokens_a_continuation: int = Field(
         default=0,
         ge=0,
-        description="one more continuation for every so many tokens beyond 2,000; 0: as many for all contexts",
+        description="extra continuation for every N tokens above 2,000; 0: the same number for all contexts",
     )
     key: Literal["cached", "unrotated"] = Field(
         default="cached", description="which k LKV-T reads: after or before RoPE"
@@ -159,8 +159,8 @@ PRESETS: dict[str, TrainingConfig] = {
     # On a GPU: the same at the paper's lengths, with more contexts than the shipped policies saw. Not yet run.
     "gpu": replace(_CPU, batch=16, min_tokens=2000, max_tokens=16_000, max_continuation=512,
                    tokens_a_continuation=4000, dtype="bfloat16"),
-    # A second stage from the weights of a first: the gradients of single contexts nearly cancel by then, so it takes
-    # large batches and a small last rate.
+    # A second stage from the weights of a first: gradients of single contexts nearly cancel by then, so it needs large
+    # batches and a small final rate.
     "finish": replace(_CPU, batch=8, steps=100, tau_start=0.2, lr=3e-4, lr_end=2e-5, seed=2),
     # The paper's scorer on a CPU: a first stage, which a short `finish` may follow.
     "paper-cpu": replace(
@@ -172,7 +172,7 @@ PRESETS: dict[str, TrainingConfig] = {
 
 
 def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:
-    """Return `config` with contexts and continuations shortened to what a model of `positions` positions can read."""
+    """Return `config` with contexts and continuations shortened to fit a model with `positions` positions."""
     continuation = min(config.max_continuation, max(1, positions // 4))
     longest = min(config.max_tokens, positions - continuation)
     return replace(
@@ -184,7 +184,7 @@ def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:
 
 
 def check_positions(config: TrainingConfig, positions: int) -> None:
-    """Raise TrainingError if a context and its continuation exceed a model of `positions` positions."""
+    """Raise TrainingError if a context and its continuation do not fit a model with `positions` positions."""
     if config.max_tokens + config.max_continuation > positions:
         raise TrainingError(
             f"contexts of up to {config.max_tokens:,} tokens with continuations of up to {config.max_continuation:,} "

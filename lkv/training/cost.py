@@ -8,20 +8,22 @@ from lkv.hf.shapes import Shape
 from lkv.training.config import TrainingConfig
 
 CALIBRATION_SAMPLES = 8  # texts whose k, v and queries are measured before the first step
-WARM_START_TOKENS = 2000  # of a text that is measured, or whose eviction errors are, at most
-WARM_START_UPDATES = 16  # of LKV-T on each of these texts
-WARM_START_SAMPLE = 512  # tokens of each such text that LKV-T is fitted to: they can be kept for all texts
+WARM_START_TOKENS = 2000  # the most tokens of a text read for statistics or eviction errors
+WARM_START_UPDATES = 16  # updates of LKV-T per text
+WARM_START_SAMPLE = 512  # tokens per text that LKV-T is fitted to, few enough to keep for all texts
 
 _CONTINUATION_TOKENS = 120  # of a typical continuation: most answers are short
-# A backward pass through frozen weights: one product a layer for the hidden states, one more for attention than forward
-# has, and the activations once.
+# Relative cost of a backward pass through frozen weights: as many linear products as forward, for the hidden states
+# only, and about twice the attention products.
 _TEACHER_PASSES, _STUDENT_PASSES = 1, 3
-_RECOMPUTED_PASSES = 1  # of a student over whole sequences, whose layers are computed again in the backward pass
+_RECOMPUTED_PASSES = (
+    1  # extra passes of a student over whole sequences, whose layers are recomputed in the backward pass
+)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Contexts and tokens that a training reads, and its floating-point operations."""
+    """The contexts, tokens and FLOPs of a training."""
 
     contexts: int
     tokens: float
@@ -34,12 +36,12 @@ class Estimate:
 
     @property
     def flops(self) -> float:
-        """Operations in all."""
+        """The total FLOPs."""
         training = self.steps * self.step_flops + self.validations * self.validation_flops
         return self.calibration_flops + self.warm_start_flops + training
 
     def after(self, steps: int, validations: int) -> "Estimate":
-        """Return what is left after so many steps and validations."""
+        """Return the remaining cost after `steps` steps and `validations` validations."""
         return replace(
             self,
             calibration_flops=0.0,
@@ -56,9 +58,9 @@ class Estimate:
 def estimate(
     shape: Shape, config: TrainingConfig, context_tokens: float | None = None, is_initialized: bool = False
 ) -> Estimate:
-    """Count the operations of a training.
+    """Count the FLOPs of a training.
 
-    The prompt is read once; its continuations once by the teacher, by the student forward and back to the scores.
+    The prompt is read once. Continuations pass once through the teacher, and forward and backward through the student.
 
     Args:
         shape: The model's shape.
@@ -89,14 +91,14 @@ def estimate(
 
 
 def warm_start_flops(shape: Shape, tokens: float) -> float:
-    """Operations of the warm start on one text: it is read and repeated, and LKV-T is fitted to it."""
+    """Return the FLOPs of the warm start on one text: reading and repeating it, and fitting LKV-T."""
     replay = shape.forward_flops(tokens, tokens)
     regression = WARM_START_UPDATES * _score_flops(shape, min(tokens, WARM_START_SAMPLE))
     return shape.forward_flops(tokens) + replay + regression
 
 
 def context_flops(shape: Shape, tokens: int, continuations: Sequence[int], whole: bool = False) -> float:
-    """Count the operations of training on one context.
+    """Count the FLOPs of training on one context.
 
     Args:
         shape: The model's shape.
@@ -116,18 +118,18 @@ def mean_length(least: float, most: float) -> float:
 
 
 def _continuation_flops(shape: Shape, tokens: float, length: float, whole: bool) -> float:
-    """One forward pass over a continuation behind its context, or over both."""
+    """Return the FLOPs of a forward pass over a continuation after its context, or over both."""
     if whole:
         return shape.forward_flops(tokens + length, logits=length)
     return shape.forward_flops(length, seen=tokens, logits=length)
 
 
 def _sample_flops(shape: Shape, tokens: float, one_pass: float, whole: bool) -> float:
-    """Return the prompt once, its scores, and its continuations (`one_pass`) by teacher and student."""
+    """Return the FLOPs of the prompt, its scores, and teacher and student passes of `one_pass` FLOPs."""
     passes = _TEACHER_PASSES + _STUDENT_PASSES + _RECOMPUTED_PASSES * whole
     return shape.forward_flops(tokens) + one_pass * passes + _score_flops(shape, tokens)
 
 
 def _score_flops(shape: Shape, tokens: float) -> float:
-    """LKV-T over the prompt, forward and back: its MLP of 2d to d to 1 a head."""
+    """Return the FLOPs of LKV-T over the prompt, forward and backward: an MLP 2d -> d -> 1 per head."""
     return 3 * 2 * shape.layers * shape.kv_heads * tokens * (2 * shape.head_dim**2 + shape.head_dim)

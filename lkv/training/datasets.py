@@ -1,4 +1,4 @@
-"""The data of `lkv train` and `lkv fit`: how it is opened, drawn as token ids, and named in the policy's card."""
+"""The data of `lkv train` and `lkv fit`: open it, draw samples as token ids, and record it in the policy's card."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dataset = Mixture | BuiltDataset
-_MIN_CHARS = 2000  # of own texts
+_MIN_CHARS = 2000  # the least characters of own texts
 
 
 def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
@@ -38,9 +38,9 @@ def open_dataset(folder: Path, config: TrainingConfig) -> Dataset:
 def open_texts(
     texts: Sequence[str] = (), data: str | Path | None = None, against: Sequence[str | Path] = ()
 ) -> Mixture:
-    """Read texts, a folder or both, beside those of Python and LKV, without what overlaps with `against`.
+    """Open texts, a folder or both, plus those of Python and LKV, without items that overlap with `against`.
 
-    Raises DataError for texts that are no strings, and for too little text of one's own.
+    Raises DataError for texts that are not strings, and for too little own text.
     """
     is_one = isinstance(texts, str)
     texts = tuple(texts)
@@ -84,17 +84,17 @@ def draw_sample(
 
     Args:
         data: Where to draw it from.
-        number: The number of the sample, which decides what it is.
+        number: The number of the sample, which determines its content.
         tokenizer: The model's tokenizer.
-        config: The settings, of which continuations and lengths count.
-        max_tokens: Tokens of the context at most (default: as in the settings).
+        config: The settings of continuations and lengths.
+        max_tokens: The most tokens of the context (default: as in the settings).
     """
     sample = data.sample(number, config.continuations, config.tokens_a_continuation)
     return tokenize_sample(sample, tokenizer, max_tokens or config.max_tokens, config.max_continuation)
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
-    """Return the samples that have continuations to learn from. Raises DataError where none has."""
+    """Return the samples with continuations. Raises DataError if there are none."""
     if samples and not any(sample.continuations for sample in samples):
         raise DataError("no sample has a continuation to learn from; give longer texts, or lower --min-tokens.")
     return [sample for sample in samples if sample.continuations]
@@ -103,14 +103,14 @@ def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:
 def make_card(
     model: "PreTrainedModel", model_name: str, config: TrainingConfig, data: Dataset, trained_tokens: int
 ) -> dict[str, Any]:
-    """Make the card of a policy: of which model it is, and from what it learns.
+    """Make the card of a policy: its model and its training data.
 
     Args:
         model: The model.
         model_name: Its folder or hub id; folders above it are left out.
         config: The settings of the training.
-        data: What it learns from.
-        trained_tokens: Tokens of the longest contexts.
+        data: The training data.
+        trained_tokens: The length in tokens of the longest contexts.
     """
     card = {
         "model": strip_parent_dirs(model_name),

@@ -1,10 +1,9 @@
 """Teacher, student and losses of the distillation (Sec. 3.5).
 
-The frozen model with its full cache teaches itself with a compressed one.
+The teacher is the frozen model with the full cache, the student the same model with a compressed cache.
 
-Eviction in a layer follows that layer's own attention over the whole prompt, so the prompt's k and v are those of the
-uncompressed model and both read them. Only the rows of the continuations differ, and only they are computed twice; the
-student sees the prompt under a soft mask.
+A layer evicts after its full attention over the whole prompt, so teacher and student share the prompt's k and v. Only
+the rows of the continuations differ and are computed twice. The student sees the prompt under a soft mask.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,15 +37,15 @@ from lkv.utils.fidelity import is_top1_equal, kl_divergence
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_EVICTED = -1e4  # a log-mask whose exponential is exactly zero
-_MIN_LENGTH_RATIO = 0.75  # of contexts that share a pass, shortest to longest: padding costs as much as text
+_EVICTED = -1e4  # a log-mask with exponential 0
+_MIN_LENGTH_RATIO = 0.75  # shortest to longest context in a pass: padding costs as much as text
 
 
 class FrozenPrompt(BaseCache):
     """k and v [C, H, T, d] of C prompts for one pass over continuations, whose own k and v are not stored.
 
-    `log_mask` [L, n, H, T] weighs the prompt's tokens for n continuations (None: the full cache); `owners` [n] are the
-    numbers of the prompts that they follow (None: there is one); `rows` is n.
+    `log_mask` [L, n, H, T] weights the prompt's tokens for n continuations (None: the full cache). `owners` [n] are the
+    prompt indices of the continuations (None: there is one prompt). `rows` is n.
     """
 
     def __init__(
@@ -65,9 +64,9 @@ class _MaskedLayer(FrozenPromptLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        # A model may be spread over devices: the masks of all layers are made on one.
+        # The model may be on several devices; the masks of all layers are on one.
         owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
-        # Under autocast the rotation leaves q and k in float32 and v in half precision.
+        # Under autocast RoPE returns q and k in float32, while v is in half precision.
         query, key = query.to(value.dtype), key.to(value.dtype)
         prompt = self._prompt
         out = continuation_attention(query, key, value, prompt.key, prompt.value, log_mask, owners, scale)
@@ -77,12 +76,12 @@ class _MaskedLayer(FrozenPromptLayer):
 class MaskedSequence(BaseCache):
     """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention.
 
-    `kinds` say what each layer of the model caches.
+    `kinds` are the kinds of the model's layers.
     """
 
     def __init__(self, kinds: Sequence[LayerKind], log_mask: Tensor | None = None):
         masks = iter([None] * len(kinds) if log_mask is None else log_mask)
-        # Every layer reads all of the text at once, perhaps twice: none stores anything.
+        # Every layer reads the whole text in one pass, possibly twice for recomputation, so none stores anything.
         super().__init__([_SequenceLayer(next(masks) if kind.is_evicted else None) for kind in kinds])
 
 
@@ -111,9 +110,11 @@ class Schedule:
 
 
 def schedule(config: TrainingConfig, step: float) -> Schedule:
-    """Linear warm-up and decay of the rate; exponential decay of tau and R, then `hold` at their final values."""
+    """Compute the schedule at `step`: linear warm-up and decay of lr; exponential decay of tau and R, then `hold`."""
     if step < config.warmup:
-        lr = config.lr * min(1.0, (step + 1) / config.warmup)  # the clock gives fractions of steps
+        lr = config.lr * min(
+            1.0, (step + 1) / config.warmup
+        )  # steps may be fractional if the schedule follows the clock
     else:
         progress = (step - config.warmup) / max(1, config.steps - config.warmup)
         lr = config.lr + (config.lr_end - config.lr) * progress
@@ -138,10 +139,10 @@ class Outputs(NamedTuple):
 class SampleDistillation:
     """Runs teacher and student over the continuations of samples that share their forward passes.
 
-    Shorter contexts are padded at their ends with tokens that nothing attends to. Losses are summed over the samples;
-    each is what the sample has alone. `whole`: for one sample, prompt and continuation are computed together with the
-    mask in every row's attention, as the paper states it; else only the continuation's rows, as at inference. Of whole
-    sequences the hidden states alone are saved for the backward pass, which computes each layer again.
+    Shorter contexts are right-padded with tokens that nothing attends to. Losses are summed over the samples and do not
+    depend on the grouping. `whole`: for one sample, prompt and continuation are computed together under the mask, as
+    stated in the paper; else only the continuation's rows, as at inference. For whole sequences only the hidden states
+    are saved, and the backward pass recomputes each layer.
     """
 
     def __init__(self, model: "PreTrainedModel", *samples: TokenizedSample, whole: bool = False):
@@ -165,13 +166,13 @@ class SampleDistillation:
             target_weights[row, first : length - 1] = 1.0 / (length - 1 - first) / count
         self._ids, self._owners = to_device(ids), to_device(torch.tensor(owners, device="cpu"))
         self._starts = to_device(torch.tensor([self.lengths[owner] for owner in owners], device="cpu"))
-        # Known on the host, so that nothing waits for the device: the continuation and the row of each target token.
+        # The continuation and the row of each target token, on the host, so that nothing waits for the device.
         targets = target_weights.nonzero(as_tuple=True)
         self._target_owners, self._target_rows = map(to_device, targets)
-        # Every continuation of a sample has the same weight, whatever its length.
+        # All continuations of a sample have the same weight, independent of length.
         self.weights = to_device(target_weights[targets])
         self.row_weights = to_device(row_weights)
-        if whole:  # the hidden states of all tokens count, the prompt's too
+        if whole:  # the hidden states of all tokens count, including the prompt's
             real = (self.row_weights > 0).float()
             real = torch.cat([real.new_ones(len(real), self.lengths[0]), real], 1)
             self.row_weights = real / real.sum(1, keepdim=True) / len(real)
@@ -206,12 +207,12 @@ class SampleDistillation:
         return Outputs(log_softmax(logits.float(), -1), out.hidden_states[1:])
 
     def scores(self, policy: Policy, number: int = 0) -> Tensor:
-        """LKV-T scores u [L, H, T] of the prompt of sample `number`."""
+        """Return the LKV-T scores u [L, H, T] of the prompt of sample `number`."""
         row, tokens = slice(number, number + 1), slice(0, self.lengths[number])
         parts = ((prompt.select(row, tokens), layer) for layer, prompt in enumerate(self.prompt))
         if not torch.is_grad_enabled():
             return torch.cat([policy.tokens(*part).to(self._device) for part in parts])
-        # What the scorer computes from the prompt is computed again in the backward pass rather than saved.
+        # The scorer's activations are recomputed in the backward pass instead of saved.
         recomputed = (checkpoint(policy.tokens, *part, use_reentrant=False, preserve_rng_state=False) for part in parts)
         return torch.cat([part.to(self._device) for part in recomputed])
 
@@ -226,8 +227,8 @@ class SampleDistillation:
         Args:
             teacher: Predictions with the full cache.
             student: Predictions under a mask.
-            weight: How much each of the n continuations counts, [n]; None for all alike.
-            scale: With a scale s, a continuation's mean x over its tokens counts as s log(1 + x / s); 0 for x itself.
+            weight: The weights of the n continuations, [n]; None for equal weights.
+            scale: With a scale s, a continuation's mean x is replaced by s log(1 + x / s); 0 for x itself.
         """
         divergence = kl_divergence(teacher.log_probs, student.log_probs) * self.weights
         if not scale:
@@ -238,14 +239,16 @@ class SampleDistillation:
         return (shares if weight is None else shares * weight).sum()
 
     def agreement(self, teacher: Outputs, student: Outputs) -> float:
-        """Share of target tokens with the same most probable token, averaged like `kl`."""
+        """Return the share of target tokens with the same most probable token, averaged like `kl`."""
         return float((is_top1_equal(teacher.log_probs, student.log_probs) * self.weights).sum())
 
     def hidden_distance(self, teacher: Outputs, student: Outputs, norm: str) -> Tensor:
         """1/L sum_l ||H_T - H_S||^2, averaged over tokens; `norm` as in `TrainingConfig.hidden_norm`."""
         total = self.row_weights.new_zeros(())
         distance = partial(_squared_distance, norm=norm)
-        if self._whole and torch.is_grad_enabled():  # in float32 it would save twice what the hidden states take
+        if (
+            self._whole and torch.is_grad_enabled()
+        ):  # saving it in float32 would take twice the memory of the hidden states
             distance = partial(checkpoint, distance, use_reentrant=False, preserve_rng_state=False)
         for target, hidden in zip(teacher.hidden, student.hidden, strict=True):
             # Layers may be on other devices than the losses.
@@ -299,13 +302,13 @@ def hard_mask(policy: Policy, scores: Tensor, retention: float, rows: int) -> Te
     budget = LearnedBudget(policy, retention)
     counts = [budget.limits(layer, *scores.shape[1:]) for layer in range(len(scores))]
     budgets = torch.tensor(counts, device=scores.device)
-    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # of equal scores the earlier ones stay
+    rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # ties go to the earlier token
     mask = torch.where(rank < budgets[..., None], 0.0, _EVICTED)
     return mask[:, None].expand(-1, rows, -1, -1)
 
 
 class SampleGroup(NamedTuple):
-    """Numbered samples that share passes; one not counted has no continuations and keeps processes in step."""
+    """Numbered samples that share passes; uncounted samples have no continuations and keep processes in step."""
 
     numbered: list[tuple[int, TokenizedSample]]
     is_counted: bool = True
@@ -317,7 +320,7 @@ class SampleGroup(NamedTuple):
 def group_samples(
     numbered: Sequence[tuple[int, TokenizedSample]], max_contexts: int, is_sharded: bool = False
 ) -> list[SampleGroup]:
-    """Group samples of similar length; if `is_sharded`, those without continuations too, but not counted."""
+    """Group samples of similar length; if `is_sharded`, include those without continuations as uncounted."""
     samples = [(number, sample) for number, sample in numbered if sample.continuations]
     if max_contexts > 1:
         samples.sort(key=lambda pair: (-len(pair[1].context), pair[0]))
@@ -357,11 +360,11 @@ def distillation_losses(
     for index, (number, sample) in enumerate(group.numbered):
         scores, rows = run.scores(policy, index), len(sample.continuations)
         device = scores.device
-        # Random numbers are drawn on the device, which then waits for nothing.
+        # Random numbers are drawn on the device, without synchronisation.
         generator = torch.Generator(device).manual_seed(config.seed * 1_000_003 + number)
         noise = gumbel((rows, *scores.shape), generator)
         retention, weight = torch.full((rows,), now.retention, device=device), torch.ones(rows, device=device)
-        if config.retention_high:  # log-uniform; the KL of a continuation counts by its retention
+        if config.retention_high:  # log-uniform; the KL of a continuation is weighted by its retention
             ratio = config.retention_high / config.retention_low
             retention = config.retention_low * ratio ** torch.rand(rows, generator=generator, device=device)
             weight = (retention / config.retention_end) ** config.retention_power

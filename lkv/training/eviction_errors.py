@@ -1,4 +1,4 @@
-"""What evicting each token of a text changes, measured while the model repeats the text."""
+"""Eviction errors: the change in attention output without each token, measured while the model repeats the text."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ from lkv.utils.prompts import encode_question
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_LEAST_REST = 1e-3  # of the attention, so much counts as left for the other tokens: it is known no better
+_LEAST_REST = 1e-3  # lower bound on the residual attention mass 1 - a, from its rounding error
 
 
 def longest_text(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the most tokens of a text that the model can read and then repeat; at least one."""
+    """Return the longest text, in tokens, that the model can read and then repeat; at least one."""
     request = encode_question(tokenizer, REQUEST)
     return max(1, (patch_attention(model).spec.max_positions - len(request)) // 2)
 
@@ -29,13 +29,12 @@ def longest_text(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase")
 def measure_eviction_errors(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
 ) -> Tensor:
-    """Compute by how much a layer's output changes without each entry of a prompt, [L, 1, H, T] in float32.
+    """Compute the change of a layer's output without each entry of a prompt, [L, 1, H, T] in float32.
 
     Without a token of attention a and value v, the output o of a query head becomes o + a / (1 - a) (o - v) (CAOTE,
-    Goel et al. 2025). The error is the root of the mean over rows of |a / (1 - a) W (o - v)|^2, summed over the query
-    heads that share the entry, W being a head's part of the output projection; it is divided by the root mean square
-    norm of what the layer's output is added to, so that layers compare. Rows are those of the prompt as the model
-    repeats it.
+    Goel et al. 2025). With a head's part W of the output projection, the squared error |a / (1 - a) W (o - v)|^2 is
+    averaged over the rows of the repeated prompt and summed over the query heads that share the entry. Its root is
+    divided by the root mean square norm of the layer's residual stream, so that layers are comparable.
 
     Args:
         model: The model.
@@ -60,10 +59,10 @@ def measure_eviction_errors(
 class _ErrorLayer(ReplayLayer):
     """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T].
 
-    |W (o - v)|^2 is o P o - 2 o P v + v P v with P = W^T W; what is taken times v is summed over rows first.
+    |W (o - v)|^2 is o P o - 2 o P v + v P v with P = W^T W; the factors of v are summed over rows first.
     """
 
-    attention_dtype = torch.float32  # how much is left beside a token must be known
+    attention_dtype = torch.float32  # 1 - a must be accurate
 
     def __init__(self, prompt: LayerKV, projection: nn.Module):
         super().__init__(prompt)
@@ -73,9 +72,9 @@ class _ErrorLayer(ReplayLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
     ) -> Tensor:
-        """Attention as `ReplayLayer` has it."""
+        """Compute attention as in `ReplayLayer`."""
         heads, dim = value.shape[1], value.shape[-1]
-        # Within the layer's own pass even sharded weights are whole; what is made of them is kept for no longer.
+        # Sharded weights are gathered only during the layer's pass, so products of them are made here.
         with full_precision(value.device):
             products = _products_of_weights(self._projection, heads, query.shape[1] // heads, dim)
             self._value = self._prompt.value.float()[:, :, None]
@@ -99,9 +98,9 @@ class _ErrorLayer(ReplayLayer):
 
 
 def _products_of_weights(projection: nn.Module, kv_heads: int, groups: int, dim: int) -> Tensor:
-    """W^T W [H, G, d, d] of each query head's part of an output projection, which may be quantised, sharded or adapted.
+    """Return W^T W [H, G, d, d] of each query head's part of an output projection.
 
-    So W is what the module makes of unit vectors.
+    W is computed by applying the module to unit vectors, since it may be quantised, sharded or adapted.
     """
     parameter = next(iter([*projection.parameters(), *projection.buffers()]))
     dtype = parameter.dtype if parameter.is_floating_point() else torch.float32

@@ -10,35 +10,35 @@ from lkv.training.cost import mean_length
 from lkv.training.data.packing import Lengths
 from lkv.utils.durations import format_duration
 
-# Steps are shares of the time: the schedule follows the clock.
+# The schedule follows the clock, so steps are shares of the time.
 RECIPE = replace(
     PRESETS["cpu"], steps=1000, warmup=30, batch=2, continuations=3, tokens_a_continuation=0, lr=2.1e-3, lr_end=2.1e-4,
     heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80, kl_scale=0.3,
 )  # fmt: skip
-# Contexts reach so many tokens where so many of them could be read in the time: about 400 are then learned from.
+# Context lengths, by the number of contexts that could be read in the time: about 400 are then used for training.
 _LONG_CONTEXT, _LONG_READINGS = 4000, 1000
 STATISTICS_TEXTS = 6
-# The rates of the recipe are for a distillation of at most so many contexts.
+# The recipe's learning rates are for a distillation of at most this many contexts.
 _RATED_CONTEXTS = 150
 PROGRESS_TEXTS = 4  # held-out texts on which the KL is reported
-_REGRESSION_TEXTS, _REGRESSION_SHARE = 16, 0.25  # of the whole time, at most
-_LEAST_CONTEXTS = 16  # of a distillation; where there is no time for so many, the regression may take all that is left
+_REGRESSION_TEXTS, _REGRESSION_SHARE = 16, 0.25  # the most texts, and the most of the whole time
+_LEAST_CONTEXTS = 16  # of a distillation; with less time the regression may use all that remains
 _TABLE_TEXTS, _TABLE_SHARE = 6, 0.1
-# Seconds of each kind of work, in those of reading as many tokens.
+# Cost per token of each kind of work, relative to a prefill token.
 _REGRESSION_READINGS, _TABLE_READINGS, _PROGRESS_READINGS, _CONTEXT_READINGS = 4.0, 10.0, 1.5, 3.5
 
 
 def longest_context(tokens: float) -> int:
-    """Return the greatest length of a context where the model could read `tokens` tokens in the whole time."""
+    """Return the maximum context length if the model could read `tokens` tokens in the whole time."""
     is_long = tokens >= _LONG_READINGS * mean_length(RECIPE.min_tokens, _LONG_CONTEXT)
     return _LONG_CONTEXT if is_long else RECIPE.max_tokens
 
 
 def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
-    """Return the lengths of the contexts that are learned from; those that are only read have the ones of `config`.
+    """Return the context lengths of the distillation; other stages use the lengths of `config`.
 
-    A short distillation draws from half of the least to twice the greatest, longer ones rarer: short texts want many
-    contexts and long ones some that are as long.
+    They range from half of the minimum to twice the maximum of `config`, with longer contexts rarer: short texts need
+    many contexts, and long texts need a few contexts of their length.
     """
     if config.max_tokens > RECIPE.max_tokens:
         return Lengths(config.min_tokens, config.max_tokens)
@@ -47,13 +47,13 @@ def distillation_lengths(config: TrainingConfig, positions: int) -> Lengths:
 
 
 def shorter_contexts(config: TrainingConfig) -> int:
-    """Find the greatest length of a context with which the distillation's longest are half as long as with `config`."""
+    """Return the maximum context length with which the distillation's longest contexts are half as long as now."""
     return config.max_tokens // (4 if config.max_tokens > RECIPE.max_tokens else 2)
 
 
 def config_for(positions: int, longest: int) -> TrainingConfig:
-    """Return the recipe for a model of `positions` positions with contexts of at most `longest` tokens."""
-    # The regression reads a text twice, the second time after a request of a few tokens.
+    """Return the recipe for a model with `positions` positions and contexts of at most `longest` tokens."""
+    # The regression reads a text twice, the second time after a short request.
     longest = min(longest, max(1, (positions - 64) // 2))
     return fit_to_positions(
         replace(RECIPE, max_tokens=longest, min_tokens=min(RECIPE.min_tokens, max(1, longest // 2))), positions
@@ -61,10 +61,10 @@ def config_for(positions: int, longest: int) -> TrainingConfig:
 
 
 def config_for_distillation(config: TrainingConfig, reading: float, seconds: float) -> TrainingConfig:
-    """`config` with the rates for a distillation of `seconds`, where the model reads a context in `reading`.
+    """Scale the learning rates of `config` for a distillation of `seconds` with `reading` seconds per context.
 
-    The gradients of single contexts nearly cancel once the first hundreds are learned: with n times as many contexts
-    the rate is the root of n times as small, and the last one n times.
+    After the first hundreds of contexts, gradients of single contexts nearly cancel. For n times as many contexts, lr
+    is scaled by 1/sqrt(n) and lr_end by 1/n.
     """
     contexts = seconds / (_CONTEXT_READINGS * reading)
     share = min(1.0, _RATED_CONTEXTS / max(1.0, contexts))
@@ -72,7 +72,7 @@ def config_for_distillation(config: TrainingConfig, reading: float, seconds: flo
 
 
 class Plan(NamedTuple):
-    """Seconds of each stage, and how many texts the second and the last one read."""
+    """The seconds of each stage, and the number of texts of the second and the last stage."""
 
     statistics: float
     regression: float
@@ -83,16 +83,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0) -> Plan:
-    """Divide the time that is left among the stages that are left.
+    """Divide the remaining time among the remaining stages.
 
     Args:
         reading: Seconds in which the model reads a text.
         seconds: Seconds of the whole run.
-        spent: Seconds that are over.
-        stage: How many stages are done.
+        spent: Seconds spent so far.
+        stage: The number of finished stages.
 
-    Raises:
-        TrainingError: A run that begins has too little time.
+            Raises:
+                TrainingError: The time is too short for a new run.
     """
     statistics = 0.0 if stage else (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
     table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RUN = ".fit"  # the folder of a run that is not finished
-_DECISIVE_RETENTION = 0.15  # at which a policy that is worse than SnapKV does not become the default
-# The last weights have learned at the smallest rates, and few held-out texts are noisy: earlier ones must be this much
-# better to be taken instead.
+_DECISIVE_RETENTION = 0.15  # a policy worse than SnapKV at it does not become the default
+# Few held-out texts are noisy, and the last weights were trained at the smallest rates: earlier weights must be better
+# by this factor to replace them.
 _CLEARLY_WORSE = 1.25
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
@@ -62,9 +62,9 @@ class UselessStateError(LkvError):
 
 
 class FitJob(NamedTuple):
-    """What to fit a policy to, in how many seconds, and where it goes.
+    """The model, data, time and output folder of a fit.
 
-    With `keeps_earlier` a policy that is in `folder` already stays, and the new one gets a folder beside it.
+    With `keeps_earlier` an existing policy in `folder` is kept, and the new one is saved in a sibling folder.
     """
 
     model: "PreTrainedModel"
@@ -77,13 +77,13 @@ class FitJob(NamedTuple):
 
     @property
     def state(self) -> Path:
-        """The folder of what a later call resumes from."""
+        """The folder of the state that a later call resumes from."""
         return self.folder / RUN / "state"
 
 
 @dataclass
 class Progress:
-    """How far a run is: finished stages, seconds, held-out KL, when the distillation began, and the curve of KL."""
+    """The progress of a run: finished stages, seconds, held-out KL, start of the distillation, and the KL curve."""
 
     stage: int = 0
     seconds: float = 0.0
@@ -97,10 +97,10 @@ class FitRun:
     """One run of `fit`: its plan, its stages and the state that a later call resumes from.
 
     Args:
-        job: What to fit a policy to.
-        config: The settings, with the lengths of contexts that the memory suffices for.
-        per_token: Seconds in which the model reads a token.
-        elapsed: Gives the seconds of this call and, where it continues a run, of the earlier ones.
+        job: The job.
+        config: The settings, with context lengths that fit into memory.
+        per_token: Seconds of prefill per token.
+        elapsed: Returns the seconds of this call and of the earlier calls of the run.
     """
 
     def __init__(self, job: FitJob, config: TrainingConfig, per_token: float, elapsed: Callable[[], float]):
@@ -115,7 +115,7 @@ class FitRun:
         if "/" in card["model"]:
             card["hub"] = [job.model_name]
         self.policy = Policy(spec, card, config.inputs).to(input_device(job.model))
-        # Before the regression, scores are the attention to expect alone.
+        # Before the regression, scores consist of expected attention only.
         self._initial_output = self.policy.tokens.output.detach().clone()
         self.policy.tokens.output.detach().zero_()
         self._best = copy.deepcopy(self.policy)
@@ -131,11 +131,11 @@ class FitRun:
 
     @property
     def _contexts(self) -> int:
-        """How many contexts were learned from."""
+        """The number of contexts used for training."""
         return self._loop.step * self._config.batch
 
     def run(self) -> Policy:
-        """Run the stages that are left, save the policy, print the comparison and return the policy."""
+        """Run the remaining stages, save the policy, print the comparison and return the policy."""
         self._restore()
         self._make_plan()
         held_out = self._samples.draw_held_out(0, PROGRESS_TEXTS, self._config.max_tokens)
@@ -154,9 +154,9 @@ class FitRun:
         return self._finish()
 
     def _restore(self) -> None:
-        """Take up the state of a run on the same data that was interrupted, or that was short of memory.
+        """Restore the state of a run on the same data that was interrupted or ran out of memory.
 
-        Raises UselessStateError if it cannot be read, and TrainingError if it is of another run.
+        Raises UselessStateError if it cannot be read, and TrainingError if it belongs to another run.
         """
         if not (self._state / CHECKPOINT).exists():
             return
@@ -190,7 +190,7 @@ class FitRun:
         save_checkpoint(self._state, self._loop.step, self._config, self.policy, self._loop.optimizer)
 
     def _make_plan(self) -> None:
-        """Divide the time, and print what will be done. Raises TrainingError if the time is short."""
+        """Divide the time and print the plan. Raises TrainingError if the time is too short."""
         self._plan = plan = make_plan(self._reading, self._seconds, self._elapsed(), self._progress.stage)
         texts = self._job.texts
         for line in texts.lines:
@@ -216,7 +216,7 @@ class FitRun:
         log(f"4. comparison on {_texts(plan.table_texts, 'held-out ')}: {format_duration(plan.table)}")
 
     def _read_targets(self) -> list[RegressionTargets]:
-        """Return the eviction errors of as many texts as planned, or as the time allows."""
+        """Return the regression targets of the planned number of texts, or as many as the time allows."""
         targets: list[RegressionTargets] = []
         latest = self._seconds - self._plan.table - self._plan.distillation / 2
         for text in self._samples.draw_training(STATISTICS_TEXTS, self._plan.regression_texts):
@@ -249,7 +249,7 @@ class FitRun:
         log(f"{minutes:3}:{seconds:02} {title}: held-out KL {text}")
 
     def _distill(self) -> None:
-        """Train until the comparison has to begin; the schedule follows the clock."""
+        """Train until the comparison must start; the schedule follows the clock."""
         end = self._seconds - self._plan.table
         begin = self._progress.distilling_since = self._progress.distilling_since or self._elapsed()
         config = config_for_distillation(self._config, self._reading, end - begin)
@@ -307,7 +307,7 @@ class FitRun:
         return policy
 
     def _compare(self, policy: Policy, default: Policy | None) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the rows of `compare`, and the lengths of the texts, which are shorter where memory is."""
+        """Return the rows of `compare`, and the lengths of the texts, shortened if memory runs out."""
         del self._progress_texts  # whose k and v are held
         longest = self._config.max_tokens
         while True:
@@ -329,7 +329,7 @@ class FitRun:
 
 
 def _free_folder(folder: Path) -> Path:
-    """`folder`, or where it holds a policy the first of FOLDER-2, FOLDER-3, ... that does not exist."""
+    """Return `folder`, or if it holds a policy the first of FOLDER-2, FOLDER-3, ... that does not exist."""
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(path for path in numbered if not path.exists()) if is_policy(folder) else folder
 
@@ -339,5 +339,5 @@ def _texts(count: int, kind: str = "") -> str:
 
 
 def log(line: str) -> None:
-    """Print to stderr what is going on."""
+    """Print a progress line to stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The samples of a run of `lkv fit`: numbered, of texts to learn from and of held-out ones."""
+"""The numbered training and held-out samples of a run of `lkv fit`."""
 
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,10 @@ class FitSamples:
     """Draws the samples of each stage.
 
     Args:
-        texts: What the run reads.
+        texts: The data of the run.
         tokenizer: The model's tokenizer.
         config: The settings.
-        lengths: Tokens of the contexts that the distillation learns from.
+        lengths: The context lengths of the distillation in tokens.
     """
 
     def __init__(self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig, lengths: Lengths):
@@ -35,15 +35,15 @@ class FitSamples:
         self._batches: list[Batch] = []
 
     def draw_training(self, start: int, count: int) -> list[TokenizedSample]:
-        """`count` samples to learn from, from number `start` on."""
+        """Draw `count` training samples, from number `start` on."""
         return self._draw(self.training, start, count, self._config.max_tokens)
 
     def draw_held_out(self, start: int, count: int, longest: int) -> list[TokenizedSample]:
-        """`count` held-out samples of at most `longest` tokens: on a few words any policy is far off, or none."""
+        """Draw `count` held-out samples of at most `longest` tokens, without very short and so uninformative ones."""
         return self._draw(self.held_out, start, count, longest, min(self._config.min_tokens, longest) // 2)
 
     def draw_batch(self, step: int) -> Batch:
-        """Numbered contexts of similar length for a step, so that threads are done with them together."""
+        """Draw numbered contexts of similar length for a step, so that threads finish together."""
         batch, position = self._config.batch, step % _BATCHES_BY_LENGTH
         if not (position and self._batches):
             first = FIRST_CONTEXT + (step - position) * batch
@@ -58,9 +58,9 @@ class FitSamples:
         return draw_sample(data, number, self._tokenizer, self._config, longest)
 
     def _draw(self, data: Mixture, start: int, count: int, longest: int, shortest: int = 0) -> list[TokenizedSample]:
-        """`count` samples from number `start` on that have something to predict, of at most `longest` tokens.
+        """Draw `count` samples with continuations, of at most `longest` tokens, from number `start` on.
 
-        Where few are of `shortest` tokens or more, the longest of the others make up for them.
+        If too few have `shortest` tokens or more, the longest of the others are added.
         """
         samples: list[TokenizedSample] = []
         short: list[TokenizedSample] = []

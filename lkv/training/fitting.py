@@ -1,7 +1,8 @@
 """`lkv fit`: a policy for any model in minutes, without settings.
 
-Three stages, each saved: statistics of k, v and queries; budgets and scores by regression on what eviction changes,
-forward passes only; then distillation for the time that is left. A killed run resumes; it ends with a comparison.
+It has three stages: statistics of k, v and queries; regression of budgets and scores on eviction errors, with forward
+passes only; distillation for the remaining time. Each stage is saved, so that an interrupted run resumes. The run ends
+with a comparison.
 """
 
 import math
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SHORTEST = 256  # tokens of a context, below which memory is too small
-_PROBE_TOKENS = 256  # of the text whose reading is timed
-_PROBE_SHARE, _PROBE_SECONDS = 0.01, 2.0  # of the time, at most, that these readings take
+_PROBE_TOKENS = 256  # length of the timed text
+_PROBE_SHARE, _PROBE_SECONDS = 0.01, 2.0  # the most time for the timing
 
-clock = time.perf_counter  # the time that is counted
+clock = time.perf_counter  # the clock of the run
 
 
 def fit(
@@ -52,8 +53,7 @@ def fit(
 ) -> Policy:
     """Make a policy for a model.
 
-    What is done, how long it takes and the held-out KL as it falls are printed to stderr. The same call resumes a run
-    that was interrupted.
+    Stages, durations and the held-out KL are printed to stderr. Repeat the call to resume an interrupted run.
 
     Args:
         model: the model, on the device to use and in the dtype to read with.
@@ -80,7 +80,7 @@ def fit(
     if not isinstance(minutes, int | float) or not minutes > 0 or not math.isfinite(minutes):
         raise TrainingError(f"minutes is {minutes!r}, but must be a number above 0; give 10 for ten minutes.")
     started = clock()
-    query_rotations(model, "`lkv fit`")  # what is wrong with the model is said before its texts are read
+    query_rotations(model, "`lkv fit`")  # reject unsupported models before reading texts
     return fit_to(open_texts(texts or (), data, against), model, tokenizer, minutes, out, name, started)
 
 
@@ -123,7 +123,7 @@ def fit_to(
 
 
 def _run(job: FitJob, started: float) -> Policy:
-    """Run all stages: anew where an interrupted run cannot be read, with shorter contexts where memory is short."""
+    """Run all stages; start anew if saved state is unreadable, and shorten contexts if memory runs out."""
     log("measuring how fast the model reads here")
     positions = patch_attention(job.model).spec.max_positions
     probe_seconds = min(_PROBE_SECONDS, _PROBE_SHARE * job.seconds)
@@ -158,7 +158,7 @@ def _run(job: FitJob, started: float) -> Policy:
 
 
 def _check_folder(folder: Path, texts: Mixture) -> None:
-    """Raise TrainingError where a policy in `folder` would replace another file, or be read as a document later."""
+    """Raise TrainingError if a policy in `folder` would replace another file, or later be read as a document."""
     if (folder / "config.json").exists() and not is_policy(folder):
         raise TrainingError(
             f"{folder} holds the config.json of something else, which the policy's would replace; give an --out of its "
@@ -170,7 +170,7 @@ def _check_folder(folder: Path, texts: Mixture) -> None:
 
 @contextmanager
 def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
-    """Where the block fails before anything was saved in `run`, remove it, and the empty folder around it if new."""
+    """Remove `run` if the block fails before saving anything in it, and its parent folder if new and empty."""
     try:
         yield
     except BaseException as error:
@@ -186,7 +186,7 @@ def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
 
 
 def _interrupted_run(state: Path) -> tuple[int | None, float]:
-    """Of the run whose state is there: the greatest length of a context, and its seconds; (None, 0) for none."""
+    """Return the maximum context length and the seconds of the saved run; (None, 0) without one."""
     with suppress(LkvError, KeyError, TypeError, ValueError):
         if (state / CHECKPOINT).exists():
             checkpoint = read_checkpoint(state)

@@ -1,6 +1,6 @@
-"""Fidelity of predictions after eviction to those of the full cache, on texts that training never sees.
+"""Fidelity of predictions after eviction to the full cache's predictions, on held-out texts.
 
-`measure_policy` evicts by a mask over the whole prompt, which is what a cache without the evicted entries computes.
+`measure_policy` evicts by a mask over the whole prompt, which is equivalent to a cache without the evicted entries.
 """
 
 from collections.abc import Iterable, Sequence
@@ -67,7 +67,7 @@ def compare(
     default: Policy | None = None,
     retentions: Sequence[float] = TABLE_RETENTIONS,
 ) -> list[dict[str, Any]]:
-    """Measure a new policy, the one that was the model's default so far, and baselines.
+    """Measure a new policy, the model's previous default policy, and baselines.
 
     Args:
         model: The model.
@@ -78,7 +78,7 @@ def compare(
         retentions: The retentions to measure at.
 
     Returns:
-        A row a method and retention, without methods that cannot serve the texts.
+        One row per method and retention, without methods that do not support the texts.
     """
     names = [name if name != "default" else "lkv@default" for name in _BASELINES]
     if default is None:
@@ -126,7 +126,7 @@ def describe_better_baselines(better: dict[str, list[float]]) -> list[str]:
 
 
 def format_kl(kl: float) -> str:
-    """Three decimals, or two digits of what is smaller than they show."""
+    """Format a KL with three decimals, or two significant digits if it is smaller."""
     return f"{kl:.3f}" if kl >= 0.01 else f"{kl:.2g}"
 
 

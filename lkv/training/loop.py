@@ -27,7 +27,7 @@ Batch = list[tuple[int, TokenizedSample]]  # numbered samples
 
 
 class Due(NamedTuple):
-    """What follows a step: nothing else if it was the last one, a report, a checkpoint."""
+    """The actions due after a step: the end of training, a report, a checkpoint."""
 
     is_last: bool
     report: bool
@@ -54,10 +54,10 @@ class TimeBudget:
     """A training whose schedule of `steps` steps follows the clock, from `begin` to `end`.
 
     Args:
-        steps: Steps of the schedule; how many are taken depends on how long each takes.
-        elapsed: Gives the seconds so far.
-        begin: When the training began, in these seconds.
-        end: When it must have ended: a step that would end later is not taken.
+        steps: Steps of the schedule; the number of updates depends on their duration.
+        elapsed: Returns the seconds so far.
+        begin: The start of the training, in these seconds.
+        end: The deadline: a step that would end later is not taken.
         report_interval: Seconds between two reports.
     """
 
@@ -67,7 +67,7 @@ class TimeBudget:
         self._step_begin, self._step_seconds = 0.0, 0.0
 
     def position(self, step: int) -> float | None:
-        """Return the position of the next step as the clock has it; None if the budget is spent."""
+        """Return the position of the next step by the clock; None if the budget is spent."""
         self._step_begin = now = self._elapsed()
         if now + self._step_seconds >= self._end:
             return None
@@ -89,11 +89,11 @@ class TrainingLoop:
         model: The frozen model.
         policy: The policy, which is changed in place.
         config: The settings.
-        batches: Gives this process's numbered samples of a step.
-        remedy: What to do about a loss that is not finite, for the message.
-        is_sharded: Whether processes share the model's weights and must make the same passes.
-        num_processes: How many processes share each step.
-        contexts_at_once: How many contexts a CPU may read at once in threads.
+        batches: Returns this process's numbered samples of a step.
+        remedy: Advice for a non-finite loss, for the error message.
+        is_sharded: Whether processes share the model's weights and must run the same passes.
+        num_processes: The number of processes that share each step.
+        contexts_at_once: The most contexts that a CPU processes concurrently in threads.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class TrainingLoop:
 
         Args:
             budget: Steps or time.
-            report: Called with the means of a step where a report is due, and after the last step.
-            save: Called where a checkpoint is due, after the last step, and before an interrupt stops the loop.
+            report: Called with the means of a step if a report is due, and after the last step.
+            save: Called if a checkpoint is due, after the last step, and before an interrupt stops the loop.
             on_step: Called after each step with its means and seconds.
 
         Returns:
@@ -159,7 +159,7 @@ class TrainingLoop:
         def add_gradients(group: SampleGroup) -> torch.Tensor:
             kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
             loss = (kl + config.beta * hidden) / config.batch
-            # Even where it is not finite: the other processes of a sharded model wait for this one.
+            # Even for a non-finite loss, because the other processes of a sharded model wait for this one.
             loss.backward()
             return torch.stack([loss, kl, hidden]).detach().float().to(self._device)
 
@@ -168,7 +168,7 @@ class TrainingLoop:
         if self._num_processes > 1:
             average_gradients(parameters, "sum")
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
-        # The host waits for the device once a step: here, before the weights change.
+        # The only synchronisation of a step, before the weights change.
         table = torch.stack([*losses, norm.detach().float().to(self._device).expand(3)])
         *rows, (gradient_norm, _, _) = table.tolist()
         pairs = zip(groups, (row[0] for row in rows), strict=True)
@@ -191,14 +191,14 @@ class TrainingLoop:
         return bool(self._sum([float(value)])[0])
 
     def _sum(self, values: list[float]) -> list[float]:
-        """Return the sums of `values` over all processes; one process asks nothing of its device."""
+        """Return the sums of `values` over all processes; a single process does not use its device."""
         if self._num_processes == 1:
             return values
         return all_reduce(torch.tensor(values, device=self._device)).tolist()
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters of `policy`; the `rate` of a group multiplies the learning rate."""
+    """Make AdamW for the parameters of `policy`; the `rate` of a group multiplies the learning rate."""
     rates: dict[float, list[torch.nn.Parameter]] = {}
     for name, parameter in policy.named_parameters():
         part, _, own_name = name.partition(".")

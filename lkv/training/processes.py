@@ -1,4 +1,4 @@
-"""Training with several threads, processes and devices: the share of each, and where the frozen model is."""
+"""Training with several threads, processes and devices: split the work, and place the frozen model."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -26,19 +26,19 @@ Result = TypeVar("Result")
 def run_at_once(
     function: Callable[[Item], Result], items: Sequence[Item], device: torch.device, most: int
 ) -> list[Result]:
-    """Return `function` of each item; on a CPU several run at once, as one small operation keeps few cores busy.
+    """Apply `function` to each item; concurrently on a CPU, where small operations use few cores.
 
-    Gradients of two items add up to the same bits in either order.
+    The sum of the gradients of two items is bitwise equal in either order.
 
     Args:
         function: What to call.
         items: Its arguments, one for each call.
         device: Where the function computes.
-        most: How many calls run at once at most, in threads that divide PyTorch's.
+        most: The most concurrent calls, in threads that share PyTorch's.
     """
     threads = torch.get_num_threads()
     workers = min(len(items), most, threads)
-    # Autocast holds for the thread that turned it on.
+    # Autocast is thread-local.
     if device.type != "cpu" or workers < 2 or torch.is_autocast_enabled("cpu"):
         return [function(item) for item in items]
     torch.set_num_threads(threads // workers)
@@ -64,10 +64,10 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], reduction: str) 
 
 
 def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
-    """Split items among processes, so that numbers differ by at most one and sums of costs are alike."""
+    """Split items among processes, with counts that differ by at most one and balanced costs."""
     shares: list[list[int]] = [[] for _ in range(processes)]
     sizes = [len(range(process, len(costs), processes)) for process in range(processes)]
-    # The most expensive first, each to the process with the least work that still lacks items.
+    # Assign the most expensive first, to the process with the least work among those that still need items.
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         free = (process for process in range(processes) if len(shares[process]) < sizes[process])
         shares[min(free, key=lambda process: sum(costs[i] for i in shares[process]))].append(item)
@@ -75,9 +75,9 @@ def split_by_cost(costs: Sequence[float], processes: int) -> list[list[int]]:
 
 
 def select_device(name: str) -> None:
-    """Make Accelerate train on the device that --device names; each process of a machine takes its own of that type.
+    """Make Accelerate train on the device of --device; each process of a machine uses a separate device of that type.
 
-    Raises LkvError for a device that PyTorch lacks, or that several processes cannot train on.
+    Raises LkvError for a device that PyTorch lacks, or that does not support several processes.
     """
     processes = _num_local_processes()
     if name == "cpu":
@@ -134,7 +134,7 @@ def place_model(
         )
     from accelerate.utils import broadcast_object_list
 
-    # The first process alone loads the model, and sends each of the others its shard.
+    # Only the first process loads the model; it sends each of the others its shard.
     weights: dict[str, Tensor] = {}
     outcome: list[ModelSpec | LkvError | None] = [None]
     if state.is_main_process:

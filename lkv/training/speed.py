@@ -1,4 +1,4 @@
-"""How long training takes on this machine: the speed of each kind of work, and the seconds of a training."""
+"""Estimates of training time on this machine, from the measured speed of each kind of work."""
 
 import time
 from collections.abc import Callable
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 Clock = Callable[[], float]
 _PROBE_TOKENS, _PROBE_CONTINUATION = 512, 120  # of the text whose reading and training is timed
-_WARM_UP_TOKENS = 32  # of a first call, which prepares what later ones find
+_WARM_UP_TOKENS = 32  # of the warm-up call
 
 
 class Speed(NamedTuple):
-    """Floating-point operations a second of one process: of reading a prompt, of the warm start, and of training."""
+    """FLOPs per second of one process: prefill, warm start and training."""
 
     prefill: float
     warm_start: float
@@ -49,17 +49,17 @@ class Speed(NamedTuple):
         config: TrainingConfig,
         has_warm_start: bool = True,
     ) -> "Speed":
-        """Time each kind of work once on a short text, with a policy that is thrown away.
+        """Time each kind of work once on a short text, with a temporary policy.
 
         Args:
             model: The model, on its device.
             tokenizer: Its tokenizer.
             config: The settings of the training.
-            has_warm_start: Time the warm start too; otherwise it counts as fast as reading.
+            has_warm_start: Also time the warm start; otherwise its speed is set to the prefill speed.
         """
         shape, device = Shape.of(model.config), input_device(model)
         length = min(_PROBE_TOKENS, config.max_tokens)
-        # Even where the settings leave continuations without a target, which is refused later, the probe has one.
+        # The probe has a target even if the settings leave none, an error that is raised later.
         continuations = [max(4, min(_PROBE_CONTINUATION, config.max_continuation))] * config.continuations
         policy = Policy(patch_attention(model).spec, inputs=config.inputs).to(device)
         model.requires_grad_(False)
@@ -88,16 +88,16 @@ def seconds_per_token(
     clock: Clock = time.perf_counter,
     least_calls: int = 2,
 ) -> float:
-    """Measure how long the model reads a token, on this machine as it is now.
+    """Measure the prefill seconds per token on this machine under its current load.
 
-    On a busy machine, a single reading can take twenty times as long as the next, so the lower median counts.
+    On a busy machine, one pass can take twenty times as long as the next, so the lower median is used.
 
     Args:
         model: The model, on its device.
-        tokens: The length of the text that is read.
-        seconds: The text is read again until all readings together have taken this long.
-        clock: Gives the time in seconds.
-        least_calls: The text is read at least so often.
+        tokens: The length of the text.
+        seconds: Repeat until all passes together have taken this long.
+        clock: Returns the time in seconds.
+        least_calls: The least number of passes.
     """
     decoder, ids = model.get_decoder(), torch.ones((1, tokens), dtype=torch.long, device=input_device(model))
 
@@ -114,7 +114,7 @@ def _time(
     clock: Clock = time.perf_counter,
     least_calls: int = 1,
 ) -> float:
-    """Return the lower median of the seconds of `work`, which returns a number and so waits for the device."""
+    """Return the lower median of the seconds of `work`, which returns a Python number and so synchronises."""
     work(min(_WARM_UP_TOKENS, tokens))
     durations: list[float] = []
     while len(durations) < least_calls or sum(durations) < seconds:

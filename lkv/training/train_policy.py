@@ -1,4 +1,4 @@
-"""From settings to a finished policy: what is refused early, the trainer, and how long it takes."""
+"""From settings to a finished policy: early validation, the trainer, and the time estimate."""
 
 import sys
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What a training needs, checked before any weights are loaded.
+    """The validated inputs of a training, before any weights are loaded.
 
     `validation_data` is the same for every seed, so that curves of different runs compare.
     """
@@ -83,7 +83,7 @@ def prepare(
     trackers: Sequence[Any] = (),
     spread: str = "no",
 ) -> TrainingSetup:
-    """Check everything that can be checked without the model's weights, and index the data.
+    """Validate all settings that do not need the model's weights, and index the data.
 
     Args:
         preset: The settings to start from; None for those that fit device and model.
@@ -104,7 +104,7 @@ def prepare(
     from accelerate import Accelerator
 
     _check_trackers(trackers)
-    _override_config(PRESETS[preset or _default_preset(device)], overrides)  # what no model allows is refused first
+    _override_config(PRESETS[preset or _default_preset(device)], overrides)  # reject invalid settings first
     if not is_built(data):
         check_is_not_data(out, data, TrainingError)
     if is_policy(out):
@@ -144,9 +144,9 @@ def _check_trackers(trackers: Sequence[Any]) -> None:
 
 
 def build(setup: TrainingSetup) -> Trainer:
-    """Load the model, make the policy and its trainer, and print what will be done and how long it takes.
+    """Load the model, make the policy and its trainer, and print the plan with a time estimate.
 
-    Raises UnsupportedModelError for expected attention of a model whose rotation of the queries cannot be undone.
+    Raises UnsupportedModelError for expected attention in a model whose query rotation cannot be undone.
     """
     config, accelerator, shape = setup.config, setup.accelerator, setup.shape
     is_main, is_sharded, processes = accelerator.is_main_process, setup.spread == "processes", accelerator.num_processes
@@ -180,7 +180,7 @@ def build(setup: TrainingSetup) -> Trainer:
     if setup.init is not None:
         card["started_from"] = earlier_card = initialize_from(policy, setup.init)
         tokens = earlier_card.get("trained_tokens") or earlier_card.get("training", {}).get("max_tokens", 0)
-        if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # no knots were cut
+        if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # all knots are in use
             card["trained_tokens"] = max(config.max_tokens, tokens)
 
     samples = partial(draw_sample, setup.data, tokenizer=tokenizer, config=config)
@@ -201,7 +201,7 @@ def build(setup: TrainingSetup) -> Trainer:
 def resolve_config(
     preset: str | None, overrides: dict[str, Any], positions: int, device: torch.device
 ) -> TrainingConfig:
-    """Return the settings of `preset`, else those that fit device and model, with `overrides`. Raises TrainingError."""
+    """Return the settings of `preset`, by default one for device and model, with `overrides`. Raises TrainingError."""
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
     config = _override_config(base, overrides)
     check_positions(config, positions)

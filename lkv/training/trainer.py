@@ -1,4 +1,4 @@
-"""What `lkv train` adds to the training loop: calibration, validation, the curve of losses and checkpoints."""
+"""The trainer of `lkv train`: the training loop with calibration, validation, the loss curve and checkpoints."""
 
 import sys
 from collections.abc import Callable
@@ -41,17 +41,17 @@ _TIMED_STEPS = 3  # after which the remaining time is printed
 
 
 class Trainer:
-    """Trains a policy, deterministically in settings and data: on a CPU a resumed run continues bit for bit.
+    """Trains a policy deterministically: on a CPU a resumed run gives bitwise the same result.
 
     Args:
         model: The frozen model.
         policy: The policy, which is changed in place.
         config: The settings.
-        samples: Gives a training sample by its number.
+        samples: Returns a training sample by its number.
         validation: Held-out samples.
         folder: For checkpoints and the curve.
         initialize: Called before the first step of a new run; by default, it measures the statistics of k and v.
-        is_sharded: Whether processes share the model's weights and must make the same passes.
+        is_sharded: Whether processes share the model's weights and must run the same passes.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Trainer:
             checkpoint.check_run(self._config)
             checkpoint.load_policy(self.policy)
             checkpoint.load_optimizer(self.policy, self._loop.optimizer)
-            # The call that began the run knows what it started from and on which data.
+            # The call that started the run recorded its initial policy and data.
             self.policy.card = checkpoint.card
             self._loop.step = checkpoint.step
             self._print(f"continuing from step {checkpoint.step} of {self._config.steps}, saved in {self._folder}")
@@ -133,7 +133,7 @@ class Trainer:
             self._save()
 
     def _draw_batch(self, step: int) -> Batch:
-        """Return this process's samples of a step: every process gets about as much work."""
+        """Return this process's samples of a step, with balanced work among processes."""
         numbers = range(step * self._config.batch, (step + 1) * self._config.batch)
         samples, is_whole = [self._samples(number) for number in numbers], self._config.student == "full"
         costs = [
@@ -145,7 +145,7 @@ class Trainer:
         return [(numbers[item], samples[item]) for item in items]
 
     def _time_step(self, steps: int, seconds: float) -> None:
-        """Print the remaining time after the first steps of this process; the first is slower and rarely counts."""
+        """Print the remaining time after the first steps of this process; the slower first step is usually excluded."""
         timed_steps = min(_TIMED_STEPS, self._config.steps - 1)
         if steps > timed_steps:
             return
@@ -162,7 +162,7 @@ class Trainer:
             self._print(f"{remaining} left, at the pace of the first steps")
 
     def evaluate(self) -> dict[str, float]:
-        """Mean KL and agreement of the hard-masked policy on the validation samples, at R and perhaps a third of it."""
+        """Return mean KL and agreement of the hard-masked policy on validation samples, at R and optionally R / 3."""
         retentions = {"": self._config.retention_end}
         if self._config.retention_high:
             retentions["_third"] = self._config.retention_end / 3

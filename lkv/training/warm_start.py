@@ -1,4 +1,4 @@
-"""Before distillation: measure the input statistics, and fit LKV-T and LKV-H to what evicting each token changes."""
+"""Warm start before distillation: measure the input statistics, and fit LKV-T and LKV-H to eviction errors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,15 +23,15 @@ from lkv.utils.devices import distributed_state, has_float64
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# The first tokens draw attention whatever they say: the statistics of queries and the scale of expected attention leave
-# them out, unlike the statistics of k and v, and the regression always has them.
+# The first tokens are attention sinks. They are excluded from the statistics of queries and the scale of expected
+# attention, included in the statistics of k and v, and always included in the regression.
 _FIRST_TOKENS = 4
-_SCALING_TEXTS = 3  # whose k and v are kept to scale the expected-attention term: the others need not be read again
-_SCORE_STD = 2.0  # of LKV-T's terms at the start, about that of the noise that training adds to scores
+_SCALING_TEXTS = 3  # texts whose k and v are kept to scale the expected-attention component
+_SCORE_STD = 2.0  # initial deviation of LKV-T's components, about that of the training noise added to scores
 
 _LR = 3e-3
-_RETENTIONS = (0.05, 0.15, 0.3)  # at which the heads' shares are counted
-_MIN_ERROR = 1e-10  # lower errors count as this
+_RETENTIONS = (0.05, 0.15, 0.3)  # for the targets of the heads' shares
+_MIN_ERROR = 1e-10  # lower errors are clamped
 _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
 
 
@@ -88,9 +88,9 @@ class _Moments:
 
 
 def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> None:
-    """Set each query head's normaliser, then weights that give the expected-attention term the deviation `_SCORE_STD`.
+    """Set each query head's normaliser, then scale the expected-attention component to the deviation `_SCORE_STD`.
 
-    The normaliser is the log of the mean over tokens of E[exp(q k)]: the softmax's denominator a token.
+    The normaliser is the log of the mean over tokens of E[exp(q k)]: the softmax denominator per token.
     """
     tokens = policy.tokens
     tokens.attention_weight.fill_(1.0)
@@ -115,16 +115,16 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
 
 
 class RegressionTargets(NamedTuple):
-    """What LKV-T is fitted to on one text, for some of its tokens, all layers and heads as one dimension H' = L H.
+    """The regression targets of LKV-T for some tokens of one text, with layers and heads flattened to H' = L H.
 
     Attributes:
         key: k as the content component reads it, [H', n, d].
         value: v, [H', n, d].
-        attention: the expected-attention component with weight 1, [H', n]; None where the policy has none.
-        positions: of the tokens, [n].
+        attention: the expected-attention component with weight 1, [H', n]; None if the policy lacks it.
+        positions: positions of the tokens, [n].
         end: the position after the text.
-        scores: of the eviction errors, as `regression_scores` gives them, [H', n].
-        shares: each head's share of the tokens with the greatest errors of all heads at `_RETENTIONS`, [3, L, H].
+        scores: target scores from `regression_scores`, [H', n].
+        shares: each head's share of the entries with the greatest errors over all heads at `_RETENTIONS`, [3, L, H].
     """
 
     key: Tensor
@@ -149,8 +149,8 @@ def warm_start(
         model: The frozen model.
         tokenizer: Its tokenizer.
         policy: The policy, which is changed in place.
-        samples: Gives a training sample by its number.
-        contexts: How many texts to read.
+        samples: Returns a training sample by its number.
+        contexts: The number of texts to read.
 
     Returns:
         The unexplained share of the variance of the scores.
@@ -168,7 +168,7 @@ def warm_start(
 def regression_targets(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", policy: Policy, ids: list[int]
 ) -> RegressionTargets:
-    """Read and repeat the first `WARM_START_TOKENS` of a text, or as many as the model can read twice."""
+    """Compute targets from the first `WARM_START_TOKENS` tokens of a text, or as many as the model can read twice."""
     device = policy.tokens.mean.device
     ids = ids[: min(WARM_START_TOKENS, longest_text(model, tokenizer))]
     prompt = read_prompt(model, torch.tensor([ids], device=device))
@@ -180,7 +180,7 @@ def regression_targets(
     target = regression_scores(errors[:, 0])
     generator = torch.Generator("cpu").manual_seed(len(ids))
     positions = torch.randperm(len(ids), generator=generator, device="cpu")[:WARM_START_SAMPLE]
-    # The first tokens are the only ones from which their knots are learned.
+    # The first knots can only be learned from the first tokens.
     positions = torch.cat([torch.arange(min(_FIRST_TOKENS, len(ids)), device="cpu"), positions]).unique()
     keys, values, attention = [], [], []
     for layer, part in enumerate(prompt):
@@ -205,10 +205,10 @@ def regression_targets(
 
 
 def regression_scores(errors: Tensor) -> Tensor:
-    """Make the targets of LKV-T for eviction errors [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
+    """Compute LKV-T's targets from eviction errors [..., T]: the mean of two scales, each of deviation `_SCORE_STD`.
 
-    One is the logarithm, in which the greatest errors are far apart; the other the normal deviate of the rank, in which
-    a few very low ones do not carry the squared difference. Equal errors share a rank.
+    One is the logarithm, which separates the greatest errors. The other is the normal quantile of the rank, in which a
+    few very low errors do not dominate the squared difference. Equal errors share a rank.
     """
     log = errors.clamp(min=_MIN_ERROR).log()
     standardised = (log - log.mean(-1, keepdim=True)) / log.std(-1, keepdim=True).clamp(min=1e-6)
@@ -220,7 +220,7 @@ def regression_scores(errors: Tensor) -> Tensor:
 def fit_to_targets(policy: Policy, targets: Sequence[RegressionTargets], is_shared: bool = False) -> float:
     """Fit LKV-T to `targets` by steps of Adam, one text each, and its knots by least squares; then LKV-H.
 
-    Every head of the model at once. Returns the unexplained share of the variance in the last round over the texts.
+    All heads of the model are fitted together. Returns the unexplained share of the variance in the last epoch.
     """
     tokens = policy.tokens
     optimizer = torch.optim.Adam(tokens.parameters(), lr=_LR)
@@ -239,7 +239,7 @@ def fit_to_targets(policy: Policy, targets: Sequence[RegressionTargets], is_shar
         errors.append(float(loss.detach()) / _SCORE_STD**2)
     if tokens.inputs.knots:
         _solve_knots(policy, targets, is_shared)
-    # LKV-H's ratios come close to the heads' shares.
+    # Fit LKV-H's ratios to the heads' shares.
     shares = torch.stack([text.shares for text in targets]).mean(0)
     target = (all_reduce(shares, "mean") if is_shared else shares).clamp(1e-4, 1 - 1e-4)
     retentions = torch.tensor(_RETENTIONS, device=target.device)
@@ -253,7 +253,7 @@ def fit_to_targets(policy: Policy, targets: Sequence[RegressionTargets], is_shar
 
 
 def _scores_of_all_heads(policy: Policy, text: RegressionTargets) -> Tensor:
-    """LKV-T's scores [H', n] of the tokens of `text`."""
+    """Return LKV-T's scores [H', n] of the tokens of `text`."""
     tokens = policy.tokens
     weights = (x.flatten(0, 1) for x in (tokens.mean, tokens.std, tokens.hidden, tokens.bias, tokens.output))
     scores = content_formula(text.key[None], text.value[None], ContentWeights(*weights))[0]
@@ -267,10 +267,10 @@ def _scores_of_all_heads(policy: Policy, text: RegressionTargets) -> Tensor:
 
 @torch.no_grad()
 def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared: bool) -> None:
-    """Set the position component of all heads to the least squares of what the others leave of the scores.
+    """Fit the position component of all heads to the residual of the scores by least squares.
 
-    Few tokens lie at the first knots, so that steps of a gradient hardly move them; but the first tokens draw attention
-    that no other component foresees.
+    Few tokens lie at the first knots, so gradient steps hardly move them; but the first tokens are attention sinks that
+    no other component predicts.
     """
     tokens = policy.tokens
     count = tokens.inputs.knots
@@ -286,7 +286,7 @@ def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared
         products += residual @ basis.T
     if is_shared:
         squares, products = all_reduce(squares, "sum"), all_reduce(products, "sum")
-    # A knot that no token is near stays at 0.
+    # A knot without nearby tokens stays at 0.
     solved = torch.linalg.solve(squares + torch.eye(2 * count).to(knots), products.T).T
     tokens.start.copy_(solved[:, :count].view_as(tokens.start))
     tokens.end.copy_(solved[:, count:].view_as(tokens.end))

@@ -18,7 +18,7 @@ FORMAT = 1
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a built folder. Raises DataError where the build is missing or not finished."""
+    """Read the manifest of a built folder. Raises DataError if the build is missing or unfinished."""
     if (folder / PROGRESS).is_file() and not (folder / MANIFEST).is_file():
         raise DataError(f"the build in {folder} is not finished; run `python -m experiments.data build` again.")
     manifest = read_json(folder / MANIFEST)
@@ -36,7 +36,7 @@ def is_built(folder: Path) -> bool:
 
 
 class BuiltDataset:
-    """The samples of one side of a finished build, in an order that is shuffled anew for every epoch."""
+    """The training or held-out samples of a finished build, reshuffled for every epoch."""
 
     def __init__(self, folder: Path, seed: int = 0, side: Literal["train", "heldout"] = "train"):
         self._folder, self._seed = folder, seed
@@ -66,7 +66,7 @@ class BuiltDataset:
         return len(self._lines)
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
-        """Sample number `index`; arguments are those of `Mixture.sample`."""
+        """Return sample number `index`; arguments as in `Mixture.sample`."""
         epoch, position = divmod(index, len(self))
         if epoch != self._epoch:
             self._order = random.Random(f"{self._seed}-{epoch}").sample(range(len(self)), len(self))
@@ -106,7 +106,7 @@ class BuiltDataset:
 
     @property
     def decontamination(self) -> dict[str, Any] | None:
-        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
+        """The record of decontamination, for a policy's card; None without decontamination."""
         if self.manifest["decontamination"] is None:
             return None
         sets = {

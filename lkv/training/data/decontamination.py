@@ -17,7 +17,7 @@ from lkv.training.data.documents import ItemT, item_texts
 from lkv.utils.data_files import read_json, read_member, read_records, read_text, split_lines
 
 NGRAM_WORDS = 13  # long enough that chance does not make two texts share them
-OVERLAP_SHARE = 0.1  # of a text's n-grams
+OVERLAP_SHARE = 0.1  # share of a text's n-grams
 _SHORT_WORDS = 6  # per n-gram of a text that is shorter than an n-gram
 Hashes = NDArray[np.uint64]
 _WORD = re.compile(r"\w+")
@@ -26,7 +26,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class OverlapCounts:
-    """Of the items of a set: how many were compared, share any n-gram, and were dropped."""
+    """The number of a set's items that were compared, share an n-gram, and were dropped."""
 
     compared: int
     shared: int
@@ -36,8 +36,8 @@ class OverlapCounts:
 class NgramOverlap:
     """N-grams of the evaluated texts in `files`: JSON, JSON lines, CSV, Parquet, text, or a zip of JSON and text.
 
-    An item overlaps where one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them,
-    or has fewer than n words and shares all of its 6-grams. `files` has their SHA-256, `counts` what `clean` found.
+    An item overlaps if one of its texts (a paragraph, a question) shares at least `share` of its n-grams with them, or
+    has fewer than n words and shares all of its 6-grams. `files` has their SHA-256, `counts` the results of `clean`.
     """
 
     def __init__(self, files: Iterable[Path], n: int = NGRAM_WORDS, share: float = OVERLAP_SHARE):
@@ -52,7 +52,7 @@ class NgramOverlap:
             if not any(string.strip() for string in strings):
                 raise DataError(f"{path} holds no text to compare with; give files of the evaluated sets.")
             name, digest = path.name, hashlib.sha256(path.read_bytes()).hexdigest()
-            for folder in path.parents:  # of other files with this name, the folders tell which is meant
+            for folder in path.parents:  # parent folders distinguish files of the same name
                 if self.files.get(name, digest) == digest:
                     break
                 name = f"{folder.name}/{name}"
@@ -63,7 +63,7 @@ class NgramOverlap:
         self._grams = {size: np.unique(np.concatenate(grams.pop(size))) for size in list(grams)}
 
     def share(self, text: str) -> float:
-        """Return the share of the n-grams of `text` that evaluated texts have; of a shorter text 1 or 0."""
+        """Return the share of n-grams of `text` found in evaluated texts; 1 or 0 for a text shorter than an n-gram."""
         words = self._hash_words(text)
         is_short = len(words) < self._n
         size = _SHORT_WORDS if is_short else self._n
@@ -84,7 +84,7 @@ class NgramOverlap:
         return clean
 
     def card(self) -> dict[str, Any]:
-        """Return what was compared and left out, for a policy's card."""
+        """Return the record of decontamination, for a policy's card."""
         sets = {
             name: {"compared": counts.compared, "shared": counts.shared, "overlapping": counts.dropped}
             for name, counts in self.counts.items()

@@ -1,7 +1,7 @@
 """Items of training data (passages, questions, meetings) and the readers that make them from files or rows of the hub.
 
-A row's columns decide how it is read: a set's own files and the hub's Parquet differ. `ROW_READERS` has one reader a
-set, from (position, row) pairs to items; sets whose files have no rows have one in `FILE_READERS`.
+Rows are read by their columns, since official files and the hub's Parquet files differ. `ROW_READERS` has a reader of
+(position, row) pairs for each set; sets whose files have no rows have a reader in `FILE_READERS`.
 """
 
 import json
@@ -29,8 +29,8 @@ from lkv.utils.extras import install_command
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
-_HELD_OUT_SHARE = 20  # one item in so many is held out
-_LEAST_HELD_OUT_CHARS = 2000  # of a text that is held out alone, where one has so many
+_HELD_OUT_SHARE = 20  # one item in this many is held out
+_LEAST_HELD_OUT_CHARS = 2000  # the least characters of a text held out alone, if one is that long
 LocatedRows = Iterable[tuple[str, Row]]
 
 
@@ -43,7 +43,7 @@ class Passage(NamedTuple):
 
 
 class MultiHopQuestion(NamedTuple):
-    """A question over several passages, of which those with the numbers in `needed` must be read to answer it."""
+    """A question over several passages; the passages numbered in `needed` contain the answer."""
 
     question: str
     answer: str
@@ -82,14 +82,14 @@ def item_texts(item: Item) -> list[str]:
 
 
 def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
-    """Return the items that training never sees, or the others; an item's text decides, not its file.
+    """Return the held-out items if `validation`, else the training items; the split depends only on an item's text.
 
-    Questions over the same passages are on the same side.
+    Questions over the same passages are in the same split.
     """
     texts = [_text_read(item) for item in items]
     held_out = {text for text in texts if _is_in_held_out_share(text)}
-    # A handful of texts may all have fallen on one side: then the shortest one alone is held out, but never the
-    # longest, nor one of a few words where there are others.
+    # A few texts may all be in one split: then the shortest is held out, but never the longest, nor a text of a few
+    # words if there are others.
     if len(held_out) in (0, len({*texts})):
         shorter = sorted({*texts}, key=lambda text: (len(text), text))[:-1]
         long_enough = [text for text in shorter if len(text) >= _LEAST_HELD_OUT_CHARS]
@@ -98,7 +98,7 @@ def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
 
 
 def _text_read(item: Item) -> str:
-    """Return what a context takes from an item."""
+    """Return the text of an item that contexts use."""
     if isinstance(item, MultiHopQuestion) and item.passages:
         return "\n\n".join(sorted(passage.text for passage in item.passages))
     return item_texts(item)[0]
@@ -116,11 +116,11 @@ def read_dataset(
     Args:
         name: The set.
         paths: Its files.
-        folder: The data folder, from which the titles of texts are named.
-        unreadable: Where given, files without readable text are entered here, with the reason, and left out.
+        folder: The data folder; titles of texts are paths relative to it.
+        unreadable: If given, collects files without readable text, with the reason, instead of raising.
 
     Raises:
-        DataError: A file is of another form.
+        DataError: A file has an unsupported format.
     """
     items: list[Item] = []
     for path in paths:
@@ -330,7 +330,7 @@ def text_pieces(path: Path, folder: Path) -> Iterator[Passage]:
 
 
 def split_text(title: str, text: str) -> Iterator[Passage]:
-    """Return a text in pieces, so that one long book can serve both for training and for validation."""
+    """Split a text into pieces, so that one long book can be used for both training and validation."""
     title, text = (replace_lone_surrogates(part) for part in (title, text))  # a file's name can hold them too
     for start in range(0, len(text), _PIECE_CHARS):
         yield Passage(title, text[start : start + _PIECE_CHARS])

@@ -31,7 +31,7 @@ _FOODS = """
 apricots barley beetroot cardamom chestnuts figs ginger hazelnuts lentils mulberries olives parsnips plums
 quinces radishes rhubarb saffron turnips walnuts
 """.split()
-_SERIALS = 0.35  # of the facts: long random values are lost first, because every one of their tokens must be kept
+_SERIALS = 0.35  # share of the facts: long random values are lost first, because all of their tokens must be kept
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 

@@ -1,7 +1,7 @@
 """Mixture, the recipe `wide`: samples of many kinds of text, code and public sets.
 
-Short items are packed until a drawn length is reached. A sample is a function of the seed and its number alone, so
-that a resumed run sees the same.
+Short items are packed until a drawn length is reached. A sample depends only on the seed and its number, so that a
+resumed run sees the same samples.
 """
 
 import copy
@@ -54,7 +54,7 @@ ContextAndAnswers = tuple[str, list[Continuation]]
 
 BUILTIN_TEXTS: dict[
     str, tuple[str, str, Callable[[], Iterable[Item]]]
-] = {  # what every installation has, of Python and of LKV: title, licence and reader
+] = {  # available in every installation, from Python and LKV: title, licence and reader
     "python": ("Python standard library", "PSF", read_standard_library),
     "manual": ("Python's language reference in pydoc_data", "PSF", read_python_manual),
     "tales": ("stories, letters and essays of LKV's own", "Apache-2.0", read_own_stories),
@@ -62,32 +62,32 @@ BUILTIN_TEXTS: dict[
     "articles": ("articles of LKV's own", "Apache-2.0", read_own_articles),
 }
 BUILTIN_SOURCES = tuple(BUILTIN_TEXTS)
-_ADDED_SOURCES = {*BUILTIN_SOURCES, "facts"}  # what is not of the caller's own texts
+_ADDED_SOURCES = {*BUILTIN_SOURCES, "facts"}  # sources other than the caller's texts
 OWN_SOURCES = {
     **{name: f"{title} ({licence})" for name, (title, licence, _) in BUILTIN_TEXTS.items()},
     "prose": "texts of the caller",
     "facts": "invented facts in texts of the other sources",
 }
-_CHARS_FOR_HALF = 100_000  # of own texts, from which they are half of the samples or more
+_CHARS_FOR_HALF = 100_000  # length of own texts from which they make up at least half of the samples
 
 
 class Mixture:
     """Samples of every source: a folder's public sets under their official names, own data, text and code.
 
-    Half of the samples or more are of the folder and the texts, fewer where these are short.
+    At least half of the samples come from the folder and the texts, fewer if these are short.
 
     Args:
         folder: Where the data is, if anywhere.
-        lengths: Tokens of a context, about: the least and the most.
+        lengths: The approximate range of context lengths in tokens.
         seed: Seed of the samples.
         texts: Documents in addition to the folder.
         builtin: The sources of `BUILTIN_SOURCES` to add.
-        names: The files of sets that lack their official names.
-        overlap: Leaves out what overlaps with its evaluated texts.
+        names: The files of sets without their official names.
+        overlap: Drops items that overlap with its evaluated texts.
         skip_unknown: Skip data in the folder that is not recognised or cannot be read.
 
     Raises:
-        DataError: There is nothing to train on, or, unless `skip_unknown`, data that cannot be used.
+        DataError: There is no training data, or, unless `skip_unknown`, unusable data.
     """
 
     def __init__(
@@ -146,11 +146,11 @@ class Mixture:
         return mixture
 
     def _select(self, seed: str, is_held_out: bool) -> None:
-        """Set what samples depend on: the seed, one side of the items, and the sources' weights."""
+        """Set the seed, the split of the items, and the sources' weights."""
         self._seed = seed
         items = {source: split_held_out(group, is_held_out) for source, group in self._all_items.items()}
         prose = [*items["prose"], *items["stories"], *items["papers"]] or items["squad"]
-        # Facts are a large share: by them short prose alone would be in most samples.
+        # Facts have a large weight: hidden only in short prose, these texts would be in most samples.
         is_enough = prose and self.own_chars >= _CHARS_FOR_HALF
         items["facts"] = prose if is_enough else [*prose, *items.get("manual", []), *items.get("tales", [])]
         if not any(texts for source, texts in items.items() if source != "python"):
@@ -167,7 +167,7 @@ class Mixture:
         self.weights = _balance_weights(self.names, 0.5 * min(1.0, self.own_chars / _CHARS_FOR_HALF))
 
     def sample(self, index: int, continuations: int, tokens_a_continuation: int = 0) -> Sample:
-        """Draw sample number `index`; the other arguments are those of `fill_continuations`."""
+        """Draw sample number `index`; other arguments as in `fill_continuations`."""
         rng = random.Random(f"{self._seed}-{index}")
         source = rng.choices(self.names, weights=list(self.weights.values()))[0]
         tokens = self._lengths.draw(rng)
@@ -182,7 +182,7 @@ class Mixture:
 
     @property
     def digest(self) -> str:
-        """Digest of the files and texts in use, of the sources' weights, and of the evaluated files."""
+        """The digest of the files and texts in use, the sources' weights, and the evaluated files."""
         files = digest_of(path for paths in self.index.used.values() for path in paths)
         evaluated = self._overlap.files.values() if self._overlap else ()
         parts = [files, json.dumps(self.weights), *self._texts, *evaluated]
@@ -210,12 +210,12 @@ class Mixture:
 
     @property
     def decontamination(self) -> dict[str, Any] | None:
-        """What was compared with which evaluated texts, for a policy's card; None where nothing was."""
+        """The record of decontamination, for a policy's card; None without decontamination."""
         return self._overlap.card() if self._overlap else None
 
 
 def _balance_weights(sources: Sequence[str], own_share: float) -> dict[str, float]:
-    """Weigh the sources, with those of Python's texts and facts scaled down until `own_share` is of other texts."""
+    """Return weights of the sources, scaling down Python's texts and facts until other texts make up `own_share`."""
     weights: dict[str, float] = {name: _SOURCES[name][0] for name in sources}
     others = _ADDED_SOURCES & weights.keys()
     total = sum(weights[name] for name in others)

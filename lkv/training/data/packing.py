@@ -1,4 +1,4 @@
-"""Real texts cut and packed to a length, and what is asked of them."""
+"""Cut and pack real texts to a length, and draw their continuations."""
 
 import math
 import random
@@ -13,17 +13,17 @@ CHARS_PER_TOKEN = 3.9
 CODE_CHARS_PER_TOKEN = 2.9
 COMPLETION_CHARS = 340  # of a text to continue
 _REPEATED_WORDS, _OPENING_WORDS = 54, 8
-_MAX_REPEATED_CHARS, _MAX_OPENING_CHARS = 2000, 400  # where words are long
-# From this mean length on, words are no measure, as in Chinese or minified code: characters are counted instead.
+_MAX_REPEATED_CHARS, _MAX_OPENING_CHARS = 2000, 400  # for texts with long words
+# From this mean word length on, as in Chinese or minified code, characters are counted instead of words.
 _LONG_WORD_CHARS, _REPEATED_CHARS, _OPENING_CHARS = 30, 300, 24
-_LINE_CHARS, _WORD_CHARS = 200, 40  # before a cut, in which it moves to the end of a line or a word
+_LINE_CHARS, _WORD_CHARS = 200, 40  # how far a cut moves back to the end of a line or a word
 _MAX_ITEMS = 256  # in one context
 
 
 class Lengths(NamedTuple):
-    """How many tokens contexts have: from `least` to `most`, equally often by their logarithm.
+    """The distribution of context lengths in tokens: log-uniform from `least` to `most`.
 
-    With a `power`, longer ones are rarer by that power of their length.
+    With a `power`, the density is divided by that power of the length.
     """
 
     least: int
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
     power: float = 0.0
 
     def draw(self, rng: random.Random) -> float:
-        """One length."""
+        """Draw one length."""
         if not self.power:
             return math.exp(rng.uniform(math.log(self.least), math.log(self.most)))
         ends = self.least**-self.power, self.most**-self.power
@@ -81,7 +81,7 @@ def draw_questions(rng: random.Random, passages: Sequence[Passage], count: int) 
 
 
 def find_answer(text: str, question: str, answer: str) -> int:
-    """Where `text` has the answer, or else the longest word of question and answer that it has; -1 for neither."""
+    """Return the position of the answer in `text`, else of the longest word of question and answer, else -1."""
     words = {word.strip(".,?!\"'") for word in f"{question} {answer}".split()} - {""}
     sought = (answer, *sorted(words, key=lambda word: (-len(word), word)))
     return next((place for place in map(text.find, sought) if place >= 0), -1)
@@ -116,7 +116,7 @@ def split_to_continue(rng: random.Random, texts: Sequence[str], size: int) -> tu
 
 
 def ask_to_repeat(rng: random.Random, context: str) -> Continuation:
-    """Ask for a part of the context: a strong signal that needs no particular fact."""
+    """Ask to repeat a part of the context: a strong training signal for any text."""
     words = context.split(" ")
     if len(context) < _LONG_WORD_CHARS * len(words):
         start = rng.randint(0, max(0, len(words) - _REPEATED_WORDS))
@@ -138,16 +138,16 @@ def fill_continuations(
     continuations: int,
     tokens_a_continuation: int,
 ) -> list[Continuation]:
-    """Cut a sample's continuations to a number, or fill them up with requests to repeat parts of its context.
+    """Truncate a sample's continuations to a number, or fill up with requests to repeat parts of its context.
 
     Args:
         rng: Draws the parts to repeat.
         context: The context.
-        answers: The continuations that it has.
-        tokens: About how many tokens it has.
+        answers: Its own continuations.
+        tokens: Its approximate number of tokens.
         continuations: The number of continuations.
-        tokens_a_continuation: Above 0, there are two continuations, and another for each so many tokens beyond 2,000,
-            up to that number.
+        tokens_a_continuation: If above 0, two continuations plus one for every `tokens_a_continuation` tokens above
+            2,000, at most `continuations`.
     """
     if tokens_a_continuation:
         continuations = min(continuations, 2 + max(0, int(tokens - 2000) // tokens_a_continuation))

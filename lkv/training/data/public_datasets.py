@@ -1,7 +1,7 @@
-"""The public data sets behind the recipes: licences and official file names; no torch here.
+"""The public data sets of the recipes: licences and official file names. Does not import torch.
 
-`index_folder` says of every file of a folder what it is used for, or why it is skipped. A data file that is not
-recognised is refused: training on a part of what was meant would show nowhere.
+`index_folder` assigns every file of a folder to a set, or gives the reason to skip it. Unrecognised data files raise an
+error, because training on partial data would go unnoticed.
 """
 
 import hashlib
@@ -100,7 +100,7 @@ class DatasetIndex(NamedTuple):
     skipped: dict[Path, str]
 
     def skip(self, unused: Mapping[Path, str]) -> "DatasetIndex":
-        """Return the index without the files `unused`, which are skipped for the reasons given."""
+        """Return the index with the files `unused` skipped for the given reasons."""
         kept = {name: [path for path in paths if path not in unused] for name, paths in self.used.items()}
         used = {name: paths for name, paths in kept.items() if paths}
         return self._replace(used=used, skipped={**self.skipped, **unused})

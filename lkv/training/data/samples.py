@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What comes after the context: the answer to a question or, where `question` is None, what follows directly."""
+    """The text after the context: the answer to a question or, if `question` is None, a direct continuation."""
 
     question: str | None
     target: str
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """Ids of the context, and for each continuation its ids and how many of them precede the target."""
+    """Ids of the context, and for each continuation its ids and the number of ids before the target."""
 
     source: str
     context: list[int]
@@ -43,8 +43,8 @@ def tokenize_sample(
     Args:
         sample: The sample.
         tokenizer: The model's tokenizer.
-        max_context: Tokens of the context at most; the rest is cut off.
-        max_continuation: Tokens of a continuation at most; one that is left without a target is dropped.
+        max_context: The most tokens of the context; the rest is cut off.
+        max_continuation: The most tokens of a continuation; a continuation left without a target is dropped.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
