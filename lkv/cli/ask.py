@@ -188,7 +188,7 @@ def _describe_size(context: "Context") -> str:
 def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> Iterator[None]:
     """Print what the block will cost, and show how far the text is read in it by a bar if stderr is a terminal.
 
-    `readings`: its time, in those of reading the text once.
+    `readings`: its time, relative to one prefill of the text.
     """
     from tqdm import tqdm
 

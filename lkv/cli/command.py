@@ -67,7 +67,7 @@ class Command(BaseModel):
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: type[Command]) -> None:
-    """Add an argument for every field of `command`; what is not given stays out of the namespace."""
+    """Add an argument for every field of `command`; omitted arguments are not in the namespace."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     usage = [parser.prog, "[options]"]  # instead of argparse's list of all options
     parser.set_defaults(command=command, parser=parser)

@@ -37,7 +37,7 @@ class Fit(RunOptions):
 
         started = fitting.clock()
         device = find_device(self.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        texts = open_texts((), self.data, self.against)  # what is wrong with them is said before the model is loaded
+        texts = open_texts((), self.data, self.against)  # reports invalid texts before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(device)
         model, tokenizer = load_model(self.model_name, dtype, self.revision, device)
         fitting.fit_to(texts, model, tokenizer, self.minutes, self.out, self.model_name, started)

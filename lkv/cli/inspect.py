@@ -1,4 +1,4 @@
-"""lkv inspect: show a policy's budgets, or what is kept of a text."""
+"""lkv inspect: show a policy's budgets, or the kept tokens of a text."""
 
 import json
 import os
@@ -39,7 +39,7 @@ _OF_A_TEXT = ("--question", "--out", "--memory", "--method", "--against", "--max
 
 
 class Inspect(PolicyOptions, RunOptions):
-    """Show a policy's budgets, or what is kept of a text."""
+    """Show a policy's budgets, or the kept tokens of a text."""
 
     what: str | None = option(
         "a text, to write an HTML page, or a policy (default: the shipped one)",

@@ -35,9 +35,9 @@ _MODULES = {"policies": "methods"}
 _EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
 
 _USER_ERROR = 2  # as argparse exits; 1 is left to tracebacks
-# How often a thread of GNU's OpenMP looks for work before it sleeps, on a machine where other programs run. By default
-# it does so for up to 15 ms, which it takes from them and from its own threads that wait for a core: reading took three
-# times as long. On an idle machine sleeping costs a tenth of the time of an answer.
+# How often a GNU OpenMP thread polls for work before it sleeps, on a busy machine. By default it spins for up to 15 ms,
+# which takes time from other programs and from its own waiting threads: prefill took three times as long. On an idle
+# machine, sleeping slows down answers by a tenth.
 _SPINS_WHEN_BUSY = "20000"
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _CLOSED_PIPE = 141  # as shells report SIGPIPE
@@ -86,7 +86,7 @@ def main(
     except LkvError as error:
         print(f"lkv: {error}", file=sys.stderr)
         return _INTERRUPTED if isinstance(error, TrainingStoppedError) else _USER_ERROR
-    except OSError as error:  # of a place that nothing checked before, such as the standard output
+    except OSError as error:  # from paths that were not checked before, such as standard output
         print(f"lkv: the system refuses to read or write ({error}); give another place.", file=sys.stderr)
         return _USER_ERROR
     return 0
@@ -98,7 +98,7 @@ def _is_busy() -> bool:
 
 
 def _flush_output() -> None:
-    """Write what is buffered; what the system refuses is dropped, and its OSError raised."""
+    """Flush buffered output; on an OSError, drop the output and raise."""
     if sys.stdout is None:  # closed before the start
         return
     try:
@@ -109,7 +109,7 @@ def _flush_output() -> None:
 
 
 def _drop_output() -> None:
-    """Send what is still buffered nowhere."""
+    """Discard buffered output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,1 +1,1 @@
-"""Measuring methods: one prefill, every method, the same continuations."""
+"""Evaluation of methods: one prefill and the same continuations for all methods."""

@@ -169,7 +169,7 @@ def _row_name(method: str, table: str) -> str:
 
 
 def _selector_key(spec: MethodSpec) -> tuple[str, str]:
-    """Return what methods with the same selector share: its name, and the policy's if it reads one."""
+    """Return the key of a shared selector: its name, and the policy's name if it uses one."""
     return spec.selector, spec.policy_name if POLICY in selectors()[spec.selector].needs else ""
 
 
@@ -182,7 +182,7 @@ def _prepare(selector: Selector, ids: list[int], prompt: list[LayerKV]) -> tuple
         return selector, error
 
 
-# Answers follow from the logits alone, whatever the model's generation config says, as in the benchmarks themselves.
+# Override the model's generation config, so that answers depend only on the logits, as in the benchmarks.
 _PLAIN_GENERATION: dict[str, Any] = {
     "num_beams": 1,
     "repetition_penalty": 1.0,
@@ -228,12 +228,12 @@ class BatchPrediction:
     hidden: Tensor
 
     def row(self, index: int) -> RowPrediction:
-        """One method's, in float32: those of all methods at once could be large."""
+        """Return one method's predictions in float32; converting all methods at once could take much memory."""
         return RowPrediction(log_softmax(self.logits[index].float(), -1), self.hidden[index].float())
 
 
 class MethodComparison:
-    """Several methods on one prompt as a batch: what they keep, answer and predict."""
+    """Several methods on one prompt as a batch: their kept entries, answers and predictions."""
 
     def __init__(self, model: "PreTrainedModel", ids: list[int], prompt: list[LayerKV], methods: Sequence[Method]):
         """Compress a prompt by each method.
@@ -251,7 +251,7 @@ class MethodComparison:
         self._cache.fill(PromptKV((_repeat(layer, self._rows) for layer in prompt), one.kinds, one.others))
 
     def kept_entries(self) -> list[int]:
-        """How many of the prompt's KV entries each method keeps, over all layers and heads."""
+        """Return the number of the prompt's KV entries that each method keeps, over all layers and heads."""
         return torch.stack([layer.lens for layer in self._cache.ragged_layers]).sum((0, 2)).tolist()
 
     def nbytes(self) -> int:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 PROTOCOLS = ("kvpress", "longbench")
 
-# Metrics whose true answers usually are words of the context. Summaries, class names, counts and code are not.
+# Metrics whose true answers usually occur in the context, unlike summaries, class names, counts and code.
 _EXTRACTIVE_METRICS = ("qa_f1", "retrieval", "string_match_all", "string_match_part")
-# These answer a question about the context, wherever else they appear in it.
+# Answers that may occur in the context by chance.
 _VERDICTS = ("yes", "no", "unanswerable")
 
 

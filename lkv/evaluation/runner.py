@@ -37,7 +37,7 @@ _PACKAGES = ("tokenizers", "wonderwords", "rouge")  # examples and scores depend
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """What to measure, and how.
+    """The settings of an evaluation.
 
     Args:
         methods: Names as `lkv methods` lists them, or "BUDGET+SELECTOR"; "METHOD@NAME" reads `policies[NAME]`. The full
@@ -311,7 +311,7 @@ def _share_of(keys: Sequence[str], rank: int, world_size: int) -> list[str]:
 
 
 def _digest_example(example: Example) -> dict[str, str]:
-    """Return what an example's line holds of what it was measured with."""
+    """Return the digests of an example that its line records."""
     text = (example.context, example.question, example.answer_prefix, example.answers, example.max_new_tokens)
     scoring = (example.metric, example.classes, example.first_line, example.stop_at_newline, example.chat)
     return {"text_sha256": _digest(text), "scoring_sha256": _digest(scoring)}

@@ -104,7 +104,7 @@ class SampleJournal:
 
 
 def _check_sample(path: Path, line: Record, expected: Record) -> None:
-    """Raise DataError if a line is of a sample with another text, or one that was asked or scored otherwise."""
+    """Raise DataError if the line's sample differs in text, question or scoring."""
     for name, what in (("text_sha256", "of another text"), ("scoring_sha256", "with another metric or prompt")):
         if name in line and line[name] != expected.get(name, line[name]):
             raise DataError(

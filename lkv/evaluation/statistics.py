@@ -47,7 +47,7 @@ def draw_macro_means(groups: Sequence[np.ndarray], draws: int) -> tuple[np.ndarr
     random = np.random.default_rng(0)
     means = np.stack([group.mean(0) for group in groups])
     point = means.mean(0)
-    # What each sample is away from its group's mean, for groups that have more than one.
+    # Deviations of samples from their group's mean, for groups with more than one sample.
     residuals = [
         (group - mean) * np.sqrt(len(group) / (len(group) - 1))
         for group, mean in zip(groups, means, strict=True)

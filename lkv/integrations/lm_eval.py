@@ -60,7 +60,7 @@ class TaskStatistics:
             self.full_nbytes += context.full_nbytes()
 
     def summary(self) -> dict[str, Any]:
-        """For the results; bytes are those of the compressed contexts alone."""
+        """Return the statistics for the results; bytes count compressed contexts only."""
         return {
             "requests": self.requests,
             "num_uncompressed": self.uncompressed,
@@ -92,7 +92,7 @@ class LKVLM(HFLM):
             tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
                 context, or more bytes than its entries need.
             options: `method`, `retention`, `policy` and `bits` of `CompressionRequest`, the fields of `ContextSplit`,
-                and what the harness's `hf` takes.
+                and options of the harness's `hf`.
 
         Raises:
             IntegrationError: For options that exclude each other. Also what `RaggedCache` raises.
@@ -200,7 +200,7 @@ class LKVLM(HFLM):
             return super()._model_generate(context, max_length, stop, **cache, **options)
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """Logits [1, n, V] of the ids [1, T] after the compressed context; of all ids without one."""
+        """Return the logits [1, n, V] of the ids [1, T] after the compressed context, or of all ids without one."""
         with self._compressed_cache(inps) as cache, torch.no_grad():
             if not cache:
                 return super()._model_call(inps, attn_mask, labels)

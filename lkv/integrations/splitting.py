@@ -82,5 +82,5 @@ def _end_of_field(field: str, task: str, prompt: str, document: Mapping[str, Any
 
 
 def common_prefix_length(ids: list[int], other: list[int]) -> int:
-    """How many ids two lists share at their beginning."""
+    """Return the length of the common prefix of two lists of ids."""
     return next((n for n, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))

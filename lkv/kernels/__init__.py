@@ -1,3 +1,3 @@
-"""The method's operators: Soft-TopK, soft-masked attention, attention over the ragged cache."""
+"""The operators: Soft-TopK, soft-masked attention, attention over the ragged cache."""
 
 QUANTIZED_BITS = (8, 4, 3)  # bits of a value of a quantised entry

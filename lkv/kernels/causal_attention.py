@@ -10,15 +10,15 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, padding: list[int] | None = None) -> Tensor:
-    """Attend with the last tokens of a text to all tokens up to their own. Differentiable.
+    """Compute causal attention from the last tokens of a text to the whole text. Differentiable.
 
     Args:
         q: Queries [B, Hq, Tq, d] of the last Tq tokens; Hq is a multiple of Hkv.
         k: Keys [B, Hkv, Tk, d] of all tokens.
         v: Values [B, Hkv, Tk, dv] of all tokens.
-        scale: What scores are multiplied by.
-        padding: How many of its first keys each row hides from all queries; None for none. Neighbouring rows with
-            equal padding are computed together, others one after another.
+        scale: The attention scaling factor.
+        padding: The left padding of each row; None for none. Neighbouring rows with equal padding are computed
+            together, others one after another.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `v`; 0 for queries that are padding themselves.
@@ -43,7 +43,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, padding: lis
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None) -> None:
-    """Raise ValueError where the flash kernel, which checks nothing, would read beyond the tensors or divide by 0."""
+    """Raise ValueError if the flash kernel, which has no checks, would read out of bounds or divide by 0."""
     fits = q.ndim == k.ndim == v.ndim == 4 and len(q) == len(k) and k.shape[:3] == v.shape[:3]
     if not (fits and q.shape[1] == q.shape[1] // max(k.shape[1], 1) * k.shape[1] and q.shape[3] == k.shape[3]):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other.")
@@ -56,7 +56,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, padding: list[int] | None) ->
 def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
     """As `lkv.kernels.ragged_attention.merge_attention`, without its checks."""
     total = torch.logaddexp(left_lse, right_lse)
-    # Where both are -inf their difference would be NaN.
+    # If both are -inf, their difference would be NaN.
     base = total.where(total > -torch.inf, 0.0)
     merged = left * (left_lse - base).exp()[..., None] + right * (right_lse - base).exp()[..., None]
     return merged.to(left.dtype), total
@@ -74,12 +74,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if tokens in (1, keys):
         return scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=scale, enable_gqa=is_grouped)
     if q.device.type != "cpu":
-        # No tensor: it selects the flash kernels' own alignment of fewer queries than keys, in one launch.
+        # Not a tensor: it selects the flash kernels' bottom-right alignment, in one launch.
         bias: Any = causal_lower_right(tokens, keys)
         return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=is_grouped)
     if not (q.numel() and v.numel()):
         return q.new_zeros((*q.shape[:3], v.shape[-1]))
-    # On a CPU the bias would become a mask. The flash kernel is called directly instead, which checks nothing.
+    # On a CPU the bias would become a mask, so the flash kernel is called directly; it has no checks.
     return _JoinedAttention.apply(q, k, v, scale)
 
 
@@ -99,7 +99,7 @@ def flash_gradients(
 ) -> list[Tensor]:
     """Return the gradients of q, k and v through `flash_attention`.
 
-    With `out` and `lse` over more keys than these, they are the part of these keys in the whole's.
+    With `out` and `lse` over more keys, they are these keys' part of the total gradients.
     """
     if not q.numel():
         return [torch.zeros_like(x) for x in (q, k, v)]
@@ -109,7 +109,7 @@ def flash_gradients(
 
 
 def pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with zeros up to a common head size, a multiple of 8, as flash kernels want it."""
+    """Zero-pad the tensors to a common head size, a multiple of 8, as flash kernels require."""
     width = max(x.shape[-1] for x in tensors)
     width += -width % 8
     padded = [pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
@@ -119,8 +119,8 @@ def pad_heads(*tensors: Tensor) -> list[Tensor]:
 class _JoinedAttention(torch.autograd.Function):
     """Attention to earlier keys and to the queries' own tokens, by the CPU's flash kernel, joined by log-sum-exp.
 
-    To earlier keys the query heads of a group are rows of one head, for which k and v are read once. The few own ones
-    are repeated for each: before PyTorch 2.9 the kernel reads one KV head for each query head, whether there or not.
+    For earlier keys the query heads of a group are rows of one head, so that k and v are read once. The few own keys
+    are repeated for each head: before PyTorch 2.9 the kernel has no grouped-query attention.
     """
 
     @staticmethod

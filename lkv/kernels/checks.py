@@ -21,9 +21,9 @@ def check_tensor(name: str, x: Tensor, ndim: int) -> None:
 
 
 def check_storages(**tensors: Tensor) -> None:
-    """Raise ValueError where part of a tensor lies outside of its storage, which may have been freed or shrunk.
+    """Raise ValueError if part of a tensor lies outside of its storage, which may have been freed or shrunk.
 
-    PyTorch's own operators do not look. It takes about 1 us a tensor, so that a compiled backend does it itself.
+    PyTorch's own operators do not check this. It takes about 1 us a tensor, so compiled backends check it themselves.
     """
     for name, x in tensors.items():
         if x.layout is not torch.strided:
@@ -47,8 +47,7 @@ def check_devices(**tensors: Tensor) -> None:
 def import_problem(name: str, error: Exception) -> str:
     """Why the backend `name` cannot be imported, in one sentence.
 
-    `error` is what its import raised: a package that is broken, or does not go with another one, must not take the rest
-    with it.
+    `error` is the exception of its import: a broken or incompatible package must not disable the other backends.
     """
     if isinstance(error, ImportError):
         return f"{error.name or name} cannot be imported ({error})."

@@ -1,4 +1,4 @@
-"""What the Triton kernels ask of a device. Imported only where Triton is installed."""
+"""Device requirements of the Triton kernels. Imported only if Triton is installed."""
 
 import functools
 
@@ -17,7 +17,7 @@ def is_interpreted() -> bool:
 
 
 def is_compiled_for(device: torch.device) -> bool:
-    """Whether the kernels run on a GPU as they are compiled for it."""
+    """Return whether the kernels run compiled on a GPU."""
     return devices.is_gpu(device) and not is_interpreted()
 
 
@@ -34,7 +34,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one block may use, as Triton checks them."""
+    """Return the bytes of shared memory that Triton allows a block."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
 
 

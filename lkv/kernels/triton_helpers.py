@@ -1,4 +1,4 @@
-"""What the Triton kernels share."""
+"""Helpers shared by the Triton kernels."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ IS_INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 @triton.jit
 def split_heads(number, heads):
-    """Return the batch row and the head of the head with this number among all rows' heads, in 64 bits."""
+    """Split a flat head index over all rows into batch row and head, in 64 bits."""
     return (number // heads).to(tl.int64), (number % heads).to(tl.int64)
 
 

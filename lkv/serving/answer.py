@@ -1,4 +1,4 @@
-"""One answer while it is generated: how its tokens are drawn, and its text so far."""
+"""An answer in progress: its sampling and its text so far."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _INCOMPLETE = "\ufffd"  # what half a character is decoded to
 
 
 class SamplingParams(NamedTuple):
-    """How the tokens of an answer are chosen, greedily by default, and what ends it."""
+    """Sampling parameters of an answer, greedy by default, and its end conditions."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -50,13 +50,13 @@ class Sampler:
 
 
 class Answer:
-    """One answer while it is generated: by the worker's thread, which alone changes it, except for its end.
+    """An answer in progress, modified only by the worker's thread, except for its end.
 
     Attributes:
         ids: The tokens so far.
         text: The text so far that can no longer change.
         reason: Why it has ended: "stop" (an end token or a stop string), "length", "error", "cancelled"; None before.
-        error: What went wrong, as one sentence.
+        error: The error, in one sentence.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Answer:
         return self.question + self.ids
 
     def push(self, token: int, is_end: bool) -> None:
-        """Take the next token; `is_end` if it is one of the model's end tokens. What fails ends this answer alone."""
+        """Add the next token; `is_end` if it is one of the model's end tokens. A failure ends only this answer."""
         self.ids.append(token)
         is_last = is_end or len(self.ids) >= self.length
         try:
@@ -112,11 +112,11 @@ class Answer:
 
 
 class IncrementalDetokenizer:
-    """Decodes ids as they come and gives out only text that can no longer change.
+    """Decodes ids incrementally and returns only text that can no longer change.
 
-    All pieces together are the text that `Context.ask` gives, without white space at its ends, cut before the first of
-    `stops`. Each step reads the new tokens alone, with tokenizers' DecodeStream; a tokenizer that is not backed by it,
-    or that cleans up spaces afterwards, decodes all ids again.
+    The joined pieces equal the text of `Context.ask`, stripped of white space and cut before the first of `stops`. Each
+    step decodes only the new tokens, with tokenizers' DecodeStream. Slow tokenizers, and those that clean up spaces,
+    decode all ids again.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]):
@@ -148,14 +148,14 @@ class IncrementalDetokenizer:
         try:
             for token in ids[self._read :]:
                 self._text += self._stream.step(self._backend, token) or ""
-        except Exception:  # bytes that were a character are none before the next ones
+        except Exception:  # bytes of an incomplete character
             self._backend = None
             return self._decode(ids, ended)
         self._read = len(ids)
         return self._text
 
     def _certain(self, text: str) -> int:
-        """How many characters of `text` stay: half characters, white space and a begun stop at its end may change."""
+        """Return the length of the stable text: incomplete characters, white space and partial stops may change."""
         stop_starts = (
             len(text) - size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])
         )

@@ -1,4 +1,4 @@
-"""The requests of a server: how many may be open, and which are answered together."""
+"""The request queue of a server: limits on open requests, and the selection of batches."""
 
 import threading
 from collections import OrderedDict, deque
@@ -25,8 +25,8 @@ class AnswerQueue:
         Args:
             model: The model that answers.
             tokenizer: Its tokenizer.
-            requests: How many requests may be open.
-            rows: How many are answered together.
+            requests: The most open requests.
+            rows: The most requests in a batch.
             memory_bytes: Memory of the contexts of open requests; one context may take more.
         """
         self.model, self.tokenizer = model, tokenizer
@@ -86,7 +86,7 @@ class AnswerQueue:
                 raise BusyError(f"{self.open} requests are open, as many as are allowed; ask again later.")
 
     def cancel(self, answer: Answer) -> None:
-        """End an answer with what there is of it; its row leaves the batch with the current token."""
+        """End an answer with its current text; its row leaves the batch with the current token."""
         answer.finish("cancelled")
         with self._changed:
             self._open.discard(answer)
@@ -102,7 +102,7 @@ class AnswerQueue:
             self._is_stopping = True
 
     def drop_all(self) -> None:
-        """End all requests with an error, and `next_batch` with no more of them."""
+        """End all requests with an error, and make `next_batch` return none."""
         with self._changed:
             self._is_stopped = True
             rest = list(self._open)
@@ -125,7 +125,7 @@ class AnswerQueue:
         self._changed.notify_all()
 
     def next_batch(self) -> list[Answer]:
-        """Return requests about the context whose turn it is; none when the worker is stopped."""
+        """Return requests about the next context in turn; none if the worker is stopped."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)
             if self._is_stopped:

@@ -1,4 +1,4 @@
-"""The texts and conversations that clients send: checks, tokens, and the settings that decide on a context's id."""
+"""Texts and conversations from clients: validation, tokenisation, and the settings that determine a context's id."""
 
 import hashlib
 import json
@@ -15,12 +15,12 @@ from lkv.policy.policy import Policy
 from lkv.serving.settings import ContextSettings
 from lkv.utils.prompts import encode, encode_context, encode_continuation, render_messages, tokenizer_digest
 
-# Longer texts are refused before they are tokenised, which takes hundreds of bytes a character.
+# Longer texts are rejected before tokenisation, which takes hundreds of bytes a character.
 CHARACTERS_PER_TOKEN = 16
 
 
 class CompressionSettings(NamedTuple):
-    """All that decides what a text is compressed to: equal texts with equal settings share one stored context."""
+    """All settings of a compression: equal texts with equal settings share one stored context."""
 
     method: str
     retention: float
@@ -33,7 +33,7 @@ class CompressionSettings(NamedTuple):
 
     @classmethod
     def of_server(cls, settings: ContextSettings, spec: ModelSpec, tokenizer: Any, policy: Policy | None) -> Self:
-        """Return the settings of texts whose request says nothing about them.
+        """Return the default settings of texts.
 
         Args:
             settings: The server's settings.

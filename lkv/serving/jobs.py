@@ -1,4 +1,4 @@
-"""Texts that wait, are being compressed or could not be: one model of jobs for `lkv serve` and for vLLM's plugin."""
+"""Compression jobs: waiting, running or failed, for `lkv serve` and vLLM's plugin."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Job:
-    """A text that waits or is being compressed, or could not be."""
+    """A waiting, running or failed compression."""
 
     id: str
     title: str
@@ -31,7 +31,7 @@ class Job:
     is_replaced: bool = False  # deleted, and the text was sent again
 
     def as_object(self) -> dict[str, Any]:
-        """Return what clients get: a context that is being compressed, or could not be."""
+        """Return the JSON object of a pending or failed context."""
         sizes = dict.fromkeys(("tokens", "bytes", "full_bytes", "realised_retention"))
         return {
             "object": "context",
@@ -57,9 +57,9 @@ class Job:
 
 
 class JobQueue:
-    """The jobs of a server, and what its clients see of them beside the contexts of its store.
+    """The jobs of a server, presented to clients together with the store's contexts.
 
-    It may be used from several threads. No lock is held while the store is read or written.
+    It is thread-safe, and holds no lock while the store is read or written.
     """
 
     def __init__(self, max_unfinished: int):
@@ -220,7 +220,7 @@ class JobQueue:
         return stored
 
     def check_ready(self, name: str, store: ContextStore) -> None:
-        """Raise UnknownContextError, or ContextPendingError for a context that is being made or could not be."""
+        """Raise UnknownContextError, or ContextPendingError for a pending or failed context."""
         if isinstance(found := self.find(name, store), Job):
             raise found.pending_error()
 

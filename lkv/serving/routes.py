@@ -1,4 +1,4 @@
-"""What both servers have: the routes of contexts, the page, and one form for errors."""
+"""Shared by both servers: the routes of contexts, the page, and the error format."""
 
 import asyncio
 import functools
@@ -93,7 +93,7 @@ def add_error_handlers(app: FastAPI, other_routes: str = "") -> None:
 
 @functools.cache
 def page_response() -> HTMLResponse:
-    """Return the page, with what browsers may do on it."""
+    """Return the page with its Content Security Policy."""
     text = (files("lkv.serving") / "page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
 

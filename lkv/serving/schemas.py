@@ -1,4 +1,4 @@
-"""What clients send, checked once, and what they get, in the forms of OpenAI's API."""
+"""Request and response schemas in the format of OpenAI's API."""
 
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -37,12 +37,12 @@ from lkv.errors import (
 from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import CompressionSettings
 
-# Fields of OpenAI's API that change no answer here.
+# Fields of OpenAI's API that are ignored.
 _WITHOUT_EFFECT = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "parallel_tool_calls".split()
 )
-# Others that would change an answer in ways not offered here, with the values that leave it unchanged.
+# Unsupported fields, with the values that do not change an answer.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -149,7 +149,7 @@ class Message(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream ends with."""
+    """Options for the end of a stream."""
 
     include_usage: StrictBool = False
 
@@ -180,14 +180,14 @@ class ChatRequest(BaseModel):
         return SamplingParams(self.temperature or 0.0, self.top_p or 1.0, self.top_k, self.seed, length, stop)
 
     def check_offered(self) -> None:
-        """Raise PromptError for fields that are not offered here and could change the answer, also misspelt ones."""
+        """Raise PromptError for unsupported fields that could change the answer, including misspelt ones."""
         for name, value in (self.model_extra or {}).items():
             if name not in _WITHOUT_EFFECT and value not in (None, *_NEUTRAL.get(name, ())):
                 raise PromptError(f"{name[:80]} is not offered by this server; leave it out.")
 
 
 class ContextRequest(BaseModel):
-    """The body of a new context. A misspelt field would change nothing unnoticed, so unknown ones are refused."""
+    """The body of a new context. Unknown fields are rejected, so that misspelt ones are noticed."""
 
     model_config = ConfigDict(extra="forbid")
     example: ClassVar[str] = 'send JSON such as {"text": "...", "memory": "10%"}, or a form with file=@PATH'

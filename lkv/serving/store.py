@@ -72,7 +72,7 @@ class StoredContext(BaseModel):
         )
 
     def as_object(self) -> dict[str, Any]:
-        """Return what clients get: a context that is ready."""
+        """Return the JSON object of a ready context."""
         return {
             "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
             "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
@@ -82,12 +82,12 @@ class StoredContext(BaseModel):
 
 
 def _is_file(file: dict[str, Any]) -> bool:
-    """Whether a listed file is one, and no folder, link or pipe that somebody put there."""
+    """Return whether a listed entry is a regular file, not a folder, link or pipe."""
     return file.get("type", "file") == "file"
 
 
 def _modified(file: dict[str, Any], default: float) -> float:
-    """When a listed file was written, in seconds since 1970; `default` where its file system does not say."""
+    """Return the modification time of a listed file, in seconds since 1970; `default` if it is unknown."""
     written = file.get("mtime") or file.get("LastModified") or file.get("created")
     if isinstance(written, datetime):
         return written.timestamp()
@@ -97,8 +97,8 @@ def _modified(file: dict[str, Any], default: float) -> float:
 class ContextStore:
     """Contexts of one model in a folder, local or remote. Several threads and processes may use it.
 
-    A context is two files: ID.kv, as `Context.save` writes it, and its description, ID.json, which is written last:
-    what is listed is complete. The time of the description is that of the context's last use, to the hour.
+    A context is two files: ID.kv, as `Context.save` writes it, and its description, ID.json, which is written last, so
+    that listed contexts are complete. The modification time of the description is the last use, to the hour.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class ContextStore:
         self._contexts: WeakValueDictionary[str, Context] = WeakValueDictionary()
         self._last_asked: dict[str, float] = {}  # when contexts were last asked here, in seconds since 1970
         self._lock = threading.RLock()
-        self._describing = threading.Lock()  # one description is rewritten at a time: no use undoes a new name
-        self._loading = threading.Lock()  # one context is loaded at a time: only then does it count as in memory
+        self._describing = threading.Lock()  # one rewrite at a time: recording a use cannot undo a rename
+        self._loading = threading.Lock()  # serialises loading, because contexts count in memory only once loaded
         self.queries = self.hits = 0  # how often `get` was called for stored contexts, and they were in memory
 
     def put(self, stored: StoredContext, context: Context) -> None:
@@ -302,7 +302,7 @@ class ContextStore:
             raise problem
 
     def _expired(self, seconds: float | None) -> Iterator[tuple[Callable[[str], bool], str]]:
-        """Return what `expire` deletes, and by what."""
+        """Yield the deletions of `expire`, as (function, argument)."""
         files = self._listing()
         for name, file in files.items():
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
@@ -323,7 +323,7 @@ class ContextStore:
             return {name: context.nbytes() for name, context in self._contexts.items()}
 
     def saved_nbytes(self) -> int:
-        """Bytes that the full caches of all contexts in memory would take beyond theirs."""
+        """Return the bytes that compression saves over all contexts in memory."""
         with self._lock:
             return sum(max(0, context.full_nbytes() - context.nbytes()) for context in self._contexts.values())
 

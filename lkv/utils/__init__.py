@@ -1,1 +1,1 @@
-"""Files, devices, results and statistics that every package uses."""
+"""Shared helpers for files, devices, results and statistics."""

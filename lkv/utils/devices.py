@@ -50,7 +50,7 @@ def can_capture(device: torch.device) -> bool:
 
 
 def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """Capture what `step` launches: a function that launches it again, and what `step` returned.
+    """Capture the launches of `step`; return a function that replays them, and the result of `step`.
 
     Every replay overwrites the returned tensors. `step` is called a few times before, and once more for the capture,
     which computes nothing.
@@ -83,7 +83,7 @@ def stack_to_device(device: torch.device, *counts: torch.Tensor) -> torch.Tensor
 
 
 def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the CPU on `device`, by a copy for which the host does not wait."""
+    """Copy a CPU tensor to `device` asynchronously."""
     return (tensor.pin_memory() if is_gpu(device) else tensor).to(device, non_blocking=True)
 
 
@@ -99,7 +99,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether `error`, or what caused it, is that the device has no memory left."""
+    """Return whether `error` or its cause is an out-of-memory error of the device."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             return True
@@ -108,7 +108,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give back what is held by dead tensors, reference cycles and the allocator's pools."""
+    """Free the memory of dead tensors, reference cycles and the allocator's pools."""
     gc.collect()
     if is_gpu(device):
         runtime(device).empty_cache()
@@ -151,7 +151,7 @@ def faster_dtype(device: torch.device) -> torch.dtype:
     for dtype in (torch.float32, torch.bfloat16):
         matrix = torch.ones(_DTYPE_PROBE, _DTYPE_PROBE, dtype=dtype, device="cpu")
         times = []
-        for _ in range(4):  # the first call prepares what later ones find
+        for _ in range(4):  # the first call is a warm-up
             start = time.perf_counter()
             (matrix @ matrix).sum().item()
             times.append(time.perf_counter() - start)

@@ -1,11 +1,11 @@
-"""A lock that threads get in the order in which they asked for it."""
+"""A first-come, first-served lock."""
 
 import threading
 from collections import deque
 
 
 class FairLock:
-    """A lock for `with` blocks: who releases it and asks again at once comes after those who wait."""
+    """A lock for `with` blocks that threads acquire in the order of their requests."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def kl_divergence(full: Tensor, compressed: Tensor) -> Tensor:
-    """KL(full || compressed) in nats of each token, [..., n], from log-probabilities [..., n, V]."""
+    """Compute KL(full || compressed) in nats of each token, [..., n], from log-probabilities [..., n, V]."""
     return (full.exp() * (full - compressed)).sum(-1)
 
 

@@ -26,7 +26,7 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can be that of a file or folder alone, and not of anything on the hub."""
+    """Return whether a name can only be a local path, not a hub id."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
@@ -148,7 +148,7 @@ def check_is_not_data(out: Path, data: Path, error: type[LkvError]) -> None:
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path` if it is there, else the nearest folder above it that is."""
+    """Return `path` if it exists, else its nearest existing parent folder."""
     # For invalid names, such as too long ones, os.path.exists returns False, but Path.exists raises.
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder))
 

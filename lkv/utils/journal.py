@@ -123,7 +123,7 @@ def lock_journal(path: Path) -> Iterator[None]:
 
 
 def _json_line(row: Record) -> str:
-    """One line of JSON; half of a surrogate pair, which a model can generate, is escaped."""
+    """Return one line of JSON; lone surrogates, which a model can generate, are escaped."""
     text = json.dumps(row, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

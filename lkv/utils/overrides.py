@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_REPLACED = "_lkv_replaced"  # what an object's blocks replace, by name: its own attribute or None, then each method
+_REPLACED = "_lkv_replaced"  # stack of replaced methods by name: the instance attribute or None, then each override
 _lock = threading.Lock()
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
-# Texts to put before a continuation whose own text before is not known.
+# Default texts before a continuation whose preceding text is unknown.
 _NEUTRAL_STARTS = ("a", "\n", ".", "1")
 _TAIL_CHARACTERS, _TAIL_TOKENS = 256, 64  # of the text before a continuation that decide how it begins
 _PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers without a chat template
@@ -99,11 +99,11 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 def encode_continuation(tokenizer: "PreTrainedTokenizerBase", text: str, before: str = "") -> list[int]:
-    """Tokenise `text` as it is tokenised after the text `before` (its end suffices), of which the ids are fixed.
+    """Tokenise `text` as a continuation of the text `before` (its end suffices), whose ids are fixed.
 
-    Tokenizers that put a space before every text (Metaspace, SentencePiece) put none here. Where the tokenizer would
-    join the end of `before` and the beginning of `text` into other tokens, this is logged once, and `text` is tokenised
-    as after a text that it does not join.
+    Tokenizers that prepend a space to every text (Metaspace, SentencePiece) prepend none here. If the tokenizer would
+    merge the end of `before` with the beginning of `text`, this is logged once, and `text` is tokenised after a neutral
+    text that it does not merge with.
 
     Raises PromptError if the tokenizer has no tokens for it.
     """

@@ -23,9 +23,9 @@ class FileKind(NamedTuple):
 
     header: str  # the key of its JSON in the file's header
     version: int  # its format number
-    noun: str  # what messages call it
+    noun: str  # its name in messages
     error: type[LkvError]  # to raise for a missing, foreign or damaged file
-    remedy: str  # what to do then, as the end of a sentence
+    remedy: str  # advice, as the end of a sentence
     mode: int = 0o666  # permissions of a new file
 
 
@@ -40,7 +40,7 @@ def write(path: Path, kind: FileKind, tensors: dict[str, Tensor], about: dict[st
 def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and the JSON written with them. Raises the kind's error for a missing, foreign or damaged file.
 
-    The tensors are copies: what happens to the file afterwards does not touch them.
+    The tensors are copies, independent of later changes to the file.
     """
     try:
         # A mapped file would change under the tensors, and take the process with it when it is cut short.

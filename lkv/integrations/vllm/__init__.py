@@ -1,11 +1,11 @@
-"""vLLM serves compressed contexts: a plugin that changes no file of vLLM.
+"""A vLLM plugin that serves compressed contexts, without changes to vLLM's files.
 
     VLLM_PLUGINS=lkv vllm serve MODEL --additional-config '{"lkv": {"store": "contexts"}}'
     llm = vllm.LLM(MODEL, additional_config={"lkv": {...}})
 
-vLLM sees the question alone and manages its pages. A context's KV entries lie in ragged stores beside them. The
-positions of the question are shifted by the context's length, and attention over pages and store is merged by the
-log-sum-exp. See docs/guides/vllm.md.
+vLLM sees only the question and manages its pages. A context's KV entries are in separate ragged stores. Positions of
+the question are shifted by the context's length, and attention over pages and store is merged by log-sum-exp. See
+docs/guides/vllm.md.
 
 | file | what it does |
 |---|---|

@@ -6,7 +6,7 @@
 - `Worker.determine_available_memory`: the contexts' memory is taken from that of the KV cache.
 - `Worker.lkv_outcome`, `lkv_statistics`, `lkv_release`: RPCs of the front end (`collective_rpc`).
 
-On an unsupported version one line is logged, and vLLM runs as it would without the plugin.
+With an unsupported version of vLLM, the plugin logs one line and is disabled.
 """
 
 import logging
@@ -35,9 +35,9 @@ def register() -> None:
 def _process_inputs(method: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     request = method(processor, *args, **kwargs)
     extra = request.sampling_params and request.sampling_params.extra_args
-    # Others name no context, and are not LKV's.
+    # Other requests do not name a context.
     if any(name.startswith("lkv_") for name in (*(extra or ()), request.cache_salt or "")):
-        # Not at the top: vLLM loads this module in every process, also where nothing of the extra is installed.
+        # Imported lazily: vLLM loads this module in every process, even without the packages of the extra.
         from lkv.integrations.vllm.requests import check_request
 
         params = args[2] if len(args) > 2 else kwargs["params"]

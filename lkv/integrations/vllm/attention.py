@@ -16,7 +16,7 @@ try:
     from vllm.forward_context import get_forward_context
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
-except ImportError:  # this module is then only read, by documentation and checks
+except ImportError:  # for documentation builds and static checks
     CPUAttentionBackend = CPUAttentionBackendImpl = FlashAttentionBackend = FlashAttentionImpl = object
 
 
@@ -31,7 +31,7 @@ def layer_index(name: str) -> int:
 
 
 class ContextAttention:
-    """Adds attention over contexts to that of vLLM, and evicts from texts that end in the pass."""
+    """Adds attention over contexts to vLLM's attention, and evicts from texts that end in the pass."""
 
     num_heads: int
     head_size: int
@@ -124,7 +124,7 @@ class LkvFlashAttentionBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type:
-        """Return the builder, without CUDA graphs of attention: what it attends to changes from pass to pass."""
+        """Return the builder with CUDA graphs of attention disabled, because contexts differ between passes."""
         from vllm.v1.attention.backend import AttentionCGSupport
 
         class Builder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]

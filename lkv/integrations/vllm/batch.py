@@ -1,4 +1,4 @@
-"""One forward pass of vLLM's worker: which of its tokens follow a context, and which texts are compressed by it."""
+"""LKV's part of a forward pass of vLLM's worker: tokens that follow a context, and texts to compress."""
 
 import logging
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ _LOG = logging.getLogger("vllm.lkv")
 
 @dataclass
 class RequestWork:
-    """What one request of the worker needs; lives as long as vLLM's own state of the request."""
+    """The state of one request in the worker; lives as long as vLLM's state of the request."""
 
     context: Context | None = None
     new_context: NewContext | None = None
@@ -29,7 +29,7 @@ class RequestWork:
 
 @dataclass(frozen=True)
 class Row:
-    """The new tokens `start` to `stop` of a pass, of the request in place `index`, which has `length` tokens in pages.
+    """The new tokens `start` to `stop` of request number `index` in a pass, which has `length` tokens in pages.
 
     `column` is the first of them among all tokens that follow contexts.
     """
@@ -48,12 +48,12 @@ class Row:
 
 @dataclass
 class Batch:
-    """The requests of one forward pass that LKV has a part in.
+    """The requests of one forward pass that involve LKV.
 
     Attributes:
         rows: Those that follow contexts, in the order of `tokens`.
         tokens: The places of their new tokens in the pass.
-        groups: For each context its tokens, and which of `tokens` they are: all queries of a context attend at once.
+        groups: The tokens of each context and their indices in `tokens`: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
         lost_tokens: New tokens of requests whose context cannot be loaded any more.
         total_heads: KV heads of all ranks of tensor parallelism.
@@ -69,7 +69,7 @@ class Batch:
 
     @classmethod
     def plan(cls, runner: Any) -> "Batch | None":
-        """Return the part of LKV in the pass that `runner` has prepared; None if it has none."""
+        """Plan LKV's part of the pass that `runner` has prepared; None if no request involves LKV."""
         batch, starts = runner.input_batch, runner.query_start_loc.np
         followers: dict[int, tuple[Context, list[Row]]] = {}
         compressions, lost_tokens = [], []
@@ -154,7 +154,7 @@ def worker_contexts(runner: Any) -> VllmContexts:
 
 
 def _request_work(runner: Any, state: Any) -> RequestWork | None:
-    """Find what a request needs once and kept with vLLM's state of it; None for requests that are not LKV's."""
+    """Return the work of a request, cached with vLLM's state of it; None for requests without LKV."""
     args = state.sampling_params.extra_args if state.sampling_params is not None else None
     if not args or (CONTEXT not in args and COMPRESS not in args):
         return None

@@ -14,7 +14,7 @@ from lkv.serving.settings import ContextSettings, ServiceSettings
 from lkv.utils.extras import install_command, require
 from lkv.utils.files import short_name
 
-# Of vLLM's server, that `lkv serve` checks or sets: the last one given would replace it.
+# Options of vLLM's server that `lkv serve` sets; a repeated option would override them.
 _OWN_OPTIONS = {"--model", "--served-model-name", "--host", "--port", "--additional-config"}
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 

@@ -1,4 +1,4 @@
-"""The middleware that rewrites requests about contexts before vLLM parses them, and says when the server ends."""
+"""Middleware that rewrites requests about contexts before vLLM parses them, and reports a server shutdown."""
 
 import json
 from contextlib import AbstractAsyncContextManager
@@ -152,7 +152,7 @@ def _stopping_response() -> JSONResponse:
 
 
 class _Answer:
-    """An answer on its way to a client, which says that the server ends where vLLM would report a failed engine."""
+    """A response in progress; reports a shutdown of the server where vLLM would report a failed engine."""
 
     def __init__(self, routes: Contexts, send: Send):
         self._routes, self._send = routes, send
@@ -180,7 +180,7 @@ class _Answer:
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:
-    """Return the object that a body is; None for others, of which vLLM says what is wrong with them."""
+    """Return the JSON object of a body; None for invalid bodies, whose errors vLLM reports."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):

@@ -35,8 +35,8 @@ from lkv.serving.settings import ContextSettings
 from lkv.serving.store import ContextStore, StoredContext, unknown_context
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
-_MAX_WRITES = 256  # contexts of which is known how their writing ended
-_REMEMBERED = 5.0  # seconds after its check in which a context needs no other
+_MAX_WRITES = 256  # contexts whose write outcome is remembered
+_REMEMBERED = 5.0  # seconds for which a check of a context is valid
 _LOG = logging.getLogger("vllm.lkv")
 _ATTRIBUTE = "_lkv_contexts"
 _open_lock = threading.Lock()
@@ -59,8 +59,8 @@ def plugin_settings(vllm_config: Any) -> ContextSettings:
 class VllmContexts:
     """The contexts of one engine's model, in one process: loaded, made and described.
 
-    The weights are vLLM's alone: `model` is the transformers model without weights, which knows its shape, its rotary
-    embedding and the fingerprint of the weights in the checkpoint.
+    Only vLLM holds the weights: `model` is the transformers model without weights, with its shape, its rotary embedding
+    and the fingerprint of the checkpoint's weights.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, memory_bytes: int | None = None):
@@ -170,7 +170,7 @@ class VllmContexts:
         writer.shutdown(wait=False)
 
     def outcome(self, name: str) -> str | None:
-        """Why the context `name` could not be stored, once; "" if it was or nothing is known of it; None until then."""
+        """Return why storing the context `name` failed, once; "" if it succeeded or is unknown; None while pending."""
         write = self._writes.get(name)
         if write is not None and not write.done():
             return None
@@ -246,7 +246,7 @@ class NewContext(BaseModel):
 
 
 class Compression:
-    """One text that is compressed while vLLM reads it: each layer's k and v are evicted from when all are in pages."""
+    """A compression during vLLM's prefill: evicts from a layer once all of its k and v are in pages."""
 
     def __init__(self, contexts: VllmContexts, new_context: NewContext):
         self._contexts, self._new_context = contexts, new_context

@@ -224,7 +224,7 @@ class ContextRoutes:
                     _LOG.warning("the context %s could not be deleted: %s", name, error)
 
     async def refresh_metrics(self) -> None:
-        """Ask the workers what they have in memory, and the store what is in it."""
+        """Query the statistics of the workers and the store."""
         self._metrics.texts_waiting = sum(job.error is None for job in self.queue.jobs())
         with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
             self._metrics.workers = await self._engine.collective_rpc("lkv_statistics")
@@ -293,7 +293,7 @@ class ContextRoutes:
 
 
 class _Metrics:
-    """What /metrics shows beside vLLM's own, as Prometheus's client collects it."""
+    """LKV's metrics in /metrics, as a collector of Prometheus's client."""
 
     def __init__(self) -> None:
         self.texts_waiting = 0

@@ -27,9 +27,9 @@ from lkv.kernels.ragged_attention.arguments import (
 from lkv.utils import devices
 
 BACKENDS = ("cpp", "loop", "reference", "triton")
-_FUSED = ("cpp", "triton")  # append and attend in one, over codes and in a basis too
+_FUSED = ("cpp", "triton")  # fused append and attention, also over codes and in a basis
 _READ_IN_BASIS = ("cpp",)  # attend in a basis where nothing is appended
-# Query rows a span for which "auto" takes "cpp": for more of them a matrix library is faster.
+# The most query rows per span for which "auto" uses "cpp": for more, a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
 
 
@@ -46,19 +46,19 @@ def ragged_attention(
     q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend from new tokens to the KV entries of each head, their own k and v included.
+    """Attend from new tokens to the KV entries of each head, including their own k and v.
 
     Args:
         q: Queries [B, Hq, Tq, d] in the dtype of the pools, Hq a multiple of Hkv.
         kv: The entries. The last Tq of each span are the new tokens: causal among themselves; everything older is
             visible.
         scale: What scores are multiplied by, usually d ** -0.5.
-        backend: "auto" takes "triton" on CUDA, else "loop" where it cannot run (the reason is logged once); on a CPU
-            "cpp" where it can run and few rows attend, else "loop". A backend given by name, also "reference", never
-            falls back. Only "loop" waits for the device; "cpp" and "triton" give no gradients.
+        backend: "auto" uses "triton" on CUDA, or "loop" if Triton cannot run (the reason is logged once); on a CPU
+            "cpp" if it can run and there are few query rows, else "loop". An explicit backend, also "reference", never
+            falls back. Only "loop" waits for the device; "cpp" and "triton" have no gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
-        lse: Whether to return the log-sum-exp of the scores as well, for `merge_attention`.
-        sinks: Attention sinks [Hq] that take their share, see `join_sinks`; not together with `lse`.
+        lse: Whether to also return the log-sum-exp of the scores, for `merge_attention`.
+        sinks: Attention sinks [Hq], see `join_sinks`; not together with `lse`.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
@@ -99,7 +99,7 @@ def append_and_attend(
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
-    Changes the pools, and `kv.lens` in place: a replay of what was launched on a GPU appends once more.
+    Updates the pools and `kv.lens` in place, so that each replay of a CUDA graph appends once more.
 
     Args:
         q: Queries [B, Hq, Tq, d].
@@ -108,8 +108,7 @@ def append_and_attend(
         kv: The entries without the new tokens, with free slots for Tq after each span.
         scale: As in `ragged_attention`.
         backend: As in `ragged_attention`.
-        buffers: A dictionary in which a backend keeps its work space from step to step, for the layers of one cache,
-            which take turns.
+        buffers: A dictionary for a backend's work space, reused between steps and shared by the layers of one cache.
         sinks: As in `ragged_attention`.
 
     Returns:
@@ -123,7 +122,7 @@ def append_and_attend(
     chosen = _choose(backend, q, kv, key, value)
     if not q.numel():
         return q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
-    # The share of sinks follows from the log-sum-exp, which the backends' own steps do not return.
+    # Sinks need the log-sum-exp, which the fused backends do not return.
     if chosen in _FUSED and sinks is None:
         return _module(chosen).append_and_attend(q, key, value, kv, scale, buffers)
     if chosen not in _FUSED:
@@ -133,13 +132,13 @@ def append_and_attend(
 
 
 def can_attend_quantized(q: Tensor, kv: RaggedKV, *new: Tensor) -> bool:
-    """Whether attention can read the codes of `kv` as they are; `new`: k and v that are to be appended."""
-    # Rows of a batch may have tiers of their own.
+    """Return whether attention can read the codes of `kv` directly; `new`: k and v to append."""
+    # Rows of a batch may have different tiers.
     return len(kv.quantized) <= MAX_QUANTIZED and _choose("auto", q, kv, *new) in _FUSED
 
 
 def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether what `append_and_attend` launches there can be captured, and replayed as further steps."""
+    """Return whether the launches of `append_and_attend` can be captured and replayed as decode steps."""
     return _chosen("auto", device, dtype, dim, dim) in _FUSED
 
 
@@ -153,7 +152,7 @@ def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
 
 
 def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to keys of equal number a head under a mask, for `merge_attention`.
+    """Attend to the same number of keys in each head under a mask, for `merge_attention`.
 
     Args:
         q: Queries [B, Hq, Tq, d].
@@ -188,7 +187,7 @@ def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, sca
 
 
 def merge_attention(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention over two sets of keys into that over both.
+    """Merge the attention over two sets of keys.
 
     Args:
         left: Outputs [..., dv] over the first set.
@@ -213,10 +212,10 @@ def merge_attention(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Te
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Let attention sinks take their share: one more logit of each query head, which has no value.
+    """Apply attention sinks: an extra logit per query head, without a value.
 
     Args:
-        out: Outputs [B, Hq, Tq, dv] without them.
+        out: Outputs [B, Hq, Tq, dv] without sinks.
         lse: Log-sum-exp [B, Hq, Tq] of the scores, -inf where nothing was visible.
         sinks: The logits of the sinks, [Hq].
 
@@ -252,7 +251,7 @@ def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
     chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
     if chosen not in _FUSED:
         return chosen
-    # Why compiled code that takes addresses cannot read these tensors, in one sentence.
+    # The reason why compiled code cannot read the addresses of these tensors, in one sentence.
     if not (k_pool.is_contiguous() and v_pool.is_contiguous() and starts.is_contiguous() and lens.is_contiguous()):
         reason = "pools, starts and lens must be contiguous."
     elif starts.dtype != torch.int32 or lens.dtype != torch.int32:

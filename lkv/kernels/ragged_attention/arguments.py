@@ -21,7 +21,7 @@ _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, t
 
 
 class QuantizedKV(NamedTuple):
-    """Entries of each span in few bits a value, all spans packed: value = level(code) * norm of its entry.
+    """Quantised entries of all spans, packed: value = level(code) * norm of the entry.
 
     N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them; the pools are in the
     same rotated coordinates.
@@ -31,7 +31,7 @@ class QuantizedKV(NamedTuple):
         key_norms: bfloat16 [N].
         value_codes: uint8 [N, dv * value_bits / 8].
         value_norms: bfloat16 [N].
-        tables: int32 [2, B, Hkv]: how many entries a span has here, and its first one.
+        tables: int32 [2, B, Hkv]: the number of quantised entries of each span, and the first one's index.
         key_bits: 8, 4 or 3.
         value_bits: 8, 4 or 3.
     """
@@ -53,10 +53,10 @@ class RaggedKV(NamedTuple):
         v_pool: Values [P, dv], in the dtype of `k_pool`.
         starts: int32 [B, Hkv], the first entry of each span.
         lens: int32 [B, Hkv], the entries of each span.
-        quantized: The first entries of each span, which the pools then lack: those of the first item, then those of the
-            second. Entry i of a span is at place starts + i of the pools only if it is none of these, so that `starts`
-            may be negative.
-        basis: The coordinates of pools and codes; queries, new k and v, outputs and log-sum-exps are the model's.
+        quantized: The first entries of each span, which are not in the pools: first those of the first item, then those
+            of the second. Unquantised entry i of a span is at index starts + i of the pools, so `starts` may be
+            negative.
+        basis: The coordinates of pools and codes; all other tensors are in the model's coordinates.
     """
 
     k_pool: Tensor
@@ -79,9 +79,9 @@ class RaggedKV(NamedTuple):
 
 
 def check_arguments(q: Tensor | None, kv: RaggedKV, key: Tensor | None = None, value: Tensor | None = None) -> None:
-    """Raise ValueError unless all tensors fit one another; what starts and lens say is not read.
+    """Raise ValueError unless all tensors are consistent, without reading the values of starts and lens.
 
-    Part of every decode step of every layer, so that it makes few calls.
+    This runs in every decode step of every layer, so it makes few calls.
     """
     k_pool, v_pool, starts, lens, quantized, basis = kv
     check_tensor("k_pool", k_pool, 2)
@@ -164,7 +164,7 @@ def _check_basis(basis: Basis, starts: Tensor, dim: int, value_dim: int) -> None
 
 
 def check_entering(basis: Basis, **tensors: Tensor) -> None:
-    """Raise ValueError where PyTorch's own operators would read beyond a storage; on a CPU alone, as `check_spans`."""
+    """Raise ValueError if PyTorch's operators would read beyond a storage; on a CPU only, as `check_spans`."""
     if basis.mean.device.type == "cpu":
         check_storages(**tensors, **basis._asdict())
 
@@ -194,15 +194,15 @@ def _check_fields(
 
 
 def check_none_quantized(backend: str, kv: RaggedKV) -> None:
-    """Raise BackendError where there are codes, for a backend that reads none."""
+    """Raise BackendError if there are quantised entries, for a backend that does not support them."""
     if kv.quantized:
         raise BackendError(backend, "it reads no codes, as 'triton' and 'cpp' do: restore the entries.")
 
 
 def check_spans(kv: RaggedKV, added: int | None = None) -> None:
-    """Raise ValueError where a span, or the slots of the `added` new entries after it, lie outside of the pools.
+    """Raise ValueError if a span, or the slots of the `added` new entries after it, lie outside of the pools.
 
-    On a CPU alone: elsewhere reading the answer would wait for the device.
+    Only on a CPU, because on other devices this would synchronise.
     """
     if kv.starts.device.type != "cpu":
         return

@@ -13,11 +13,11 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.ragged_attention.arguments import RaggedKV
 
-# Entries that are widened to float32 at once: what a step allocates must not grow with the context.
+# Entries converted to float32 at once, so that a step's memory does not grow with the context.
 _ENTRIES_IN_FLOAT32 = 4096
-# New tokens that attend at once: the mask of a whole part of a prompt would outweigh what eviction saves.
+# New tokens that attend at once: the mask of a whole chunk would take more memory than eviction saves.
 _ROWS = 256
-# Below this many entries threads save nothing, and where other programs run as well they wait for one another.
+# Below this many entries threads do not pay off, and on a busy machine they wait for one another.
 _MIN_SHARED = 2048
 
 
@@ -29,9 +29,9 @@ def attend(
         return _attend_with_lse(q, kv, scale, causal)
     k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, dim = q.shape
-    # The query heads of a group become rows, so that a span is read once for all of them.
+    # The query heads of a group become rows, so that a span is read once.
     rows = q.reshape(starts.numel(), -1, dim)
-    # Plain products beat SDPA for one row; those in half precision are slower than their conversion.
+    # Plain products beat SDPA for one row; half-precision products are slower than converting to float32.
     is_half = q.dtype.itemsize < 4
     scaled = (rows.float() if is_half else rows) * scale
     queries = scaled.unbind()
@@ -101,7 +101,7 @@ def _attend_with_lse(q: Tensor, kv: RaggedKV, scale: float, causal: bool) -> tup
 
 
 def _runs(starts: Tensor, lens: Tensor) -> Iterator[tuple[int, int, int, int, int]]:
-    """(first, count, start, step, length) of spans of one length at equal distances: one batch (uniform budgets)."""
+    """Yield (first, count, start, step, length) of evenly spaced spans of equal length, which form a batch."""
     begins, lengths = starts.flatten().tolist(), lens.flatten().tolist()
     first = 0
     while first < len(begins):
@@ -138,7 +138,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One head with its few queries, shared out among the threads by entries: a product with so few rows is not."""
+    """Compute one head with few queries, splitting entries among threads, which a product of few rows does not do."""
     threads = torch.get_num_threads()
     if threads == 1 or len(k) < _MIN_SHARED:
         return torch.mm(torch.softmax(linear(q, k), -1), v)

@@ -1,10 +1,10 @@
-"""Ragged attention and append in Triton, in equal slices of the flat axis whatever the heads' lengths (Sec. 4.5).
+"""Ragged attention and append in Triton, in equal slices of the flat axis for heads of any lengths (Sec. 4.5).
 
-Heads differ several-fold in length, so a grid with one share a head leaves most of a GPU idle. Here every program reads
-the same number of entries, begins and ends inside any head, and finds out where from the lengths on the device: no
-plan is made and nothing waits for the host. The last program to read some of a head joins the parts of all. In a decode
-step it also attends to the new token and appends it to the pools, so that a step is one launch, and every replay of it
-(CUDA graphs) is a step of its own.
+Heads differ several-fold in length, so a grid with one program a head leaves most of a GPU idle. Here every program
+reads the same number of entries. Slices may begin and end inside a head; programs locate them from the lengths on the
+device, without a plan from the host. The last program that reads a head's entries reduces the partial results. In a
+decode step it also attends to the new token and appends it to the pools, so that a step is one launch, and every
+replay (CUDA graphs) is a new step.
 """
 
 import functools
@@ -26,12 +26,12 @@ from lkv.utils import devices
 
 LARGEST_DIM = 256
 _ROTATED_ROWS = 16  # new tokens that enter or leave a basis at once
-# Below this many entries a program has too little to read to be worth starting.
+# The least entries per program that make its launch worthwhile.
 _MIN_SLICE = 128
-_JOINED_ROWS = 16  # packed rows whose parts are joined at once
+_JOINED_ROWS = 16  # packed rows whose partial results are reduced at once
 _JOINED_AT_ONCE = 16_384  # numbers of these parts; each round waits for the memory once
 _PROGRAMS_WITHOUT_GPU = 7
-# Shared memory that Triton takes for exchanges between warps, in addition to blocks, queries and probabilities.
+# Shared memory for Triton's exchanges between warps, in addition to blocks, queries and probabilities.
 _OWN_SHARED_MEMORY = 4096
 # What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
@@ -40,11 +40,11 @@ _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Everything about a call that its shapes decide.
+    """The launch parameters that depend only on a call's shapes.
 
-    `compiled` are kernels as they were compiled, and their constants, by what else of the arguments is compiled in.
-    Launched like this, a kernel takes the host less than half of the time of Triton's own launch, which binds some
-    forty arguments anew. `python -m tests.cache.host_time` measures it.
+    `compiled` caches compiled kernels and their constants by the other compile-time arguments. Launching them directly
+    takes less than half of the host time of Triton's own launch, which binds some forty arguments again.
+    `python -m tests.cache.host_time` measures it.
     """
 
     programs: int
@@ -58,7 +58,7 @@ class Launch:
         self, kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: dict[str, Any],
         variant: tuple[Any, ...], is_aligned: bool,
     ) -> None:  # fmt: skip
-        """Launch `kernel`; `variant` is what else of the arguments is compiled in, if the tensors are aligned."""
+        """Launch `kernel`; `variant` are the other compile-time arguments, if the tensors are aligned."""
         place = kernel, *variant
         known = self.compiled.get(place) if is_aligned else None
         if known is not None:
@@ -98,7 +98,7 @@ def append_and_attend(
 ) -> Tensor:
     """As `api.append_and_attend`; nothing waits for the device.
 
-    One launch for one new token, two for more. Two more enter and leave a basis.
+    One launch for one new token, two for more. A basis takes two further launches.
     """
     starts, basis, new = kv.starts, kv.basis, _SINGLE
     with devices.device_guard(q.device):
@@ -133,7 +133,7 @@ def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) 
 
 
 def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
-    """Return the model's outputs [B, Hq, Tq, dv] from those over v', laid out by token."""
+    """Transform outputs over v' to the model's coordinates [B, Hq, Tq, dv], laid out by token."""
     batch, heads, rows, value_dim = x.shape
     launch = _launch_for(x, starts, value_dim, rows * (heads // starts.shape[1]), basis.key_rotation.shape[0])
     out = torch.empty_like(x)
@@ -186,7 +186,7 @@ def _attend(
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    """Whether all begin at multiples of 16 bytes, as Triton's code for such may be used for."""
+    """Return whether all addresses are multiples of 16 bytes, as Triton's aligned code requires."""
     places = 0
     for tensor in tensors:
         places |= tensor.data_ptr()
@@ -206,7 +206,7 @@ def _work_space(q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] 
 
 
 def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
-    """At least `count` zeros in int32, which every launch leaves as it found them; kept in `buffers` if given."""
+    """Return at least `count` zeros in int32, which every launch resets to zero; kept in `buffers` if given."""
     place = "tickets", q.device
     buffer = None if buffers is None else buffers.get(place)
     if buffer is None or len(buffer) < count:
@@ -236,7 +236,7 @@ def _launch(
     tiles = -(-packed // block_m)
     programs = 2 * _multiprocessors(device) if triton_devices.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
-    # Beside 16 bits three parts of TF32 are as exact as float32, and faster.
+    # With 16-bit operands, three TF32 products are as accurate as float32, and faster.
     rotated = {
         "BLOCK_R": _ROTATED_ROWS,
         "PRECISION": devices.exact_products(dtype),
@@ -244,7 +244,7 @@ def _launch(
     }
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
-        # Many tiles fill a GPU by themselves, and every slice takes memory for its partial result.
+        # Many tiles already fill a GPU, and every slice takes memory for its partial result.
         max(1, programs // tiles),
         tiles,
         sizes
@@ -285,8 +285,8 @@ def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
 def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
     """Pipeline stages for tiles of `block_m` packed rows.
 
-    As many, up to 4, as let two programs share a multiprocessor; the 2 that asynchronous copies need if only one
-    fits; 0 if none does.
+    The most, up to 4, with which two programs share a multiprocessor; 2, the least for asynchronous copies, if only one
+    program fits; 0 if none does.
     """
     blocks = _blocks(dim, value_dim, dtype)
     block_n = blocks["BLOCK_N"]

@@ -1,10 +1,11 @@
 """The Triton kernels of ragged attention: slices over the entries, whose parts are joined in place, and the append.
 
-A span is what one KV head of one batch row holds. The entries of all spans, one span after another, are the flat axis;
-a program of the slice kernel takes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a span is new
-token m // GROUP of query head m % GROUP of its group. Pools are [P, DIM] and [P, VALUE_DIM]. What a slice gives a span
-is its weighted sum of v in `parts` [places, VALUE_DIM], and largest score and sum of weights in `extremes` [places, 2];
-scores are in base 2. Programs draw tickets: the last one to give a span its part joins them all.
+A span has the entries of one KV head of one batch row. The entries of all spans, one span after another, form the flat
+axis; a program of the slice kernel processes one slice of it for one tile of BLOCK_M packed rows. Packed row m of a
+span is new token m // GROUP of query head m % GROUP of its group. Pools are [P, DIM] and [P, VALUE_DIM]. The partial
+result of a slice for a span is a weighted sum of v in `parts` [places, VALUE_DIM], and the largest score and the sum of
+weights in `extremes` [places, 2]; scores are in base 2. Programs draw tickets: the last program of a span reduces its
+parts.
 """
 
 # ruff: noqa: N803 (constants are in capitals)
@@ -40,13 +41,13 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
 def _attend_block(query, key, value, value_norm, seen, scale, state):
     """Add a block of entries to the running maximum, weight and sums of rows, `state`.
 
-    `scale` is that of all scores, or of each entry [1, N]; `value_norm` is what the entries of v are multiplied by.
+    `scale` scales all scores, or each entry [1, N]; `value_norm` scales the entries of v.
     """
     highest, weight, sums = state
     scores = tl.dot(query, key, input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(highest, tl.max(scores, 1))
-    # A row that sees nothing yet would give inf - inf.
+    # Avoid inf - inf for a row without visible entries so far.
     base = tl.where(new == float("-inf"), 0.0, new)
     shrink = tl.exp2(highest - base)
     share = tl.exp2(scores - base[:, None])
@@ -59,7 +60,7 @@ def _attend_pools(
     query, k_span, v_span, begin, end, visible, axes, scale, state,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`_attend_block` over the entries `begin` to `end` of a span, of which each row sees those up to `visible`."""
+    """Run `_attend_block` over the entries `begin` to `end` of a span; each row sees entries up to `visible`."""
     dims, real, value_dims, value_real = axes
     for at in range(begin, end, BLOCK_N):
         entry = at + tl.arange(0, BLOCK_N)
@@ -199,13 +200,13 @@ def slice_kernel(
     `added` entries a span are in the pools, but not counted in `lens` yet. NEW: 0 leaves `lens` as it is, 1 appends the
     one new token of each span, 2 counts what was added. `tickets` [spans * tiles + 1] are 0 before and after.
     """
-    # Read at once and kept in registers, so that k waits for one load. They are those of every program: `lens` grows
-    # when the last one has them.
+    # Read together and kept in registers, so that k waits for one load. All programs read the same values, because the
+    # last program updates `lens`.
     all_spans = tl.arange(0, SPANS)
     is_span = all_spans < spans
     all_lengths = tl.load(lens + all_spans, mask=is_span, other=0) + added
     all_starts = tl.load(starts + all_spans, mask=is_span, other=0)
-    # A span without entries takes up a place all the same, so that every span has a program to join it.
+    # An empty span still occupies one position, so that every span has a program to reduce it.
     places = tl.where(is_span, tl.maximum(all_lengths, 1), 0)
     ends, total = tl.cumsum(places, 0), tl.sum(places, 0)
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
@@ -263,7 +264,7 @@ def slice_kernel(
                 query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, axes,
                 scale, state, DIM, VALUE_DIM, BLOCK_N,
             )  # fmt: skip
-            # Programs and spans rise together, so their sum is a place that no other pair has.
+            # Programs and spans increase together, so their sum is a unique index of the pair.
             slot = (tl.program_id(0) + span) * packed_rows + packed
             tl.store(extremes + 2 * slot, highest, mask=within)
             tl.store(extremes + 2 * slot + 1, weight, mask=within)
@@ -310,8 +311,8 @@ def _rotate_rows(
 ):  # fmt: skip
     """Rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, to `out`.
 
-    Before that, channels are multiplied by `factor`; or, where there is a `mean`, that is taken off them, and they are
-    divided by `factor`. Both are None for neither.
+    Before that, channels are multiplied by `factor`; or, with a `mean`, it is subtracted and they are divided by
+    `factor`. Both are None to skip this.
     """
     channels = tl.arange(0, BLOCK_W)
     turned = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
@@ -337,7 +338,7 @@ def enter_kernel(
     VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return new tokens of one head of q, k or v in the coordinates of a `Basis`; the results are contiguous."""
+    """Transform new tokens of one head of q, k or v to the coordinates of a `Basis`; the results are contiguous."""
     batch, head = split_heads(tl.program_id(0), heads + 2 * kv_heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row, row = row < rows, row.to(tl.int64)
@@ -368,7 +369,7 @@ def leave_kernel(
     x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the model's outputs of one head from those over rotated values, in the layout of `x`."""
+    """Transform one head's outputs over rotated values to the model's coordinates, in the layout of `x`."""
     batch, head = split_heads(tl.program_id(0), heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     at = batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride

@@ -1,7 +1,7 @@
-"""Eviction on a GPU in three launches (Triton): scores of the entries, which of them are kept, and their move.
+"""Eviction on a GPU in three launches (Triton): score the entries, rank them, and move the kept ones.
 
-`triton` launches the kernels of `triton_kernels`. Elsewhere `lkv.policy.token_scores` and `lkv.cache.eviction` do the
-same with PyTorch's operators.
+`triton` launches the kernels of `triton_kernels`. On other devices `lkv.policy.token_scores` and `lkv.cache.eviction`
+do the same with PyTorch's operators.
 """
 
 import functools
@@ -17,17 +17,17 @@ LARGEST_SCORED_DIM = 128  # larger heads would take more shared memory than some
 
 
 class ScoreWeights(NamedTuple):
-    """The weights of LKV-T in the heads of one layer, with everything folded that no token changes.
+    """The weights of LKV-T in the heads of one layer, with token-independent factors pre-multiplied.
 
     Attributes:
         weight: [H, 2 d, d] in the dtype of the products: the MLP's first matrix over the deviations.
         bias: float32 [H, d], without the means.
         output: float32 [H, d].
-        queries: float32 [H, G + r, d], means and columns of the spread of the queries to come; None for no expected
+        queries: float32 [H, G + r, d], means and columns of the spread of future queries; None without expected
             attention, as the next two.
         normaliser: float32 [H, G].
-        attention: float32 [H], what the expected attention is multiplied by.
-        start: float32 [H, K], the knots of the position; None for none, as `end`.
+        attention: float32 [H], the weight of the expected attention.
+        start: float32 [H, K], the knots of the position; None without them, as `end`.
         end: float32 [H, K].
     """
 
@@ -42,14 +42,14 @@ class ScoreWeights(NamedTuple):
 
 
 def kernels_for(key: Tensor, value: Tensor) -> Any:
-    """Return the module `triton` where its kernels can run on k and v [..., d], None elsewhere."""
+    """Return the module `triton` if its kernels can run on k and v [..., d], else None."""
     if not devices.is_gpu(key.device) or value.dtype != key.dtype:
         return None
     return _kernels_for(key.device, key.dtype, key.shape[-1], value.shape[-1])
 
 
 def ranking_for(scores: Tensor) -> Any:
-    """Return the module `triton` where its `rank` can take `scores` [N, T], None elsewhere."""
+    """Return the module `triton` if its `rank` supports `scores` [N, T], else None."""
     if not devices.is_gpu(scores.device) or scores.dtype == torch.float64:
         return None
     return _kernels_for(scores.device, torch.float32, 1, 1)
@@ -57,7 +57,7 @@ def ranking_for(scores: Tensor) -> Any:
 
 @functools.cache
 def _kernels_for(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Any:
-    # Without Triton, or with one that is broken, the operators serve; attention logs why.
+    # Without a working Triton, PyTorch's operators are used; attention logs the reason.
     try:
         module = import_module("lkv.kernels.selection.triton")
     except Exception:

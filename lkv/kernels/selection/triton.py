@@ -62,11 +62,11 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
-    """Which kept entry of its span each entry is, in order, int32 [B, H, T]; -1 for those that are evicted.
+    """Return the index of each entry among the kept entries of its span, int32 [B, H, T]; -1 if it is evicted.
 
-    Of the `counts` [B, H] first of `scores` [B, H, T] (float32; all by default) the `keep` [B, H] highest are kept, of
-    equal ones the earlier; both int32 on the device of the scores. `has_nan`, uint8 [1], becomes 1 where one of the
-    scores is NaN.
+    The `keep` [B, H] highest of the first `counts` [B, H] `scores` [B, H, T] (float32; all by default) are kept; ties
+    go to the earlier entry. `keep` and `counts` are int32 on the device of the scores. `has_nan`, uint8 [1], is set to
+    1 if one of the scores is NaN.
     """
     scores = scores.contiguous()
     places = torch.empty_like(scores, dtype=torch.int32)
@@ -87,16 +87,16 @@ def move(
     extra: tuple[Tensor, Tensor] | None = None,
     after: Tensor | None = None,
 ) -> None:
-    """Copy the entries that `rank` gave a place to the pools of k and v.
+    """Copy the entries that `rank` kept to the pools of k and v.
 
     Args:
         entries: The entries.
         places: As `rank` returns them; None to copy all, in order.
         pools: k [P, d], v [P, dv], and `starts` [B, H] of each span.
-        scores: Scores of the entries in their layout, which go along with `extra`.
-        positions: Positions of the entries, likewise; their numbers by default.
+        scores: Scores of the entries, in their layout, to copy to `extra`.
+        positions: Positions of the entries, likewise; their indices by default.
         extra: Pools of scores and positions [P].
-        after: How many entries each span has already, int32 [B, H], behind which the new ones go; none by default.
+        after: The existing entries of each span, int32 [B, H], after which new ones are stored; 0 by default.
     """
     key, value = entries.key, entries.value
     new_key, new_value, new_starts = pools
@@ -125,22 +125,22 @@ def score(
     positions: Tensor | None = None,
     padding: int = 0,
 ) -> Tensor | None:
-    """LKV-T in one launch, see `score_kernel`; nothing waits for the device.
+    """Compute LKV-T in one launch, see `score_kernel`; nothing waits for the device.
 
     Args:
         entries: k and v of d channels, an even number up to `LARGEST_SCORED_DIM`. In pools, with `arrival`, the last
             `width` entries of each span are meant.
         weights: Those of the layer.
         tables: cos and sin [T, d] by which k is rotated back; None for k as it is.
-        mean_tables: cos and sin [d] of the mean rotation of the positions to come; None for no expected attention.
+        mean_tables: cos and sin [d] of the mean rotation of future positions; None without expected attention.
         start: The position of the first entry.
         end: The position after the text.
-        scale: Attention's.
-        arrival: Whether to compute the part that is final when tokens arrive.
+        scale: The attention scaling factor.
+        arrival: Whether to compute the part that is final on arrival.
         eviction: Whether to compute the part that depends on the end of the text.
         scores: Pools of scores, float32 [P], for entries in pools: written with `arrival`, else added to.
         positions: Pools of positions, int32 [P]: written with `arrival`, else read.
-        padding: How many of the positions before `start` are padding, which is not part of the text.
+        padding: The number of positions before `start` that are padding.
 
     Returns:
         float32 [B, H, T]; None where `scores` were written.

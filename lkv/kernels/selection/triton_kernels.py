@@ -1,7 +1,7 @@
-"""The Triton kernels of eviction: scores of the entries (LKV-T), which of them are kept, and the move into new pools.
+"""The Triton kernels of eviction: score the entries (LKV-T), rank them, and move the kept ones into new pools.
 
-A span is what one KV head of one batch row holds: n entries, of which entry i lies `i * step` numbers after the span's
-first. They are those of a prompt [B, H, T, d] in any layout, or the pools of a store.
+A span has the n entries of one KV head of one batch row; entry i lies `i * step` numbers after the first. Spans are in
+a prompt [B, H, T, d] of any layout, or in the pools of a store.
 """
 
 # ruff: noqa: N803, N806 (constants are in capitals)
@@ -25,8 +25,7 @@ def rank_kernel(scores, counts, keep, places, has_nan, width, BLOCK: tl.constexp
     It has `counts` entries, or `width` where that is None, and keeps `keep` of them. `has_nan` [1] (None to leave that
     out) becomes 1 where one of its scores is NaN.
 
-    The least score kept is found eight bits at a time: how many of the scores that agree with it so far have which next
-    bits is one histogram, whatever the number of scores.
+    The lowest kept score is found by radix selection, eight bits at a time, with one histogram per step.
     """
     span = tl.program_id(0)
     kept, count = tl.load(keep + span), width
@@ -88,7 +87,7 @@ def move_kernel(
 ):  # fmt: skip
     """Copy a block of a span's entries to their `places` [spans, width] in new pools, those at -1 to none.
 
-    Where `places` is None, all are copied in order; they go behind the `after` entries that a span has (None: none).
+    If `places` is None, all are copied in order, after the `after` existing entries of a span (None: 0).
 
     Entries lie in pools from `starts` on, or, where that is None, in [B, H, width, .] of the strides given. With
     `new_scores` their scores go with them, and their positions (where those are None, their numbers).
@@ -162,8 +161,8 @@ def _expected_attention(
 ):  # fmt: skip
     """Compute expected attention by GROUP means and the columns of the spread in `queries`, before the mean rotation.
 
-    In three parts of TF32 their products are as exact as in float32, and take a third of the time. Beside an MLP in
-    float32, for which `PRECISION` is "ieee", they would take more registers than there are.
+    Three TF32 products are as accurate as float32 in a third of the time. With an MLP in float32, for which `PRECISION`
+    is "ieee", they would exceed the registers.
     """
     HALF: tl.constexpr = DIM // 2
     row, real = tl.arange(0, BLOCK_R), half < HALF

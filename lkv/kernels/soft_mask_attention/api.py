@@ -26,9 +26,9 @@ def soft_mask_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention in which key i counts m_i times: p_i ~ m_i exp(scale q k_i) (App. B, Sec. 3.5).
+    """Compute causal attention with weights m_i on keys: p_i ~ m_i exp(scale q k_i) (App. B, Sec. 3.5).
 
-    A row that sees no key with m > 0 is zero, and so are the gradients through it.
+    A row without visible keys of m > 0 has output 0 and zero gradients.
 
     Args:
         q: Queries [B, Hq, Tq, d], the last Tq positions; Hq is a multiple of Hkv.
@@ -43,8 +43,8 @@ def soft_mask_attention(
         Outputs [B, Hq, Tq, dv], differentiable in `q`, `k`, `v` and `log_mask`.
 
     Raises:
-        ValueError: Shapes, dtypes, devices or masks do not fit. NaN and +inf in `log_mask` are looked for on the CPU
-            only, because elsewhere reading the answer waits for the device.
+        ValueError: Shapes, dtypes, devices or masks do not fit. `log_mask` is checked for NaN and +inf on the CPU only,
+            because on other devices this would synchronise.
         BackendError: The backend given by name cannot run.
     """
     for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
@@ -78,9 +78,9 @@ def continuation_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attend from continuations to a frozen prompt, in which key i counts m_i times, and causally to themselves.
+    """Attend from continuations to a frozen prompt with weights m_i on keys, and causally to themselves.
 
-    With Triton the prompt is not copied for each continuation, and nothing of it is saved for the backward pass.
+    With Triton the prompt is neither copied for each continuation nor saved for the backward pass.
 
     Args:
         q: Queries [n, Hq, t, d] of n continuations.
@@ -88,8 +88,8 @@ def continuation_attention(
         value: Their own values [n, Hkv, t, d].
         prompt_key: Keys [C, Hkv, T, d] of C prompts; no gradient reaches them.
         prompt_value: Values [C, Hkv, T, d] of the prompts, as `prompt_key`.
-        log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for that of the full cache.
-        owners: int64 [n], the number of each continuation's prompt; None where there is one prompt.
+        log_mask: Logarithm of the prompt's mask [n, Hkv, T]; None for the full cache.
+        owners: int64 [n], the index of each continuation's prompt; None for one prompt.
         scale: As in `soft_mask_attention`.
         backend: As in `soft_mask_attention`; "auto" on a CPU takes the flash kernel and matrix products, likewise.
 
@@ -192,7 +192,7 @@ def _triton_module() -> ModuleType:
 
 
 def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
-    """App. B as it stands, with every matrix in full: the oracle for the fast backends."""
+    """Compute App. B literally, with all matrices materialised: the oracle for the fast backends."""
     groups = q.shape[1] // k.shape[1]
     k, v, log_mask = (t.repeat_interleave(groups, dim=1) for t in (k, v, log_mask))
     scores = q @ k.transpose(-1, -2) * scale + log_mask[..., None, :]
@@ -204,10 +204,10 @@ def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: 
 
 
 def _attend_by_sdpa(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
-    """Attend through PyTorch's stock kernels: the mask rides along as one more column of k.
+    """Attend with PyTorch's SDPA, with the mask as an extra column of k.
 
-    With q' = [q, 1] and k' = [k, log m / scale] the stock kernel computes softmax(scale q k + log m) and its backward
-    gives the gradient of log m as that of a key: no T x T bias, and no 1/m.
+    With q' = [q, 1] and k' = [k, log m / scale], SDPA computes softmax(scale q k + log m), and the gradient of log m is
+    that of a key channel: no T x T bias, and no 1/m.
     """
     value_dim = v.shape[-1]
     q, k, v = pad_heads(*cpu.append_mask(q, k, log_mask, scale), v)

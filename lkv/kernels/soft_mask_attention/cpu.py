@@ -1,8 +1,8 @@
 """Attention of continuations over a frozen prompt under a mask: for CPUs.
 
-The forward pass is PyTorch's flash kernel, over the prompt and over a continuation's own tokens, joined by log-sum-exp.
-Its backward pass over the prompt would compute gradients that nobody reads, so that matrix products do that part; of
-the scores nothing is saved for them.
+The forward pass uses PyTorch's flash kernel over the prompt and over a continuation's own tokens, merged by
+log-sum-exp. Its backward pass would compute unused gradients of the prompt, so that part uses matrix products, which
+recompute the scores.
 """
 
 from collections.abc import Iterator

@@ -28,7 +28,7 @@ class Tiles(NamedTuple):
     """The tiles of the three kernels.
 
     Also the shared memory in bytes that the largest of them needs, and the major compute capabilities on which they
-    need too much of something else.
+    exceed other resources.
     """
 
     forward: Tile
@@ -132,7 +132,7 @@ def launch_key_gradient(
 
 
 def laid_out_as_rows(x: Tensor) -> Tensor:
-    """Return an empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d]: as models want it."""
+    """Return an empty tensor of the shape of x [B, H, T, d], laid out as [B, T, H, d], the layout of models."""
     return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3])).transpose(1, 2)
 
 
