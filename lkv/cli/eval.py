@@ -179,7 +179,7 @@ def _parse_policies(words: Sequence[str]) -> dict[str, str]:
 def _name_policies(methods: Sequence[str], policies: Collection[str]) -> list[str]:
     """Return `methods`, those that read a policy and name none once for each of the named `policies`.
 
-    Raises LkvError where a method names a policy that is not there.
+    Raises LkvError if a method names a policy that is not there.
     """
     from lkv.methods.registry import POLICY
 

@@ -93,7 +93,7 @@ def main(
 
 
 def _is_busy() -> bool:
-    """Whether other programs use half of the cores or more."""
+    """Return whether other programs use half of the cores or more."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2
 
 

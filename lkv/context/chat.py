@@ -87,7 +87,7 @@ class Chat:
             crop_to(self.cache, start)
 
     def nbytes(self) -> int:
-        """Bytes of k and v of the text and all turns."""
+        """Return the bytes of k and v of the text and all turns."""
         return self._context.nbytes()
 
     def _prepare(self, question: str, length: int | None, options: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:

@@ -81,7 +81,7 @@ class Context:
         return len(self.ids)
 
     def nbytes(self) -> int:
-        """Bytes of the k and v tensors, free slots included."""
+        """Return the bytes of the k and v tensors, free slots included."""
         return self.cache.nbytes()
 
     def full_nbytes(self) -> int:

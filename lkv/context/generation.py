@@ -57,7 +57,7 @@ def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
 
 
 def is_assisted(model: Any, options: dict[str, Any]) -> bool:
-    """Whether generate would use assisted decoding."""
+    """Return whether generate would use assisted decoding."""
     return any(_effective(model, options, name) for name in _ASSISTED)
 
 
@@ -170,7 +170,7 @@ def end_tokens(model: Any, options: dict[str, Any]) -> set[int]:
 
 
 def is_truncated(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:
-    """Whether an answer ended only because it reached its longest length.
+    """Return whether an answer ended only because it reached its longest length.
 
     Args:
         model: The model.

@@ -44,7 +44,7 @@ class InspectionResult:
     shape: KVShape
 
     def entry_bytes(self, precision: Precision = UNQUANTIZED) -> float:
-        """Bytes of one token in one head."""
+        """Return the bytes of one token in one head."""
         return self.shape.entry_bits(precision) / 8
 
 
@@ -205,7 +205,7 @@ def render_page(
 
 
 def is_page(path: Path) -> bool:
-    """Whether the file at `path` is a page that `render_page` made."""
+    """Return whether the file at `path` is a page that `render_page` made."""
     with path.open("rb") as file:
         return b"<title>LKV: what is kept</title>" in file.read(1024)
 

@@ -100,7 +100,7 @@ def make_prompt(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol
 
 
 def _is_answer_lost(example: Example, context: str, left: list[str]) -> bool:
-    """Whether truncation of the context to the texts `left` removed the answer.
+    """Return whether truncation of the context to the texts `left` removed the answer.
 
     True if a true answer occurs in the context, and none that does occurs in what is left of it or in the question.
     Answers are matched as whole words, ignoring case and kinds of white space. Always False where answers are not words
@@ -114,7 +114,7 @@ def _is_answer_lost(example: Example, context: str, left: list[str]) -> bool:
 
 
 def _surrounding_texts(example: Example, tokenizer: "PreTrainedTokenizerBase", protocol: str) -> tuple[str, str, list]:
-    """(text before the context, text after it, ids that the tokenizer puts before a text)."""
+    """Return (text before the context, text after it, ids that the tokenizer puts before a text)."""
     if getattr(tokenizer, "chat_template", None) and (protocol == "kvpress" or example.chat):
         before, _, after = chat_template_parts(tokenizer)
         first = []

@@ -34,19 +34,19 @@ def require_rouge() -> Any:
 
 
 def _qa_f1(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the words, ignoring their order."""
+    """Return the harmonic mean of precision and recall over the words, ignoring their order."""
     answer_words, true_words = _words(answer), _words(truth)
     common = (answer_words & true_words).total()
     return 2 * common / (answer_words.total() + true_words.total()) if common else 0.0
 
 
 def _words(text: str) -> Counter[str]:
-    """Words in lower case without ASCII punctuation and English articles."""
+    """Return the words in lower case without ASCII punctuation and English articles."""
     return Counter(re.sub(r"\b(?:a|an|the)\b", " ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def _rouge_l(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Summary-level ROUGE-L F1 of the package `rouge` (others, rouge-score among them, give other numbers)."""
+    """Compute summary-level ROUGE-L F1 with the package `rouge` (others, such as rouge-score, differ)."""
     rouge = require_rouge()
     try:
         return rouge(metrics=["rouge-l"]).get_scores(answer, truth)[0]["rouge-l"]["f"]
@@ -70,13 +70,13 @@ def _classification(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _count(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Share of the numbers in the answer that equal the true one."""
+    """Return the share of the numbers in the answer that equal the true one."""
     numbers = re.findall(r"\d+", answer)
     return numbers.count(truth) / len(numbers) if numbers else 0.0
 
 
 def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Share of the numbers in the answer that equal the true paragraph's."""
+    """Return the share of the numbers in the answer that equal the true paragraph's."""
     match = re.search(r"Paragraph (\d+)", truth)
     if match is None:
         raise DataError(f"the true answer {truth!r} names no paragraph; it must contain 'Paragraph' and a number.")
@@ -84,7 +84,7 @@ def _retrieval(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
-    """Edit similarity, in whole per cent, of the first line without a backtick, `#` or `//`.
+    """Return the edit similarity, in whole per cent, of the first line without a backtick, `#` or `//`.
 
     The official script uses fuzzywuzzy's ratio, which is difflib's without python-Levenshtein, and LongBench does not
     require that. Faster libraries measure another distance, which differs by several points.
@@ -95,19 +95,19 @@ def _code_sim(answer: str, truth: str, classes: Sequence[str]) -> float:
 
 
 def _contained(answer: str, truths: Sequence[str]) -> list[bool]:
-    """Whether the answer contains each true one, ignoring case; control characters are line breaks, as in RULER."""
+    """Return whether the answer contains each true one, ignoring case; control characters are line breaks (RULER)."""
     text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).strip().lower()
     return [truth.lower() in text for truth in truths]
 
 
 def _string_match_all(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """Share of the true answers that the answer contains."""
+    """Return the share of the true answers that the answer contains."""
     matches = _contained(answer, truths)
     return 100 * sum(matches) / len(matches)
 
 
 def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """100 if the answer contains any of the true answers."""
+    """Return 100 if the answer contains any of the true answers."""
     return 100.0 * any(_contained(answer, truths))
 
 

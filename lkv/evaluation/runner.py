@@ -176,7 +176,7 @@ def _run_methods(
     config: EvaluationConfig,
     max_rows: int,
 ) -> Record:
-    """All rows of an example, in batches of `max_rows`."""
+    """Return all rows of an example, in batches of `max_rows`."""
     device = input_device(model)
     stop_ids = encode(tokenizer, "\n")[-1:] if example.stop_at_newline else []
     started = devices.synchronised_clock(device)
@@ -222,7 +222,7 @@ def _run_methods(
 
 
 def _reference_answer(tokenizer: "PreTrainedTokenizerBase", example: Example, question: list[int]) -> list[int]:
-    """Ids of the true answer as a continuation of the prompt, at most as long as an answer may be."""
+    """Return the ids of the true answer as a continuation of the prompt, at most as long as an answer may be."""
     # Some tasks ask for all the answers; elsewhere they are different wordings of one.
     text = ", ".join(example.answers if example.metric == "string_match_all" else example.answers[:1])
     if not text:
@@ -233,7 +233,7 @@ def _reference_answer(tokenizer: "PreTrainedTokenizerBase", example: Example, qu
 
 
 def _name_examples(examples: Iterable[Example]) -> dict[str, Example]:
-    """Examples by their key in the file: task, length and number."""
+    """Return the examples by their key in the file: task, length and number."""
     named: dict[str, Example] = {}
     for example in examples:
         parts = (example.task, example.length, example.number)

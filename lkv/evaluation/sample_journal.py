@@ -113,7 +113,7 @@ def _check_sample(path: Path, line: Record, expected: Record) -> None:
 
 
 def _has_valid_rows(sample: Record) -> bool:
-    """Whether each measured or skipped row names its method and retention."""
+    """Return whether each measured or skipped row names its method and retention."""
     return all(
         isinstance(rows, list) and all(isinstance(row, dict) and {"method", "retention"} <= row.keys() for row in rows)
         for rows in (sample.get(name, []) for name in ("rows", "skipped"))

@@ -72,7 +72,7 @@ def expand_mask(mask: Tensor | None, queries: int, keys: int, device: torch.devi
 
 
 def _visible(mask: Tensor) -> Tensor:
-    """Convert `mask`, bool or additive, to bool: True where a query sees a key."""
+    """Convert `mask`, bool or additive, to bool: True if a query sees a key."""
     return mask if mask.dtype == torch.bool else mask == 0
 
 

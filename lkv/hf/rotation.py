@@ -154,7 +154,7 @@ class NoRotation(Rotation):
         self.is_verified = True
 
     def rotate(self, x: Tensor, start: int = 0) -> Tensor:
-        """`x` itself."""
+        """Return `x` itself."""
         return x
 
     def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
@@ -168,7 +168,7 @@ class NoRotation(Rotation):
         """None, as in `half_tables`."""
 
     def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
-        """`x` itself."""
+        """Return `x` itself."""
         return x
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:

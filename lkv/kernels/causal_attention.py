@@ -63,7 +63,7 @@ def merge(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> t
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """`x` [B, Hkv, T, d] once for each query head: [B, Hq, T, d]."""
+    """Return `x` [B, Hkv, T, d] once for each query head: [B, Hq, T, d]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -156,11 +156,11 @@ def own_gradients(
 
 
 def _split_keys(x: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """k or v [B, Hkv, Tk, d] of the earlier tokens, and of those of the queries."""
+    """Return k or v [B, Hkv, Tk, d] of the earlier tokens, and of those of the queries."""
     earlier = x.shape[2] - q.shape[2]
     return x[:, :, :earlier], x[:, :, earlier:]
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """`x` [B, Hq, Tq, ...] with the query heads of a group as rows of one head: [B, Hkv, Hq / Hkv * Tq, ...]."""
+    """Return `x` [B, Hq, Tq, ...] with the query heads of a group as rows of one head: [B, Hkv, Hq / Hkv * Tq, ...]."""
     return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[3:])

@@ -45,7 +45,7 @@ def check_devices(**tensors: Tensor) -> None:
 
 
 def import_problem(name: str, error: Exception) -> str:
-    """Why the backend `name` cannot be imported, in one sentence.
+    """Return why the backend `name` cannot be imported, in one sentence.
 
     `error` is the exception of its import: a broken or incompatible package must not disable the other backends.
     """

@@ -101,13 +101,13 @@ def threshold(x: Tensor, k: Tensor) -> Tensor:
 
 
 def laplace_cdf(z: Tensor) -> Tensor:
-    """f(z) of App. A."""
+    """Return f(z) of App. A."""
     tail = 0.5 * (-z.abs()).exp()
     return torch.where(z < 0, tail, 1 - tail)
 
 
 def log_laplace_cdf(z: Tensor) -> Tensor:
-    """log f(z), exact in both tails."""
+    """Return log f(z), exact in both tails."""
     return torch.where(z < 0, z - _LOG2, torch.log1p(-0.5 * (-z.abs()).exp()))
 
 

@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
+    """Return whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1), on any device."""
     return IS_INTERPRETED.value
 
 
@@ -22,7 +22,7 @@ def is_compiled_for(device: torch.device) -> bool:
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no kernel can run on a device in a dtype, in one sentence; None where they can."""
+    """Return why no kernel can run on a device in a dtype, in one sentence; None if they can."""
     if not devices.is_gpu(device) and not is_interpreted():
         return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."
     if dtype not in DTYPES:

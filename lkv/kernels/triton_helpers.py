@@ -17,7 +17,7 @@ def split_heads(number, heads):
 
 @triton.jit
 def load_rows(x, row_at, is_row, channel_at, is_channel):
-    """Rows of `x` as [rows, channels], 0 beyond its ends."""
+    """Return rows of `x` as [rows, channels], 0 beyond its ends."""
     return tl.load(x + row_at[:, None] + channel_at[None, :], mask=is_row[:, None] & is_channel[None, :], other=0.0)
 
 

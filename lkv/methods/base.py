@@ -274,8 +274,8 @@ class Budget(Buildable, ABC):
             layer: index among the layers with eviction.
             scores: the selector's scores of its tokens, [B, H, T].
 
-                Returns:
-                    The number of tokens each head keeps, `[B][H]`, each from 0 to T.
+        Returns:
+            The number of tokens each head keeps, `[B][H]`, each from 0 to T.
         """
 
 

@@ -40,7 +40,7 @@ class Method:
     protected: tuple[int, ...] = ()
 
     def compensates(self, rows: int) -> tuple[bool, ...]:
-        """Whether kept entries are compensated, for each row of a batch."""
+        """Return whether kept entries are compensated, for each row of a batch."""
         return self.compensation if isinstance(self.compensation, tuple) else (self.compensation,) * rows
 
     @property

@@ -230,7 +230,7 @@ def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision
 
 
 def is_policy(folder: Path) -> bool:
-    """Whether `folder` holds the file of a policy."""
+    """Return whether `folder` holds the file of a policy."""
     return isfile(folder / WEIGHTS)
 
 

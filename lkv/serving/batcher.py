@@ -128,7 +128,7 @@ class _Turn(StoppingCriteria):
         self.tokens, self.is_paused = 0, False
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
-        """Which rows end [B], given all ids [B, T]."""
+        """Return which rows end [B], given all ids [B, T]."""
         new = input_ids[:, self._length :].tolist()
         self._length = input_ids.shape[1]
         self.tokens += len(new[0])

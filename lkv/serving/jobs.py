@@ -94,7 +94,7 @@ class JobQueue:
             check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
 
         Returns:
-            None where there is no context, or a damaged one, and the store has space for one.
+            None if there is no context, or a damaged one, and the store has space for one.
 
         Raises:
             StoreError: If the store is full, or fails.
@@ -120,7 +120,7 @@ class JobQueue:
     def add(self, job: Job) -> Job:
         """Add a job, or return the running one of the same context.
 
-        Raises BusyError where too many texts wait, or the server is stopping.
+        Raises BusyError if too many texts wait, or the server is stopping.
         """
         with self._changed:
             if (running := self.find_running(job.id, job.title)) is not None:

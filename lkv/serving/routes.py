@@ -33,10 +33,10 @@ class ContextServer(Protocol):
         """The largest request in bytes."""
 
     async def open_store(self) -> ContextStore:
-        """Return the store. Raises LkvError where there can be none."""
+        """Return the store. Raises LkvError if there can be none."""
 
     async def create(self, body: ContextRequest) -> StoredContext | Job:
-        """Return the stored context of a text, or the job that makes it. Raises LkvError where there can be none."""
+        """Return the stored context of a text, or the job that makes it. Raises LkvError if there can be none."""
 
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""

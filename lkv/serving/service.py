@@ -219,7 +219,7 @@ class Service:
         return (count - earlier) / max(now - before, 1e-9)
 
     def collect(self) -> Iterator[Any]:
-        """All metrics, as Prometheus's client reads them."""
+        """Return all metrics, as Prometheus's client reads them."""
         jobs = [job for job in self.queue.jobs() if job.error is None]
         resident = self.store.resident()
         yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)

@@ -232,12 +232,12 @@ class ContextStore:
         return stored if stored.id == name else None
 
     def list_contexts(self) -> list[StoredContext]:
-        """Descriptions of all stored contexts of this model that can be read, the newest first."""
+        """Return the descriptions of all stored contexts of this model that can be read, the newest first."""
         own = [stored for stored in self._descriptions() if stored.model == self._fingerprint]
         return sorted(own, key=lambda stored: stored.created, reverse=True)
 
     def _descriptions(self) -> list[StoredContext]:
-        """Descriptions of all stored contexts that can be read, those of other models among them."""
+        """Return the descriptions of all stored contexts that can be read, those of other models among them."""
         names = [name for name, file in self._listing().items() if name.endswith(_DESCRIPTION) and _is_file(file)]
         return [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
 
@@ -247,7 +247,7 @@ class ContextStore:
             raise StoreError(f"the store is full ({self.max_bytes:,} bytes); delete contexts first.")
 
     def usage(self) -> tuple[int, int]:
-        """How many contexts are stored, and the bytes of all files of the store."""
+        """Return how many contexts are stored, and the bytes of all files of the store."""
         files = self._listing()
         contexts = [name for name in files if _ID.fullmatch(name.removesuffix(_DESCRIPTION))]
         return len(contexts), sum(file.get("size") or 0 for file in files.values())
@@ -290,7 +290,7 @@ class ContextStore:
     def expire(self, seconds: float | None) -> None:
         """Delete contexts that nobody has asked for `seconds`, and files of writes that were cut off a day ago.
 
-        Raises StoreError where one cannot be deleted, after all others.
+        Raises StoreError if one cannot be deleted, after all others.
         """
         problem: StoreError | None = None
         for delete, name in self._expired(seconds):
@@ -318,7 +318,7 @@ class ContextStore:
                 yield self.delete, stored.id
 
     def resident(self) -> dict[str, int]:
-        """Bytes of every context in memory."""
+        """Return the bytes of every context in memory."""
         with self._lock:
             return {name: context.nbytes() for name, context in self._contexts.items()}
 

@@ -94,7 +94,10 @@ class TrainingConfig:
     attention: Literal["none", "learned"] = Field(default="none", description="expected-attention component of LKV-T")
     position: bool = Field(default=False, description="position component of LKV-T")
     terms_lr: float = Field(
-        default=20.0, ge=0, le=1e6, description="learning rate of these two components, in multiples of --lr"
+        default=20.0,
+        ge=0,
+        le=1e6,
+        description="learning rate of the attention and position components, in multiples of --lr",
     )
     heads_lr: float = Field(
         default=1.0, ge=0, le=1e6, description="learning rate of LKV-H, the head budgets, in multiples of --lr"

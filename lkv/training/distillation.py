@@ -266,7 +266,7 @@ def _squared_distance(target: Tensor, hidden: Tensor, norm: str) -> Tensor:
 
 
 def _pad_ids(rows: Sequence[list[int]]) -> Tensor:
-    """Ids [n, t], shorter rows filled up with zeros."""
+    """Return ids [n, t], shorter rows filled up with zeros."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device="cpu") for row in rows], batch_first=True)
 
 

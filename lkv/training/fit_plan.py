@@ -91,8 +91,8 @@ def make_plan(reading: float, seconds: float, spent: float = 0.0, stage: int = 0
         spent: Seconds spent so far.
         stage: The number of finished stages.
 
-            Raises:
-                TrainingError: The time is too short for a new run.
+    Raises:
+        TrainingError: The time is too short for a new run.
     """
     statistics = 0.0 if stage else (STATISTICS_TEXTS + PROGRESS_TEXTS * _PROGRESS_READINGS) * reading
     table_texts = min(_TABLE_TEXTS, max(1, int(_TABLE_SHARE * seconds / (_TABLE_READINGS * reading))))

@@ -187,7 +187,7 @@ class TrainingLoop:
         return self.policy.tokens.mean.device
 
     def _is_any(self, value: bool) -> bool:
-        """Whether `value` is true in any process."""
+        """Return whether `value` is true in any process."""
         return bool(self._sum([float(value)])[0])
 
     def _sum(self, values: list[float]) -> list[float]:

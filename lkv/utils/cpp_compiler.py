@@ -13,7 +13,7 @@ import torch
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the C++ compiler: $CXX, else g++ or clang++; None where there is none."""
+    """Return the command of the C++ compiler: $CXX, else g++ or clang++; None if there is none."""
     for command in (os.environ.get("CXX", ""), "g++", "clang++"):
         try:
             words = shlex.split(command)

@@ -103,7 +103,7 @@ def split_lines(content: str) -> list[str]:
 
 
 def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
-    """row[name], a value of `kind`. Raises DataError where it is missing or of another kind."""
+    """row[name], a value of `kind`. Raises DataError if it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
         kinds = " or a ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
@@ -113,7 +113,7 @@ def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: 
 
 
 def require_texts(row: Row, position: str, *names: str) -> list[str]:
-    """Return the texts of some fields. Raises DataError where one is missing or no text."""
+    """Return the texts of some fields. Raises DataError if one is missing or no text."""
     return [require_field(row, name, str, position) for name in names]
 
 

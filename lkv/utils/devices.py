@@ -21,7 +21,7 @@ _DTYPE_PROBE = 384  # rows of the matrices that are timed
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether `device` is a GPU that LKV's kernels are written for."""
+    """Return whether `device` is a GPU that LKV's kernels are written for."""
     return device.type == "cuda"
 
 
@@ -45,7 +45,7 @@ def device_guard(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether work on `device` can be captured and replayed as a graph."""
+    """Return whether work on `device` can be captured and replayed as a graph."""
     return device.type == "cuda"
 
 
@@ -94,7 +94,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether tensors on `device` can be float64."""
+    """Return whether tensors on `device` can be float64."""
     return device.type != "mps"
 
 
@@ -135,7 +135,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def find_device(name: str | None) -> torch.device | None:
-    """Return the device that --device names, None for none. Raises LkvError where PyTorch has no such device."""
+    """Return the device that --device names, None for none. Raises LkvError if PyTorch has no such device."""
     try:
         return None if name is None else torch.zeros(1, device="cpu").to(name).device
     except (RuntimeError, AssertionError, ValueError) as error:

@@ -9,5 +9,5 @@ def kl_divergence(full: Tensor, compressed: Tensor) -> Tensor:
 
 
 def is_top1_equal(full: Tensor, compressed: Tensor) -> Tensor:
-    """Whether both have the same most probable token, [..., n], from log-probabilities [..., n, V]."""
+    """Return whether both have the same most probable token, [..., n], from log-probabilities [..., n, V]."""
     return full.argmax(-1) == compressed.argmax(-1)

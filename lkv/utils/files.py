@@ -95,7 +95,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether a device, a pipe or a socket is at `path`; asked once, as another process may delete what is there."""
+    """Return whether `path` is a device, a pipe or a socket; one call, as another process may delete it."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError):

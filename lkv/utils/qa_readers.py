@@ -36,7 +36,7 @@ def _require_text(value: object, name: str, position: str) -> str:
 
 
 def _join_paragraph(title: object, sentences: object, position: str) -> tuple[str, str]:
-    """Return a title and the text of its sentences. Raises DataError where they are none."""
+    """Return a title and the text of its sentences. Raises DataError if they are none."""
     parts = [sentences] if isinstance(sentences, str) else sentences or []
     if not isinstance(parts, list):
         raise DataError(f"{position}: field 'context' must hold lists of sentences, but has {parts!r:.60}.")

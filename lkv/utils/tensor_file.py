@@ -114,7 +114,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _header(data: bytes) -> dict[str, Any]:
-    """Return the JSON at the beginning of a safetensors file. Raises ValueError where there is none."""
+    """Return the JSON at the beginning of a safetensors file. Raises ValueError if there is none."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("its header is cut short")

@@ -296,7 +296,7 @@ def frequent_words_template(seed: str, length: int) -> ExampleTemplate:
 
 
 def question_templates(seed: str, questions: QuestionSet) -> Iterator[ExampleTemplate]:
-    """All questions in random order. One unit is a document.
+    """Return all questions in random order. One unit is a document.
 
     The documents that the answer needs come first, then the question's own others, then any. Officially a HotpotQA
     question always has all ten of its own, and no example exists below them; here short lengths leave out those that
@@ -340,7 +340,7 @@ def word_list(part: str) -> tuple[str, ...]:
 
 @cache
 def vocabulary() -> tuple[str, ...]:
-    """All nouns, adjectives and verbs, sorted."""
+    """Return all nouns, adjectives and verbs, sorted."""
     return tuple(sorted({*word_list("noun"), *word_list("adjective"), *word_list("verb")}))
 
 
@@ -359,7 +359,7 @@ def _draw_unused(rng: random.Random, kind: str, used: set[str]) -> str:
 
 
 def _draw_strings(rng: random.Random, letters: str, size: int, count: int, used: set[str]) -> list[str]:
-    """`count` different strings of `size` letters that are not in `used` yet, and are added."""
+    """Return `count` different strings of `size` letters that are not in `used` yet, and are added."""
     strings: list[str] = []
     while len(strings) < count:
         text = "".join(rng.choices(letters, k=size))

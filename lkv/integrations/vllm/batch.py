@@ -214,7 +214,7 @@ def keep_heads(context: Context, heads: slice) -> None:
 
 
 def gather_heads(x: Tensor, total: int) -> Tensor:
-    """k or v [H, T, d] of all `total` KV heads, from the heads of each rank of tensor parallelism."""
+    """Return k or v [H, T, d] of all `total` KV heads, from the heads of each rank of tensor parallelism."""
     from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 
     size = get_tensor_model_parallel_world_size()

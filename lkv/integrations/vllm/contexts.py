@@ -66,7 +66,7 @@ class VllmContexts:
     def __init__(self, vllm_config: Any, device: torch.device, memory_bytes: int | None = None):
         """`memory_bytes`: contexts in memory; by default as the settings say.
 
-        Raises LkvError where contexts cannot work with this model or these settings of vLLM.
+        Raises LkvError if contexts cannot work with this model or these settings of vLLM.
         """
         if problem := unsupported_reason(vllm_config):
             raise IntegrationError(f"contexts cannot be used here: {problem}")
@@ -181,7 +181,7 @@ class VllmContexts:
         return "" if error is None else str(error)
 
     def tokens(self, name: str) -> int:
-        """Tokens of a stored context, after a check that it can be used: unless its file has changed, once.
+        """Return the number of tokens of a stored context, after checking its file, once unless it changes.
 
         Raises UnknownContextError, or ContextFileError for a damaged one and one of another model or policy.
         """
@@ -280,7 +280,7 @@ class Compression:
 
 
 def unsupported_reason(vllm_config: Any) -> str | None:
-    """Why contexts cannot be used with these settings of vLLM, in one sentence; None where they can."""
+    """Return why contexts cannot be used with these settings of vLLM, in one sentence; None if they can."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     change = frequency_change(model.hf_text_config)
     has_overrides = bool(getattr(model, "hf_overrides", None) or getattr(model, "hf_config_path", None))

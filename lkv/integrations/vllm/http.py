@@ -106,7 +106,7 @@ class ContextRoutes:
         engine_client.shutdown = stop
 
     async def contexts(self) -> VllmContexts:
-        """Get the front end's contexts; the first call reads a few weights. Raises LkvError where there can be none."""
+        """Get the front end's contexts; the first call reads a few weights. Raises LkvError if there can be none."""
         if self._has_template:
             raise IntegrationError(
                 "contexts cannot be used here: --chat-template and --default-chat-template-kwargs are not used with "
@@ -193,7 +193,7 @@ class ContextRoutes:
     async def _delete_unused(self, name: str) -> None:
         """Delete the files of a deleted context unless requests use it, which would not find them, or it is made again.
 
-        Raises StoreError where the store fails; the context is not deleted then.
+        Raises StoreError if the store fails; the context is not deleted then.
         """
         hidden = self.queue.hidden
         if name in hidden and not self._users[name] and self.queue.find_running(name) is None:

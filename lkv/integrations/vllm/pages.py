@@ -49,7 +49,7 @@ class CPUPages:
         self._rows = kv_cache.view(-1, self.size * dim)
 
     def read(self, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
+        """Return k and v [H, T, d] of the first `length` tokens in the blocks `table`."""
         blocks, shape = table[: -(-length // self.size)].long(), (self.size, self._dim)
         # A copy of whole rows, and one that turns k: half the time of indexing views.
         first = 2 * (self._heads * blocks + torch.arange(self._heads)[:, None])
@@ -152,7 +152,7 @@ class FlashPages:
 
 @functools.cache
 def page_layout(dtype: torch.dtype, block_size: int, dim: int) -> type[PageLayout]:
-    """Where vLLM's kernel stores k and v on this processor. Raises IntegrationError if it is nowhere known."""
+    """Return the layout of k and v in vLLM's kernel on this processor. Raises IntegrationError if it is unknown."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

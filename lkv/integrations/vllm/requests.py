@@ -23,7 +23,7 @@ from lkv.utils.prompts import encode_question
 
 
 def front_contexts(processor: Any) -> VllmContexts:
-    """Return the contexts of a front end's input processor. Raises LkvError where contexts cannot be used."""
+    """Return the contexts of a front end's input processor. Raises LkvError if contexts cannot be used."""
     from vllm.platforms import current_platform
 
     config = processor.vllm_config

@@ -287,7 +287,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
 
 
 def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why a backend cannot run, in one sentence; None where it can."""
+    """Return why a backend cannot run, in one sentence; None if it can."""
     if backend in ("loop", "reference"):
         return None
     try:

@@ -29,7 +29,7 @@ _loading = threading.Lock()
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why this cannot run, in one sentence; None where it can. Compiles at its first use."""
+    """Return why this cannot run, in one sentence; None if it can. Compiles at its first use."""
     if device.type != "cpu":
         return f"the pools are on {device.type!r}, but it is compiled for the CPU."
     if dtype not in DTYPES:

@@ -114,7 +114,7 @@ def _runs(starts: Tensor, lens: Tensor) -> Iterator[tuple[int, int, int, int, in
 
 
 def _view_spans(pool: Tensor, start: int, step: int, count: int, length: int) -> Tensor:
-    """`count` spans of `length` entries of `pool` [P, d], `step` entries apart, as a view [count, length, d]."""
+    """Return `count` spans of `length` entries of `pool` [P, d], `step` entries apart, as a view [count, length, d]."""
     row, column = pool.stride()
     strides = (step * row, row, column)
     return pool.as_strided((count, length, pool.shape[1]), strides, pool.storage_offset() + start * row)

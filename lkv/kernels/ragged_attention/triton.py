@@ -73,7 +73,7 @@ class Launch:
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why these kernels cannot run, in one sentence; None where they can."""
+    """Return why these kernels cannot run, in one sentence; None if they can."""
     if reason := triton_devices.refusal(device, dtype):
         return reason
     if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
@@ -113,7 +113,7 @@ def append_and_attend(
 
 
 def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q', k' and v' of new tokens, contiguous; see `Basis`."""
+    """Return q', k' and v' of new tokens, contiguous; see `Basis`."""
     check_entering(basis, q=q, key=key, value=value)
     q, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, key, value))
     (batch, heads, rows, _), kv_heads = q.shape, key.shape[1]
@@ -217,7 +217,7 @@ def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
 
 
 def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int | None = None) -> Launch:
-    """How to launch the kernels for the queries `q` with `packed` rows a span; see `_launch`."""
+    """Return the launch parameters for the queries `q` with `packed` rows a span; see `_launch`."""
     spans, kv_heads = starts.numel(), starts.shape[1]
     return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, dim or q.shape[-1], value_dim)
 
@@ -226,7 +226,7 @@ def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int
 def _launch(
     device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
 ) -> Launch:
-    """How to launch the kernels over `spans` with `packed` rows each; made once a shape."""
+    """Return the launch parameters for `spans` with `packed` rows each; cached by shape."""
     memory = _memory(device)
     # More rows of float32 than that do not fit a program's registers.
     block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
@@ -300,7 +300,7 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of shared memory of a block; plenty in the interpreter."""
+    """Return the bytes of shared memory of a block; plenty in the interpreter."""
     return triton_devices.shared_memory(device) if triton_devices.is_compiled_for(device) else 2**20
 
 

@@ -30,7 +30,7 @@ def _pick(table, span, SPANS: tl.constexpr):
 
 @triton.jit
 def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
-    """Where the packed rows of a span lie in a tensor [B, Hq, Tq, .] of these strides; they may exceed 32 bits."""
+    """Return the offsets of a span's packed rows in a tensor [B, Hq, Tq, .] with `strides`, in 64 bits."""
     batch_stride, head_stride, row_stride = strides
     batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads) * GROUP + packed % GROUP
     token = packed // GROUP
@@ -309,7 +309,7 @@ def _rotate_rows(
     x, x_at, out, out_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH] of these strides, to `out`.
+    """Store rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH], in `out`.
 
     Before that, channels are multiplied by `factor`; or, with a `mean`, it is subtracted and they are divided by
     `factor`. Both are None to skip this.

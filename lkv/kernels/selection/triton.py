@@ -33,7 +33,7 @@ class Entries(NamedTuple):
 
     @classmethod
     def of_prompt(cls, key: Tensor, value: Tensor) -> "Entries":
-        """All entries of k and v [B, H, T, d]."""
+        """Return all entries of k and v [B, H, T, d]."""
         key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
         batch, heads, tokens, _ = key.shape
         return cls(key, value, heads, batch * heads, tokens)
@@ -55,7 +55,7 @@ class Entries(NamedTuple):
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why the kernels cannot run, in one sentence; None where they can."""
+    """Return why the kernels cannot run, in one sentence; None if they can."""
     if not 0 < max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
     return triton_devices.refusal(device, dtype)

@@ -70,7 +70,7 @@ def rank_kernel(scores, counts, keep, places, has_nan, width, BLOCK: tl.constexp
 
 @triton.jit
 def _entry_offsets(at, span, heads, entry, strides, starts, DIM: tl.constexpr):
-    """Where entries of a span begin in k or v: at numbers `at` of pools, or in [B, H, T, .] if `starts` is None."""
+    """Return the offsets of a span's entries in k or v: at `at` in pools, or in [B, H, T, .] if `starts` is None."""
     if starts is not None:
         offsets = at * DIM
     else:

@@ -179,7 +179,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
 
 
 def _refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why Triton cannot run, in one sentence; None where it can."""
+    """Return why Triton cannot run, in one sentence; None if it can."""
     try:
         module = _triton_module()
     except Exception as error:

@@ -31,7 +31,7 @@ def attend(given: Continuations, scale: float) -> Tensor:
 
 
 def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q' = [q, 1] and k' = [k, log m / scale], of which scale q' k' = scale q k + log m; `log_mask` is [..., T].
+    """Return q' = [q, 1] and k' = [k, log m / scale], of which scale q' k' = scale q k + log m; `log_mask` is [..., T].
 
     Half precision gets the rounding error as a second column. Finite everywhere: infinity times zero would reach the
     gradient of the ones.
@@ -113,14 +113,14 @@ def _attend_to_prompt(
 
 
 def _parts(rows: Tensor, key: Tensor) -> Iterator[slice]:
-    """Slices of the tokens of `key` [H, T, d], for each of which there are no more scores than fit."""
+    """Yield slices of the tokens of `key` [H, T, d], for each of which there are no more scores than fit."""
     tokens = key.shape[1]
     length = max(1, _MOST_SCORES // max(1, rows.shape[0] * rows.shape[1]))
     return (slice(start, min(start + length, tokens)) for start in range(0, tokens, length))
 
 
 def _exponential(x: Tensor) -> Tensor:
-    """exp(x) in place for x <= 0, and 0 where that is too small to count.
+    """Compute exp(x) in place for x <= 0, and 0 where that is too small to count.
 
     Where it underflows, `torch.exp` takes a hundred times as long on some CPUs, and so do products of what it gives.
     """

@@ -61,7 +61,7 @@ _TILES = {
 
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
-    """Why these kernels cannot run, in one sentence; None where they can."""
+    """Return why these kernels cannot run, in one sentence; None if they can."""
     if reason := triton_devices.refusal(device, dtype):
         return reason
     if dim not in HEAD_DIMS or value_dim != dim:
@@ -83,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
 
 @functools.cache
 def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
-    """Return the tiles in use on a device; None where its shared memory is too small."""
+    """Return the tiles in use on a device; None if its shared memory is too small."""
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
     if not triton_devices.is_compiled_for(device):
         return options[0]
@@ -137,7 +137,7 @@ def laid_out_as_rows(x: Tensor) -> Tensor:
 
 
 def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> dict[str, Any]:
-    """Strides, sizes and options that all kernels take."""
+    """Return the strides, sizes and options that all kernels take."""
     strides = {
         f"{name}_{axis}": stride
         for name, x in (("q", q), ("k", k), ("v", v))

@@ -24,7 +24,7 @@ def _dot(a, b, total):
 def _load(
     base, start, row_stride, limit, bounded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr
 ):
-    """Rows `start` ... `start + block` as [block, width]; zero beyond `dim` and, if `bounded`, from row `limit` on."""
+    """Load rows from `start` on as [block, width]; 0 beyond `dim` and, if `bounded`, from row `limit` on."""
     row, column = tl.arange(0, block)[:, None], tl.arange(0, width)[None, :]
     pointers = base + start * row_stride.to(tl.int64) + (row * row_stride + column)
     if bounded and dim < width:
@@ -40,7 +40,7 @@ def _load(
 
 @triton.jit
 def _store(out, x, start, batch, head, rows, heads, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr):
-    """Rows `start` ... `start + block` of one head into `out` [B, T, H, d]."""
+    """Store rows `start` ... `start + block` of one head in `out` [B, T, H, d]."""
     row_stride = heads * dim
     base = out + (batch * rows).to(tl.int64) * row_stride + head * dim
     row, column = tl.arange(0, block)[:, None], tl.arange(0, width)[None, :]
@@ -200,7 +200,7 @@ def _key_gradient_rows(
     q_row: tl.int32, d_out_row: tl.int32, scale,
     edge: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Rows `start` ... `end` of one query head; scores are transposed, [columns, rows]."""
+    """Add the gradients from rows `start` ... `end` of one query head; scores are transposed, [columns, rows]."""
     for row in range(start, end, block):
         queries = _load(q, row, q_row, rows, bounded, block, dim, width)
         log_sum = _load_vector(lse, row, rows, float("inf"), bounded, block)

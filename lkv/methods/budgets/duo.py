@@ -144,8 +144,8 @@ def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[f
         heads: H.
         source: The name of the table in an error.
 
-        Raises:
-            BudgetError: If the shape does not match, or values are outside [0, 1].
+    Raises:
+        BudgetError: If the shape does not match, or values are outside [0, 1].
     """
     advice = f"give {layers} rows of {heads} numbers in [0, 1]"
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):

@@ -31,7 +31,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def is_built(folder: Path) -> bool:
-    """Whether `folder` is one of `python -m experiments.data build`, finished or not."""
+    """Return whether `folder` is one of `python -m experiments.data build`, finished or not."""
     return (folder / MANIFEST).is_file() or (folder / PROGRESS).is_file()
 
 
