@@ -59,7 +59,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Run all checks; takes seconds, loads no model and writes nothing but the compiled CPU kernel."""
+    """Run all checks, in seconds and without a model; only the compiled CPU kernel is written."""
     return [*_check_packages(), *_check_devices(), *_check_kernels(), *_check_disk()]
 
 

@@ -138,7 +138,7 @@ def _describe_unrecognized(rest: Sequence[str], parser: argparse.ArgumentParser)
 
 
 def _build_parser(words: Sequence[str], command: "Commands | None", program: str) -> argparse.ArgumentParser:
-    """Return the parser for a command line; that of `lkv` has the options of the commands that occur in `words`."""
+    """Return the parser for a command line; for `lkv`, with the options of the commands that occur in `words`."""
     if command is not None:
         parser = argparse.ArgumentParser(prog=program, epilog=_EPILOG)
         _add_command(parser, command)

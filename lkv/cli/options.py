@@ -60,7 +60,7 @@ class ModelOptions(Command):
 
     @property
     def model_name(self) -> str:
-        """The model's name, that of the embedded model by default."""
+        """The model's name, by default the embedded model's."""
         from lkv.hf.loading import DEFAULT
 
         return self.model or DEFAULT

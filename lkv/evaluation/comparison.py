@@ -371,7 +371,7 @@ def generate_greedily(
         )
         for row, tokens in zip(active, out[:, start:].tolist(), strict=True):
             length = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
-            answers[row] = tokens[:length]  # what follows is padding
+            answers[row] = tokens[:length]  # the rest is padding
         unfinished = [index for index, row in enumerate(active) if answers[row][-1] not in ends]
         if not unfinished or out.shape[1] == end:
             return answers

@@ -202,7 +202,7 @@ class LayerKind:
 
     @property
     def is_stepwise(self) -> bool:
-        """Whether the model's code reads several tokens after a text as if there were no states."""
+        """Whether the model's code ignores earlier states in passes of several tokens."""
         return bool(self.options.get("is_stepwise"))
 
 

@@ -157,7 +157,7 @@ class LKVLM(HFLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Add to the harness's information, and under "lkv" the settings and what was compressed of each task."""
+        """Return the harness's model information, with settings and statistics per task under "lkv"."""
         tasks = {task: statistics.summary() for task, statistics in self._statistics.items()}
         method, bits = self._request.method, self._request.bits
         settings = {"method": method, "retention": None if method == FULL else self._retention, "bits": bits}

@@ -48,7 +48,7 @@ class AnswerWorker(AnswerQueue):
         if names:
             _LOG.warning("requests are answered one by one: generation_config sets %s.", ", ".join(names))
         super().__init__(model, tokenizer, requests, 1 if names else rows, memory_bytes)
-        # Held while the model runs: a pass changes such a model's rotations, which that of another thread may be using.
+        # Held while the model runs, because a pass changes such a model's rotations for all threads.
         self.passes: AbstractContextManager[Any] = FairLock() if self._is_rope_by_length else nullcontext()
         self._can_pause = not names
         self.tokens = self.failures = 0  # generated tokens, batches that raised
@@ -75,7 +75,7 @@ class AnswerWorker(AnswerQueue):
             del batch  # contexts that no request follows any more are released
 
     def _answer(self, batch: list[Answer]) -> None:
-        """Answer a batch for one turn. What raises ends one request: those of a batch are tried again one by one."""
+        """Answer a batch for one turn. After an exception, its requests are retried one by one."""
         try:
             with self.passes:
                 self._generate(batch)

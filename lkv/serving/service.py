@@ -70,7 +70,7 @@ class Service:
 
     @property
     def body_limit(self) -> int:
-        """Bytes of a request: no more than the longest text of this model takes."""
+        """The maximum bytes of a request: the size of the model's longest text."""
         return min(
             self.settings.upload_bytes, CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
         )

@@ -253,7 +253,7 @@ class ContextStore:
         return len(contexts), sum(file.get("size") or 0 for file in files.values())
 
     def _listing(self) -> dict[str, dict[str, Any]]:
-        """Return what the file system says of each file, by its name."""
+        """Return the file system's information on each file, by name."""
         with self._store_errors("listed", "check its folder"):
             try:
                 files = self._files.ls(self._root, detail=True, refresh=True)

@@ -1,4 +1,4 @@
-"""Devices: what they can do, their memory, graphs and dtypes."""
+"""Devices: capabilities, memory, graphs and dtypes."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from lkv.utils.extras import optional_import
 if TYPE_CHECKING:
     from accelerate import PartialState
 
-STEPS_OF_CAPTURE = 3  # how often `capture` calls what it captures
+STEPS_OF_CAPTURE = 3  # how often `capture` calls its function
 _DTYPE_PROBE = 384  # rows of the matrices that are timed
 
 
@@ -40,7 +40,7 @@ def exact_products(dtype: torch.dtype) -> str:
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU `device` the current one for the block: Triton launches on that one, not on that of the tensors."""
+    """Make a GPU `device` current in the block: Triton launches on the current device, not on the tensors'."""
     return runtime(device).device(device) if is_gpu(device) else nullcontext()
 
 

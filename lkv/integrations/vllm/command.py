@@ -32,7 +32,7 @@ def serve(
 def server_command(
     settings: ServiceSettings, model: str | None, revision: str | None, dtype: str | None, key: str | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts vLLM's server, and what it adds to the environment.
+    """Return the command that starts vLLM's server, and its additional environment variables.
 
     Args:
         settings: Those of `lkv serve`.

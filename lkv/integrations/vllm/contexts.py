@@ -151,7 +151,7 @@ class VllmContexts:
         self._announced_texts[new_context.id] = new_context
 
     def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
-        """Raise PromptError unless a request compresses what was announced: a client could replace any context."""
+        """Raise PromptError unless the request's text was announced; otherwise a client could replace any context."""
         announced = self._announced_texts.get(new_context.id)
         # Another client may have announced the same text under another name.
         same = announced is not None and announced.model_copy(update={"name": new_context.name}).model_dump()
@@ -235,7 +235,7 @@ class NewContext(BaseModel):
 
     @classmethod
     def parse(cls, text: Any) -> "NewContext":
-        """Return what a request says. Raises PromptError for anything else."""
+        """Parse the JSON of a request. Raises PromptError if it is invalid."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:

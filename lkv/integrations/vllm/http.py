@@ -239,8 +239,8 @@ class ContextRoutes:
     def split_name(self, body: dict[str, Any]) -> str | None:
         """Return the context that a request names, and its model's own name put into `body`; None for no context.
 
-        Raises PromptError for two contexts, for what is no id, and for a field that looks like a misspelt `context`:
-        vLLM would ignore that, and answer without the text.
+        Raises PromptError for two contexts, for an invalid id, and for a field that looks like a misspelt `context`,
+        which vLLM would ignore.
         """
         extra = body.get("vllm_xargs")
         _check_fields(body, "context", "the field for a context is 'context'")

@@ -90,7 +90,7 @@ class BuiltDataset:
 
     @property
     def digest(self) -> str:
-        """Digest of the manifest, which has those of the files."""
+        """The digest of the manifest, which includes digests of the files."""
         return digest_of([self._folder / MANIFEST])
 
     @property
