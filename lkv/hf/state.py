@@ -116,21 +116,20 @@ class PatchedModel:
     config: Any
 
 
-_patches: dict[int, PatchedModel] = {}  # by `id(model)`
+_patches: weakref.WeakKeyDictionary[PreTrainedModel, PatchedModel] = weakref.WeakKeyDictionary()
 
 
 def get_patch(model: PreTrainedModel) -> PatchedModel | None:
     """Return the `PatchedModel` of a model, None if it is not patched."""
-    return _patches.get(id(model))
+    return _patches.get(model)
 
 
 def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
     """Store the `PatchedModel` of a model; None removes it."""
     if patched is None:
-        _patches.pop(id(model), None)
+        _patches.pop(model, None)
     else:
-        weakref.finalize(model, _patches.pop, id(model), None)
-        _patches[id(model)] = patched
+        _patches[model] = patched
 
 
 def is_patched(config: Any) -> bool:
