@@ -7,16 +7,16 @@ from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from lkv.hf.attention import patch_attention
 from lkv.hf.fingerprint import read_adapters
 from lkv.hf.spec import unwrap_model
-from lkv.hf.state_probe import probed_kinds
 
 
 class FullCache(DynamicCache):
     """A transformers cache that keeps every entry.
 
     Args:
-        model: The model that the cache is used with; its attention is not patched.
+        model: The model that the cache is used with.
 
     Attributes:
         adapters: As in `RaggedCache`, the adapters that the text is read with.
@@ -31,7 +31,7 @@ class FullCache(DynamicCache):
 
     def __init__(self, model: PreTrainedModel):
         # Sliding layers keep all tokens, so that they can be cropped; recurrent states cannot be.
-        kinds = probed_kinds(model)
+        kinds = patch_attention(model).kinds
         self.is_rewindable = not any(kind.is_recurrent for kind in kinds)
         self.is_stepwise = any(kind.is_stepwise for kind in kinds)
         super().__init__(config=None if self.is_rewindable else model.config)
