@@ -116,15 +116,15 @@ def _order_columns(lines: list[list[_Piece]]) -> list[list[_Piece]]:
     ordered: list[list[_Piece]] = []
     for place, run in groupby(lines, key=_second_column):
         column = list(run)
-        halves = [
-            [piece for line in column for piece in line if (piece.x < (place or 0)) == first] for first in (True, False)
-        ]
-        is_prose = all(sum(len(piece.text) for piece in half) >= _MIN_COLUMN * len(column) for half in halves)
-        if place is None or len(column) < 3 or not is_prose:
+        if place is None or len(column) < 3:
             ordered += column
-        else:
-            for is_first in (True, False):
-                ordered += [[piece for piece in line if (piece.x < place) == is_first] for line in column]
+            continue
+        left, right = (
+            [[piece for piece in line if (piece.x < place) == is_left] for line in column] for is_left in (True, False)
+        )
+        least = _MIN_COLUMN * len(column)
+        is_prose = all(sum(len(piece.text) for line in side for piece in line) >= least for side in (left, right))
+        ordered += left + right if is_prose else column
     return ordered
 
 
