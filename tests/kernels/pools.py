@@ -20,6 +20,17 @@ from lkv.methods.targets import UNQUANTIZED, Precision
 TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),), ((3, 8), (8, 3)), ((4, 8),))
 
 
+def poison_buffers(monkeypatch):
+    """Fill every new buffer that a kernel asks for with NaN."""
+    plain = torch.Tensor.new_empty
+
+    def new_empty(self, *args, **kwargs):
+        made = plain(self, *args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+
 def pool_of(lengths, slack, dim, value_dim, dtype):
     """`RaggedKV` of random spans in pools whose slack is NaN."""
     lens = torch.tensor(lengths, dtype=torch.int32)

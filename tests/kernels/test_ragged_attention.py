@@ -31,6 +31,7 @@ from tests.kernels.pools import (
     assert_near,
     assert_steps,
     coded_pools,
+    poison_buffers,
     pool_of,
     split_randomly,
     tiered_store,
@@ -53,13 +54,7 @@ def on_device(request, monkeypatch):
         device = "cpu" if devices.is_interpreted() else "cuda"
         if device == "cuda" and not torch.cuda.is_available():
             pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU")
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, *args, **kwargs):
-        made = plain(self, *args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    poison_buffers(monkeypatch)
     with torch.device(device):
         yield
 

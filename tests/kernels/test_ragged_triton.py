@@ -23,6 +23,7 @@ from tests.kernels.pools import (
     assert_attention,
     assert_equals_reference,
     coded_pools,
+    poison_buffers,
     pool_of,
     split_randomly,
 )
@@ -38,13 +39,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Every buffer that the kernels ask for comes full of NaN."""
-    plain = torch.Tensor.new_empty
-
-    def new_empty(self, *args, **kwargs):
-        made = plain(self, *args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    poison_buffers(monkeypatch)
     with torch.device(DEVICE):
         yield
 
