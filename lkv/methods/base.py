@@ -174,7 +174,7 @@ class Selector(Buildable, ABC):
             layer: index among the layers with eviction.
             prompt: as in `scores`.
             scores: the result of `scores`, [B, H, T].
-            counts: how many tokens each head keeps, [B][H].
+            counts: how many tokens each head keeps, as lists [B, H].
 
         Returns:
             New scores [B, H, T].
