@@ -74,8 +74,7 @@ class Family:
     """`name` is the prefix of the classes in transformers, `changes` what its tiny model has of its own.
 
     `layers`: which layers are evicted from. `rotation`: which of these LKV knows the rotary embedding of; without it a
-    policy must read k as cached. A family that does not train has attention sinks. `refused`: why it is not served, as
-    the error says it.
+    policy must read k as cached. `refused`: why it is not served, as the error says it.
     """
 
     name: str
@@ -85,7 +84,6 @@ class Family:
     rotation: str = "yes"
     refused: str = ""
     drop: tuple[str, ...] = ()
-    trains: bool = True  # whether policies can be trained for it
     since: str = ""  # the version of transformers from which on LKV serves it, where older ones have it too
 
     @property
@@ -120,6 +118,8 @@ class Family:
 
 
 _SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
+# Low enough to cap most scores; SDPA would leave the cap out.
+_CAPPED = _MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 _NORM_AFTER_ROPE = "none: k as cached, whose norm follows RoPE"
 _SLIDING = {"layers": "full attention; sliding ones stay"}
 SERVED = [
@@ -129,6 +129,8 @@ SERVED = [
     Family("Mistral", {"sliding_window": None}),
     Family("Phi3", {"resid_pdrop": 0.0}),
     Family("Gemma"),
+    Family("Gemma2", _CAPPED, **_SLIDING),
+    Family("VaultGemma", _CAPPED, **_SLIDING),
     Family("Gemma3", _MIXED | {"query_pre_attn_scalar": 8}, "Gemma3TextConfig", **_SLIDING),
     Family("Apertus"),
     Family("Arcee"),
@@ -199,7 +201,7 @@ SERVED = [
         "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, drop=("num_key_value_heads",), rotation="none: k as cached"
     ),
     Family("HunYuanMoEV1", {"num_experts": 4, "moe_topk": 2}, rotation=_NORM_AFTER_ROPE),
-    Family("GptOss", _SINKS, **_SLIDING, trains=False),
+    Family("GptOss", _SINKS, **_SLIDING),
 ]
 _STATES = {"layers": "full attention; states stay", "since": "5.24"}
 _LINEAR = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
@@ -281,10 +283,8 @@ HYBRIDS = [
 ]  # fmt: skip
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
-    Family("VaultGemma", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
-    Family("Gemma2", _MIXED | {"query_pre_attn_scalar": 8}, refused="capped attention logits"),
     Family("Gemma3n", _SHARED, "Gemma3nTextConfig", refused="layers that share keys and values"),
     Family("Gemma4", _MIXED, "Gemma4TextConfig", refused="layers that share keys and values or differ in their heads"),
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),

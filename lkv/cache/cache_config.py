@@ -9,6 +9,7 @@ from torch import Tensor
 from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
+from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.methods.base import TierBudget, check_numbers
 from lkv.methods.budgets import FixedBudget
@@ -172,9 +173,10 @@ class SharedState:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The context of one layer: its index among the evicting layers, its RoPE and its attention sinks.
+    """The context of one layer: its index among the evicting layers, its RoPE, attention sinks and cap of scores.
 
-    `rotation` is None if LKV cannot undo the layer's RoPE, `sinks` [Hq] is None without attention sinks.
+    `rotation` is None if LKV cannot undo the layer's RoPE, `sinks` [Hq] is None without attention sinks, `softcap` is
+    None without a cap.
     """
 
     index: int
@@ -182,6 +184,11 @@ class LayerContext:
     shared: SharedState
     rotation: Rotation | None
     sinks: Tensor | None = None
+    softcap: float | None = None
+
+    def prompt_kv(self, key: Tensor, value: Tensor, scale: float, queries: Tensor | None) -> LayerKV:
+        """Return k, v and queries of a prompt, or of a part of it, with the properties of the layer."""
+        return LayerKV(key, value, scale, queries, rotation=self.rotation, sinks=self.sinks, softcap=self.softcap)
 
 
 def mean_entries(counts: Tensor) -> int:

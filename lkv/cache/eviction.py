@@ -71,7 +71,9 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     for row, is_compensated in enumerate(config.method.compensates(batch)):
         if is_compensated:
             _compensate(store, row, prompt.select(slice(row, row + 1), slice(skipped[row], None)))
-    return TieredStore.from_ragged(store, config.split(lens, numbers), free_slots) if is_tiered else store
+    if not is_tiered:
+        return store
+    return TieredStore.from_ragged(store, config.split(lens, numbers), free_slots, is_centred=context.softcap is None)
 
 
 def evict_entries(
@@ -117,7 +119,7 @@ def evict_entries(
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
     if isinstance(store, TieredStore):
         return store.requantize(kept_entries, origin, split, free_slots)
-    return TieredStore.from_ragged(kept_entries, split, free_slots)
+    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softcap is None)
 
 
 def gather_best(
@@ -262,10 +264,15 @@ def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]]
 def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
     """Adjust the kept entries of one row by least squares; `prompt` has k, v and q of that row only."""
     queries, tokens = reference_queries(prompt)[0], prompt.key.shape[2]
-    for head, query in enumerate(queries):
+    sinks: Any = [None] * len(queries)
+    if prompt.sinks is not None:
+        by_head = prompt.sinks.view(len(queries), -1)
+        sinks = by_head.repeat_interleave(queries.shape[1] // by_head.shape[1], 1)
+    for head, (query, sink) in enumerate(zip(queries, sinks, strict=True)):
         key, value = store.head_entries(row, head)
         if 0 < len(key) < tokens:
-            new_key, new_value = compensate(query, prompt.key[0, head], prompt.value[0, head], key, value, prompt.scale)
+            whole = prompt.key[0, head], prompt.value[0, head]
+            new_key, new_value = compensate(query, *whole, key, value, prompt.scale, sink, prompt.softcap)
             key.copy_(new_key)
             value.copy_(new_value)
 

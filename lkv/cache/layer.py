@@ -38,7 +38,6 @@ class RaggedLayer(AttentionCacheLayer):
     """
 
     is_croppable = True
-    takes_sinks = True
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -62,9 +61,9 @@ class RaggedLayer(AttentionCacheLayer):
         self.is_initialized = False
 
     @property
-    def sinks(self) -> Tensor | None:
-        """The attention sinks [Hq] of the layer, if it has some."""
-        return self._context.sinks
+    def context(self) -> LayerContext:
+        """The layer's context, such as its attention sinks."""
+        return self._context
 
     @property
     def lens(self) -> Tensor:
@@ -143,7 +142,7 @@ class RaggedLayer(AttentionCacheLayer):
             queries = query.detach()
             if self._buffer is not None and self._buffer.queries is not None:
                 queries = torch.cat([self._buffer.queries, queries], 2)
-        prompt = LayerKV(key, value, scale, queries, rotation=self._context.rotation)
+        prompt = self._context.prompt_kv(key, value, scale, queries)
         prompt_length = config.request.prompt_tokens or total
         if total < prompt_length:
             if queries is not None and config.method.last_queries is not None:
@@ -210,13 +209,12 @@ class RaggedLayer(AttentionCacheLayer):
         store = self.store
         if query.dtype != store.dtype or key.dtype != store.dtype:
             query, key, value = (x.to(store.dtype) for x in (query, key, value))
-        appended = store.appended_tokens
+        appended, softmax = store.appended_tokens, (self._context.sinks, self._context.softcap)
         try:
             if padding is not None:
-                out = extend_padded(store, query, key, value, scale, padding, self.sinks)
+                out = extend_padded(store, query, key, value, scale, padding, *softmax)
             else:
-                buffers = self._context.shared.buffers
-                out = store.extend(query, key, value, scale, buffers, self.sinks)
+                out = store.extend(query, key, value, scale, self._context.shared.buffers, *softmax)
         except BaseException:
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
@@ -311,7 +309,7 @@ class RaggedLayer(AttentionCacheLayer):
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
-            self.base_length, self._padding, scale, context.rotation,
+            self.base_length, self._padding, scale, context.rotation, context.softcap,
         )  # fmt: skip
         return context.config.method.selector.score_stored(context.index, stored)
 

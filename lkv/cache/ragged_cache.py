@@ -147,7 +147,7 @@ class RaggedCache(BaseCache):
         self.at_prompt_end: dict[int, OtherLayer] = {}
         self.shared = shared = SharedState(self.spec.layers - 1, any(kind.is_recurrent for kind in patched.kinds))
         self.ragged_layers = [
-            RaggedLayer(LayerContext(index, self.config, shared, rotation, sinks))
+            RaggedLayer(LayerContext(index, self.config, shared, rotation, sinks, patched.softcap))
             for index, (rotation, sinks) in enumerate(zip(patched.rotations, patched.sinks, strict=True))
         ]
         super().__init__(*make_layers(patched.kinds, self.ragged_layers))

@@ -55,6 +55,7 @@ class KVStore(Protocol):
         scale: float,
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Append new k and v to the free slots, then attend over all entries.
 
@@ -67,6 +68,7 @@ class KVStore(Protocol):
             scale: The attention scaling factor.
             buffers: As in `append_and_attend`.
             sinks: As in `append_and_attend`, [Hq].
+            softcap: As in `append_and_attend`.
 
         Returns:
             The attention output, [B, Hq, T, dv].
@@ -75,7 +77,7 @@ class KVStore(Protocol):
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
         """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
 
-    def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend from `query` [B, Hq, T, d] to the compressed entries only, without a mask.
 
         Returns outputs [B, Hq, T, dv] and log-sum-exps [B, Hq, T], for `merge_attention`.
@@ -189,8 +191,10 @@ class RaggedStore(KVStore):
         scale: float,
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
-        out = append_and_attend(query, key, value, self.attention_view(), scale, buffers=buffers, sinks=sinks)
+        kv = self.attention_view()
+        out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks, softcap=softcap)
         self.count_appended(key.shape[2])
         return out
 
@@ -203,8 +207,8 @@ class RaggedStore(KVStore):
         append(key, value, self.attention_view().of_row(row))
 
     @override
-    def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return ragged_attention(query, self.compressed_view(), scale, causal=False, lse=True)
+    def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+        return ragged_attention(query, self.compressed_view(), scale, causal=False, lse=True, softcap=softcap)
 
     @override
     def attention_view(self) -> RaggedKV:

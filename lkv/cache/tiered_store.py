@@ -61,18 +61,19 @@ class TieredStore(KVStore):
 
     @classmethod
     def from_ragged(
-        cls, store: RaggedStore, tiers: TierSplit, free_slots: int, basis: KeyBasis | None = None
+        cls, store: RaggedStore, tiers: TierSplit, free_slots: int, basis: KeyBasis | None = None,
+        is_centred: bool = True,
     ) -> "TieredStore":  # fmt: skip
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
-        By default `basis` is measured on the entries. Raises CacheError if the head size is not a multiple of 8, or if
-        values are not finite.
+        By default `basis` is measured on the entries; its mean is 0 unless `is_centred`. Raises CacheError if the head
+        size is not a multiple of 8, or if values are not finite.
         """
         key, value = store.pack()
         check_width(key.shape[-1], value.shape[-1])
         heads = _head_numbers(store.lens, key.device)
         wide = torch.promote_types(key.dtype, torch.float32)
-        basis = basis or KeyBasis.of(key, heads, store.lens.shape)
+        basis = basis or KeyBasis.of(key, heads, store.lens.shape, is_centred)
         key = basis.enter(key.to(wide), heads)
         value = value.to(wide) @ rotation(value.shape[-1], wide, value.device)
         slots = slot_indices(store.starts, store.lens, key.device)
@@ -135,26 +136,27 @@ class TieredStore(KVStore):
         scale: float,
         buffers: dict[Any, Any] | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         kv = self._pools()
         if can_attend_quantized(query, kv, key, value):
-            out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks)
+            out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks, softcap=softcap)
             self.count_appended(key.shape[2])
             return out
         append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
         self.count_appended(key.shape[2])
-        return ragged_attention(query, self.attention_view(), scale, sinks=sinks)
+        return ragged_attention(query, self.attention_view(), scale, sinks=sinks, softcap=softcap)
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
         append(key, value, self._pools().of_row(row))
 
     @override
-    def attend_compressed(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         kv = self._pools()._replace(lens=self._device_compressed)
         if not can_attend_quantized(query, kv):
-            return self.restore(with_appended=False).attend_compressed(query, scale)
-        return ragged_attention(query, kv, scale, causal=False, lse=True)
+            return self.restore(with_appended=False).attend_compressed(query, scale, softcap)
+        return ragged_attention(query, kv, scale, causal=False, lse=True, softcap=softcap)
 
     @override
     def attention_view(self) -> RaggedKV:
@@ -348,7 +350,7 @@ def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
 
 def extend_padded(
     store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Append and attend as `store.extend`, row by row.
 
@@ -362,6 +364,6 @@ def extend_padded(
     kv = store.attention_view()
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)
-        attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks)
+        attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks, softcap=softcap)
         out[rows] = out[rows].index_copy(2, real, attended)
     return out

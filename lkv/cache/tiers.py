@@ -71,8 +71,11 @@ class KeyBasis:
     tensor: Tensor
 
     @classmethod
-    def of(cls, key: Tensor, heads: Tensor, shape: torch.Size) -> "KeyBasis":
-        """Measure the basis of entries `key` [N, d] of the rows and heads numbered `heads` [N], of `shape` = [B, H]."""
+    def of(cls, key: Tensor, heads: Tensor, shape: torch.Size, is_centred: bool = True) -> "KeyBasis":
+        """Measure the basis of entries `key` [N, d] of the rows and heads numbered `heads` [N], of `shape` = [B, H].
+
+        The mean is 0 unless `is_centred`: capped scores do not keep their differences.
+        """
         count, wide = shape.numel(), torch.promote_types(key.dtype, torch.float32)
         values, zeros = key.to(wide), key.new_zeros((count, key.shape[-1]), dtype=wide)
         entries = zeros[:, :1].index_add(0, heads, torch.ones_like(values[:, :1])).clamp(min=1)
@@ -82,6 +85,7 @@ class KeyBasis:
         typical = spread.mean(1, keepdim=True)
         scale = spread.clamp(min=typical * 1e-3).sqrt().where(typical > 1e-12, 1.0)
         half = key.dtype if key.dtype == torch.float16 else torch.bfloat16
+        mean = mean if is_centred else torch.zeros_like(mean)
         return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
 
     def select(self, rows: Tensor) -> "KeyBasis":

@@ -38,7 +38,7 @@ from lkv.hf.state import (
     PatchedModel,
     get_patch,
     has_waiting_layer,
-    is_patched,
+    patch_of_config,
     set_patch,
     take_pending_layer,
     take_traced_layer,
@@ -79,6 +79,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             heads=local_kv_heads(model),
             rotations=layer_rotations(model, has_weights),
             sinks=tuple(attention_sinks(model)),
+            softcap=getattr(text, "attn_logit_softcapping", None),
             config=text,
         )
         _install()
@@ -145,6 +146,11 @@ def _check_implementation(implementation: str | None) -> None:
 def _check_attention_code(model: PreTrainedModel, config: Any) -> None:
     """Raise UnsupportedModelError for a model that does not use transformers' attention interface."""
     _check_implementation(config._attn_implementation)
+    if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caps attention scores, which the implementation 'sdpa' leaves out; load the model "
+            "with attn_implementation='eager'."
+        )
     # With this option GPT-2 uses its own eager attention.
     is_reordered = config._attn_implementation == "eager" and getattr(config, "reorder_and_upcast_attn", False)
     if is_reordered or not model._can_set_attn_implementation():
@@ -237,16 +243,16 @@ def _attend(
         return stock()
     _check_owner(layer, module)
     _check_implementation(base)
-    if not is_patched(module.config):
+    if (patched := patch_of_config(module.config)) is None:
         raise CacheError(NOT_PATCHED)
+    if stock.keywords.get("softcap") != patched.softcap:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not cap attention scores at {patched.softcap}, as its configuration says; "
+            "set attn_logit_softcapping=None there."
+        )
     is_requested = stock.keywords.get("output_attentions") or getattr(module.config, "output_attentions", False)
     if is_requested or _are_weights_collected():
         raise CacheError(NO_WEIGHTS)
-    if isinstance(getattr(module, "sinks", None), Tensor) and not layer.takes_sinks:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has attention sinks, which neither the training of policies nor KVzip's second "
-            "pass computes yet; use a method without either, such as snapkv."
-        )
     is_own = _would_need_mask(base, query, key, mask)
     prompt = functools.partial(attend_prompt, query, key, value, mask, scale) if is_own else lambda: stock()[0]
     return layer.attend(query, key, value, mask, scale, prompt), None

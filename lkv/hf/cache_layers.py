@@ -17,8 +17,6 @@ class AttentionCacheLayer(CacheLayerMixin):
     model_config: Any = None
     # The last k and v that `update` returned, until attention over them is computed.
     pending_key: Tensor | None = None
-    # Whether `attend` supports attention sinks.
-    takes_sinks = False
     # Whether compiled models may run the layer through `lkv::extend`, and whether it is still reading the prompt.
     is_traceable = False
     is_reading_prompt = True

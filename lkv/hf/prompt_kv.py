@@ -16,6 +16,7 @@ from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.other_layers import FULL, LayerKind, OtherLayer, join_layers, make_layers
 from lkv.hf.rotation import NoRotation, Rotation, equal_tokens, variation
 from lkv.hf.spec import unwrap_model
+from lkv.kernels.softcap import cap_scores
 
 _PROBE_TOLERANCE = 0.2
 
@@ -32,6 +33,8 @@ class LayerKV:
         start: The position of the first token.
         length: The number of tokens of the text; by default it ends with these tokens.
         rotation: The layer's RoPE; None if LKV cannot undo it.
+        sinks: The layer's attention sinks [Hq], one more logit of each query head; None without them.
+        softcap: The cap of attention scores; None without one.
     """
 
     key: Tensor
@@ -41,6 +44,8 @@ class LayerKV:
     start: int = 0
     length: int | None = None
     rotation: Rotation | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
     @property
     def end(self) -> int:
@@ -71,6 +76,17 @@ class LayerKV:
                 "as Llama, Qwen2, Qwen3, Mistral or Phi-3, or a policy whose scorer reads k as cached and nothing else."
             )
         return self.rotation
+
+    def logits(self, query: Tensor, key: Tensor) -> Tensor:
+        """Compute attention logits of queries [..., n, d] over keys [..., T, d], without sinks: [..., n, T]."""
+        return cap_scores(query * self.scale @ key.transpose(-1, -2), self.softcap)
+
+    def softmax(self, logits: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute attention weights from logits [..., H, G, n, T]; with sinks they sum to less than 1."""
+        if self.sinks is None:
+            return torch.softmax(logits, -1, dtype=dtype)
+        sinks = self.sinks.to(logits).view(logits.shape[-4], -1, 1, 1).expand(*logits.shape[:-1], 1)
+        return torch.softmax(torch.cat([logits, sinks], -1), -1, dtype=dtype)[..., :-1]
 
     def select(self, rows: slice | Tensor, tokens: slice) -> "LayerKV":
         """Return the given rows and tokens as a prompt of their own that starts at position 0."""
@@ -139,7 +155,8 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
     layers, others = make_layers(patched.kinds, full)
     unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers, others)), use_cache=True)
     rotated = (
-        replace(layer.captured, rotation=rotation) for layer, rotation in zip(full, patched.rotations, strict=True)
+        replace(layer.captured, rotation=rotation, sinks=sinks, softcap=patched.softcap)
+        for layer, rotation, sinks in zip(full, patched.rotations, patched.sinks, strict=True)
     )
     return PromptKV(rotated, patched.kinds, others)
 
@@ -149,16 +166,9 @@ def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:
 
     A model may rotate the queries of some layers differently, or change them after RoPE; scores would then be silently
     wrong. So the model reads tokens whose queries are all equal before RoPE: undoing RoPE must make them equal. This
-    runs once a model. Raises UnsupportedModelError, naming the caller `wanted_by`; also for a model with attention
-    sinks, which no caller accounts for.
+    runs once a model. Raises UnsupportedModelError, naming the caller `wanted_by`.
     """
-    patched = patch_attention(model)
-    if any(sinks is not None for sinks in patched.sinks):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has attention sinks, with which {wanted_by} does not reckon yet; use a method "
-            "such as snapkv."
-        )
-    rotations = [rotation or Rotation(model) for rotation in patched.rotations]
+    rotations = [rotation or Rotation(model) for rotation in patch_attention(model).rotations]
     if all(rotation.is_verified for rotation in rotations):
         return rotations
     with equal_tokens(model) as ids:
@@ -198,7 +208,6 @@ class _CapturingLayer(AttentionCacheLayer):
     """Keeps k, v and queries of one forward pass."""
 
     captured: LayerKV
-    takes_sinks = True
 
     def __init__(self, queries: bool | int):
         super().__init__()

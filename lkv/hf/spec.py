@@ -86,11 +86,6 @@ def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
             "full-attention layers, which it evicts from, and sliding-window, recurrent or convolution layers beside "
             "them. Use such a model."
         )
-    if getattr(text, "attn_logit_softcapping", None):
-        raise UnsupportedModelError(
-            f"{name} has capped attention logits, which LKV does not compute yet; use a model with plain softmax "
-            "attention, such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3."
-        )
     if any(sinks is not None and sinks.shape != (heads,) for sinks in attention_sinks(model)):
         raise UnsupportedModelError(
             f"{name} has attention sinks that are not one number a query head here, as in gpt-oss on one device; use "

@@ -105,6 +105,7 @@ class PatchedModel:
         heads: The KV heads that this process computes (a part of them under tensor parallelism).
         rotations: The RoPE of each full-attention layer; None if LKV cannot undo it.
         sinks: The attention sinks of each full-attention layer, [Hq], or None.
+        softcap: The cap of attention scores, or None.
         config: The configuration object of the model's decoder.
     """
 
@@ -113,6 +114,7 @@ class PatchedModel:
     heads: slice
     rotations: tuple[Rotation | None, ...]
     sinks: tuple[Tensor | None, ...]
+    softcap: float | None
     config: Any
 
 
@@ -132,9 +134,9 @@ def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
         _patches[model] = patched
 
 
-def is_patched(config: Any) -> bool:
-    """Return whether a model whose decoder has this configuration object is patched."""
-    return any(patched.config is config for patched in list(_patches.values()))
+def patch_of_config(config: Any) -> PatchedModel | None:
+    """Return the `PatchedModel` of the model whose decoder has this configuration object, None if it is not patched."""
+    return next((patched for patched in list(_patches.values()) if patched.config is config), None)
 
 
 class TokenHistory:

@@ -85,6 +85,7 @@ class StoredEntries(NamedTuple):
         padding: The left padding of each row in tokens.
         scale: The scale of attention scores.
         rotation: The layer's RoPE; None if LKV cannot undo it.
+        softcap: The cap of attention scores; None without one.
     """
 
     key: Tensor
@@ -99,6 +100,7 @@ class StoredEntries(NamedTuple):
     padding: list[int]
     scale: float
     rotation: Rotation | None
+    softcap: float | None
 
     @property
     def end(self) -> int:
@@ -117,7 +119,8 @@ class StoredEntries(NamedTuple):
             new_slots = slots[part]
             # Positions do not count padding, so keys are rotated as in an unpadded row.
             start, kv = self.start - self.padding[part.start], (self.key[new_slots], self.value[new_slots])
-            self.scores[new_slots] = score(LayerKV(*kv, self.scale, start=start, rotation=self.rotation)).float()
+            prompt = LayerKV(*kv, self.scale, start=start, rotation=self.rotation, softcap=self.softcap)
+            self.scores[new_slots] = score(prompt).float()
         self.positions[slots] = (self.start + steps).int()
 
     def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
@@ -126,7 +129,8 @@ class StoredEntries(NamedTuple):
         for number, (start, count) in enumerate(self.spans):
             row, slots = number // heads, slice(start, start + count)
             padding, kv = self.padding[row], (self.key[None, None, slots], self.value[None, None, slots])
-            prompt = LayerKV(*kv, self.scale, length=self.end - padding, rotation=self.rotation)
+            length, rotation, softcap = self.end - padding, self.rotation, self.softcap
+            prompt = LayerKV(*kv, self.scale, length=length, rotation=rotation, softcap=softcap)
             yield number % heads, ArrivedEntries(prompt, self.positions[slots] - padding, self.scores[slots])
 
 

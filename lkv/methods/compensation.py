@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV, to_fp32
+from lkv.kernels.softcap import cap_scores
 from lkv.utils.devices import full_precision
 
 MAX_QUERIES = 256  # reference queries per query head
@@ -43,7 +44,14 @@ def reference_queries(prompt: LayerKV) -> Tensor:
 
 @torch.no_grad()
 def compensate(
-    query: Tensor, key: Tensor, value: Tensor, kept_key: Tensor, kept_value: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kept_key: Tensor,
+    kept_value: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute new k and v for the kept entries of one head.
 
@@ -54,26 +62,35 @@ def compensate(
         kept_key: k of the kept entries, [m, d].
         kept_value: v of the kept entries, [m, dv].
         scale: The attention scaling factor.
+        sinks: The attention sink of each reference query, [n].
+        softcap: The cap of attention scores.
 
     Returns:
         New k and v, in the shapes and dtypes of the kept entries.
     """
     with full_precision(key.device):
         query, v = to_fp32(query) * scale, to_fp32(kept_value)
-        logits = query @ to_fp32(key).T
+        logits = cap_scores(query @ to_fp32(key).T, softcap)
         total = logits.logsumexp(-1, keepdim=True)
+        sink = None if sinks is None else to_fp32(sinks)[:, None]
+        # The share of all entries: with a sink less than 1.
+        whole = 1.0 if sink is None else (total - sink).sigmoid()[:, 0]
+        total = total if sink is None else torch.logaddexp(total, sink)
         target = logits.sub_(total).exp_() @ to_fp32(value)
         del logits  # for a long prompt larger than all later tensors
-        weights = _entry_weights((query @ to_fp32(kept_key).T - total).exp())
+        weights = _entry_weights((cap_scores(query @ to_fp32(kept_key).T, softcap) - total).exp(), whole)
         # In the stored dtype, so that v compensates for the rounding of k.
         new_key = (to_fp32(kept_key) + weights.log()[:, None] * _common_direction(query)).to(kept_key.dtype)
-        attention = (query @ to_fp32(new_key).T).softmax(-1)
+        logits = cap_scores(query @ to_fp32(new_key).T, softcap)
+        attention = logits.softmax(-1)
+        if sink is not None:
+            attention = attention * (logits.logsumexp(-1, keepdim=True) - sink).sigmoid()
         new_value = v + _smallest_change(attention, target - attention @ v)
     return new_key, new_value.to(kept_value.dtype)
 
 
-def _entry_weights(share: Tensor) -> Tensor:
-    """Return weights [m] with which the attention shares [n, m] sum to about 1 in each row.
+def _entry_weights(share: Tensor, whole: Tensor | float) -> Tensor:
+    """Return weights [m] with which the attention shares [n, m] sum to about `whole` (a number, or [n]) in each row.
 
     Non-negative least squares by accelerated projected gradient (FISTA); no weight is below `_MIN_WEIGHT`.
     """
@@ -88,7 +105,7 @@ def _entry_weights(share: Tensor) -> Tensor:
     weights = lookahead = torch.ones_like(share[0])
     momentum = 1.0
     for _ in range(_FISTA_STEPS):
-        gradient = share.T @ (share @ lookahead - 1) + ridge * (lookahead - 1)
+        gradient = share.T @ (share @ lookahead - whole) + ridge * (lookahead - 1)
         new = (lookahead - step * gradient).clamp(min=_MIN_WEIGHT)
         next_momentum = (1 + math.sqrt(1 + 4 * momentum * momentum)) / 2
         lookahead = new + (momentum - 1) / next_momentum * (new - weights)

@@ -43,17 +43,17 @@ class ReplayLayer(FrozenPromptLayer, ABC):
         batch, heads, rows, dim = query.shape
         tokens, kv_heads = self._prompt.key.shape[2], key.shape[1]
         k, v = torch.cat([self._prompt.key, key], 2), torch.cat([self._prompt.value, value], 2)
-        grouped, parts = query.view(batch, kv_heads, heads // kv_heads, rows, dim) * scale, []
+        grouped, parts = query.view(batch, kv_heads, heads // kv_heads, rows, dim), []
         for start in range(0, rows, _BLOCK):
             q = grouped[..., start : start + _BLOCK, :]
             count = q.shape[3]
             end = tokens + start + count
-            logits = (q.flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)).unflatten(2, (-1, count))
+            logits = self._prompt.logits(q.flatten(2, 3), k[:, :, :end]).unflatten(2, (-1, count))
             future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
             logits[..., end - count :].masked_fill_(future, -torch.inf)
             # Half precision is kept outside the softmax kernel, which computes in float32: the logits are no more
             # precise, and converting a matrix this large costs more than its softmax.
-            attention = torch.softmax(logits, -1, dtype=self.attention_dtype)
+            attention = self._prompt.softmax(logits, self.attention_dtype)
             output = attention.to(v.dtype).flatten(2, 3) @ v[:, :, :end]
             parts.append(output.unflatten(2, (-1, count)))
             self.record(logits, attention, parts[-1])

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from lkv.kernels.selection import ScoreWeights
+from lkv.kernels.softcap import log_expected_exp
 from lkv.utils.devices import full_precision
 
 _MIN_NORM = 1e-12
@@ -77,16 +78,17 @@ def content_formula(key: Tensor, value: Tensor, content: ContentWeights) -> Tens
 
 
 def expected_attention_formula(
-    key: Tensor, value: Tensor, projection: Tensor, attention: ExpectedAttentionWeights
+    key: Tensor, value: Tensor, projection: Tensor, attention: ExpectedAttentionWeights, softcap: float | None = None
 ) -> Tensor:
     """Compute weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
 
-    `projection` is `project_queries` of the same weights; its dtype sets the precision.
+    `projection` is `project_queries` of the same weights; its dtype sets the precision. `softcap` caps q k scale.
     """
     dtype, group = projection.dtype, attention.normaliser.shape[1]
-    # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2); one product computes the means and the spread.
+    # q k of a normal q is normal, of mean `mean k` and variance `k cov k`; one product computes both.
     products = projection @ key.to(dtype).transpose(-1, -2)
-    logits = products[..., :group, :] + products[..., group:, :].square().sum(-2, keepdim=True) / 2
+    variance = products[..., group:, :].square().sum(-2, keepdim=True)
+    logits = log_expected_exp(products[..., :group, :], variance, softcap)
     norm = torch.linalg.vector_norm(value.to(dtype), dim=-1).clamp(min=_MIN_NORM)
     return attention.weight[:, None] * ((logits - attention.normaliser[..., None]).logsumexp(-2) + norm.log())
 
@@ -129,6 +131,7 @@ def scores_at_eviction(
     end: int,
     rotation: Tensor | None,
     scale: float,
+    softcap: float | None = None,
 ) -> Tensor | None:
     """Compute the part [B, H, T] that depends on the end of the text: expected attention, and the distance to `end`.
 
@@ -140,6 +143,7 @@ def scores_at_eviction(
         end: The position after the text.
         rotation: The mean rotation of future positions, applied to row vectors, [d, d].
         scale: The attention scaling factor.
+        softcap: The cap of attention scores; None without one.
 
     Returns:
         The scores; None if the policy has neither component.
@@ -147,7 +151,7 @@ def scores_at_eviction(
     scores = None
     if weights.attention is not None:
         assert rotation is not None
-        scores = expected_attention_scores(weights.attention, key, value, rotation, scale)
+        scores = expected_attention_scores(weights.attention, key, value, rotation, scale, softcap)
     if weights.position is not None:
         with full_precision(key.device):
             recency = interpolate_knots(weights.position.end, end - positions).expand(*value.shape[:3])
@@ -170,7 +174,12 @@ def content_scores(content: ContentWeights, key: Tensor, value: Tensor) -> Tenso
 
 
 def expected_attention_scores(
-    attention: ExpectedAttentionWeights, key: Tensor, value: Tensor, rotation: Tensor, scale: float
+    attention: ExpectedAttentionWeights,
+    key: Tensor,
+    value: Tensor,
+    rotation: Tensor,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the expected attention component only, [B, H, T].
 
@@ -180,11 +189,12 @@ def expected_attention_scores(
         value: v.
         rotation: The mean rotation.
         scale: The attention scaling factor.
+        softcap: The cap of attention scores.
     """
     with full_precision(key.device):
         rotation = rotation.to(torch.promote_types(key.dtype, torch.float32))
         projection = project_queries(attention, rotation, scale)
-        return expected_attention_formula(key, value, projection, attention)
+        return expected_attention_formula(key, value, projection, attention, softcap)
 
 
 @torch.no_grad()

@@ -109,12 +109,13 @@ class TokenScores(nn.Module):
             positions: Their original positions, [T].
         """
         weights, rotation = self.weights(layer, heads, prompt.key.device), self._future_rotation(prompt)
-        return scores_at_eviction(weights, prompt.key, prompt.value, positions, prompt.end, rotation, prompt.scale)
+        key, value, end = prompt.key, prompt.value, prompt.end
+        return scores_at_eviction(weights, key, value, positions, end, rotation, prompt.scale, prompt.softcap)
 
     def _score_by_kernel(self, prompt: LayerKV, layer: int, heads: slice, eviction: bool = True) -> Tensor | None:
         """Compute `forward` (without `eviction`, `score_on_arrival`) in one launch; None if the kernel cannot run."""
         key, kernels = prompt.key, kernels_for(prompt.key, prompt.value)
-        if kernels is None or torch.is_grad_enabled():
+        if kernels is None or torch.is_grad_enabled() or prompt.softcap is not None:
             return None
         tables = self.kernel_tables(prompt.rotation, key, prompt.start, key.shape[2], prompt.end)
         if tables is None or key.shape != prompt.value.shape:
@@ -140,7 +141,9 @@ class TokenScores(nn.Module):
                 v = value[:, :, block]
                 scores[:, :, block] = score_block(self.read_key(prompt, block), v)
                 if attention is not None:
-                    scores[:, :, block] += expected_attention_formula(key[:, :, block], v, projection, attention)
+                    scores[:, :, block] += expected_attention_formula(
+                        key[:, :, block], v, projection, attention, prompt.softcap
+                    )
             if weights.position is not None:
                 positions = self._positions(prompt)
                 scores += interpolate_knots(weights.position.start, positions + 1)

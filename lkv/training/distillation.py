@@ -6,11 +6,11 @@ A layer evicts after its full attention over the whole prompt, so teacher and st
 the rows of the continuations differ and are computed twice. The student sees the prompt under a soft mask.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,14 @@ from lkv.errors import TrainingError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.cache_layers import AttentionCacheLayer
-from lkv.hf.other_layers import LayerKind
-from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
+from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.recompute import checkpoint_layers
-from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
 from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
+from lkv.training.masked_caches import FrozenPrompt, MaskedSequence
 from lkv.utils.devices import copy_to_device
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
@@ -39,65 +37,6 @@ if TYPE_CHECKING:
 
 _EVICTED = -1e4  # a log-mask with exponential 0
 _MIN_LENGTH_RATIO = 0.75  # shortest to longest context in a pass: padding costs as much as text
-
-
-class FrozenPrompt(BaseCache):
-    """k and v [C, H, T, d] of C prompts for one pass over continuations, whose own k and v are not stored.
-
-    `log_mask` [L, n, H, T] weights the prompt's tokens for n continuations (None: the full cache). `owners` [n] are the
-    prompt indices of the continuations (None: there is one prompt). `rows` is n.
-    """
-
-    def __init__(
-        self, prompt: list[LayerKV], log_mask: Tensor | None = None, owners: Tensor | None = None, rows: int = 1
-    ):
-        masks: Any = [None] * len(prompt) if log_mask is None else log_mask
-        layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(prompt, masks, strict=True)]
-        super().__init__(*as_prompt_kv(prompt).continuation_layers(layers, rows))
-
-
-class _MaskedLayer(FrozenPromptLayer):
-    def __init__(self, prompt: LayerKV, log_mask: Tensor | None, owners: Tensor | None):
-        super().__init__(prompt)
-        self._log_mask, self._owners = log_mask, owners
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
-    ) -> Tensor:
-        # The model may be on several devices; the masks of all layers are on one.
-        owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
-        # Under autocast RoPE returns q and k in float32, while v is in half precision.
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        prompt = self._prompt
-        out = continuation_attention(query, key, value, prompt.key, prompt.value, log_mask, owners, scale)
-        return out.transpose(1, 2)
-
-
-class MaskedSequence(BaseCache):
-    """Masks [L, n, H, T] of the prompt in every row of a pass over prompt and continuation; None: plain attention.
-
-    `kinds` are the kinds of the model's layers.
-    """
-
-    def __init__(self, kinds: Sequence[LayerKind], log_mask: Tensor | None = None):
-        masks = iter([None] * len(kinds) if log_mask is None else log_mask)
-        # Every layer reads the whole text in one pass, possibly twice for recomputation, so none stores anything.
-        super().__init__([_SequenceLayer(next(masks) if kind.is_evicted else None) for kind in kinds])
-
-
-class _SequenceLayer(AttentionCacheLayer):
-    def __init__(self, log_mask: Tensor | None):
-        super().__init__()
-        self._log_mask = log_mask
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
-    ) -> Tensor:
-        if self._log_mask is None:
-            return stock()
-        log_mask = pad(self._log_mask.to(key.device), (0, key.shape[2] - self._log_mask.shape[-1]))
-        out = soft_mask_attention(query.to(value.dtype), key.to(value.dtype), value, log_mask, scale)
-        return out.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -183,7 +122,7 @@ class SampleDistillation:
         if self._whole:
             ids = torch.cat([self._contexts.expand(len(ids), -1), ids], 1)
             positions = torch.arange(ids.shape[1], device=self._device)[None]
-            cache: BaseCache = MaskedSequence(patch_attention(self._model).kinds, log_mask)
+            cache: BaseCache = MaskedSequence(patch_attention(self._model), log_mask)
             options = {"logits_to_keep": self._ids.shape[1]}
         else:
             is_single = len(self.lengths) == 1

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
+from lkv.kernels.softcap import log_expected_exp
 from lkv.methods.budgets import GlobalTopKBudget
 from lkv.policy.policy import Policy
 from lkv.policy.score_formula import ContentWeights, content_formula, expected_attention_scores, interpolate_knots
@@ -103,13 +104,16 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
                 key = to_fp32(part.key)
                 future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
                 if is_scaled:
-                    scores = expected_attention_scores(term, part.key, part.value, future, part.scale)
+                    scores = expected_attention_scores(term, part.key, part.value, future, part.scale, part.softcap)
                     deviations[layer] += scores[0, :, _FIRST_TOKENS:].std(-1).to(deviations) / len(prompts)
                 else:
                     mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
                     key = key[0, :, _FIRST_TOKENS:]
-                    logits = key @ mean.transpose(-1, -2) + (key @ spread).square().sum(-1, keepdim=True) / 2
-                    sums[layer] += (logits.logsumexp(1) - math.log(key.shape[1])).to(sums) / len(prompts)
+                    variance = (key @ spread).square().sum(-1, keepdim=True)
+                    total = log_expected_exp(key @ mean.transpose(-1, -2), variance, part.softcap).logsumexp(1)
+                    if part.sinks is not None:
+                        total = torch.logaddexp(total, part.sinks.to(total).view_as(total))
+                    sums[layer] += (total - math.log(key.shape[1])).to(sums) / len(prompts)
         tokens.normaliser.copy_(sums)
     tokens.attention_weight.copy_(_SCORE_STD / deviations.clamp(min=1e-3))
 
@@ -192,7 +196,9 @@ def regression_targets(
             future = part.required_rotation.mean_rotation(to_fp32(part.key[:, :1, :1]), part.end, part.end + FUTURE)
             term = term._replace(weight=torch.ones_like(term.weight))
             key, value = part.key[:, :, places], part.value[:, :, places]
-            attention.append(expected_attention_scores(term, key, value, future, part.scale)[0].to(device))
+            attention.append(
+                expected_attention_scores(term, key, value, future, part.scale, part.softcap)[0].to(device)
+            )
     return RegressionTargets(
         torch.cat(keys),
         torch.cat(values),

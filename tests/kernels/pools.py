@@ -177,20 +177,20 @@ def assert_steps(store, group, steps, backend):
     assert_near(lse[seen], exact_lse[seen], dtype)
 
 
-def assert_attention(q, kv, scale, backend="triton", causal=True):
+def assert_attention(q, kv, scale, backend="triton", causal=True, **options):
     """Attention over pools alone, with and without its log-sum-exp."""
     wide = kv._replace(k_pool=kv.k_pool.double(), v_pool=kv.v_pool.double())
-    exact, exact_lse = ragged_attention(q.double(), wide, scale, "reference", causal=causal, lse=True)
-    out, lse = ragged_attention(q, kv, scale, backend, causal=causal, lse=True)
+    exact, exact_lse = ragged_attention(q.double(), wide, scale, "reference", causal=causal, lse=True, **options)
+    out, lse = ragged_attention(q, kv, scale, backend, causal=causal, lse=True, **options)
     seen = exact_lse > -torch.inf
     assert torch.equal(lse > -torch.inf, seen) and not out[~seen].any()
     assert_near(lse[seen], exact_lse[seen], q.dtype, 32)
-    for found in (out, ragged_attention(q, kv, scale, backend, causal=causal)):
+    for found in (out, ragged_attention(q, kv, scale, backend, causal=causal, **options)):
         assert found.dtype == q.dtype
         assert_near(found, exact, q.dtype, 32 if q.dtype == torch.float32 else 4)
 
 
-def assert_equals_reference(pools, group, rows, scale, backend="triton"):
+def assert_equals_reference(pools, group, rows, scale, backend="triton", **options):
     """Attention over tiers, causal and not, with its log-sum-exp, and a step that appends."""
     kv, (batch, heads), dtype = pools.kv, pools.kv.lens.shape, pools.kv.k_pool.dtype
     # As models give them: heads behind tokens.
@@ -199,15 +199,15 @@ def assert_equals_reference(pools, group, rows, scale, backend="triton"):
         for shape in ((group * heads, kv.k_pool.shape[1]), (heads, kv.k_pool.shape[1]), (heads, kv.v_pool.shape[1]))
     )
     for causal in (False, True) if int(kv.lens.min()) >= rows else (False,):
-        out, lse = ragged_attention(query, kv, scale, backend, causal=causal, lse=True)
-        exact, exact_lse = pools.reference(query, scale, causal=causal, lse=True)
+        out, lse = ragged_attention(query, kv, scale, backend, causal=causal, lse=True, **options)
+        exact, exact_lse = pools.reference(query, scale, causal=causal, lse=True, **options)
         seen = exact_lse > -torch.inf
         assert out.dtype == dtype and torch.equal(lse > -torch.inf, seen) and not out[~seen].any()
         assert_near(out, exact, dtype)
         assert_near(lse[seen], exact_lse[seen], dtype)
-    exact, longer = pools.reference(query, scale, (key, value)), kv.lens + rows
+    exact, longer = pools.reference(query, scale, (key, value), **options), kv.lens + rows
     ends = (kv.starts.long() + kv.lens).cpu()
-    out = append_and_attend(query, key, value, kv, scale, backend)
+    out = append_and_attend(query, key, value, kv, scale, backend, **options)
     assert_near(out, exact, dtype)
     assert torch.equal(kv.lens, longer)
     places = slot_indices(ends, torch.full_like(ends, rows), kv.lens.device)

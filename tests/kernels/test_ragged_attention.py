@@ -122,6 +122,27 @@ def test_a_basis_is_entered_and_left(backend, dtype, dims, threads):
         assert_equals_reference(pools, 3, rows, 0.1, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_capped_scores(backend, dtype, threads):
+    """Scores of a deviation above the cap: in pools, causal and not, and (fused) in tiers with and without a basis."""
+    threads(2)
+    torch.manual_seed(0)
+    kv = pool_of([[70, 9], [30, 300]], 900, 32, 16, dtype)
+    for rows, causal in ((1, True), (3, True), (9, False)):
+        q = torch.randn(2, rows, 6, 32).to(dtype).transpose(1, 2)
+        assert_attention(q, kv, 1.0, backend, causal, softcap=5.0)
+        capped, plain = (ragged_attention(q, kv, 1.0, backend, softcap=cap).float() for cap in (5.0, None))
+        assert float((capped - plain).abs().max()) > 0.3
+    for rows, has_basis in ((1, False), (3, True)) if backend in FUSED else ():
+        lens = [[[3, 60]], [[40, 0]], [[5, 7]]]
+        pools = coded_pools(lens, ((8, 4), (4, 3)), 3, 32, 16, dtype, has_basis=has_basis)
+        if has_basis:  # without a mean, as caches of capped scores have it
+            basis = pools.kv.basis._replace(mean=torch.zeros_like(pools.kv.basis.mean))
+            pools = pools._replace(kv=pools.kv._replace(basis=basis))
+        assert_equals_reference(pools, 2, rows, 0.5, backend, softcap=5.0)
+
+
 # Group and new tokens: all numbers of rows that the C++ kernel treats apart.
 SHAPES = {"cpp": [(1, 1), (2, 1), (3, 1), (2, 2), (5, 1), (2, 3), (3, 3)], "triton": [(4, 2)]}
 

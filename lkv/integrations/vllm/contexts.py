@@ -82,8 +82,10 @@ class VllmContexts:
             raise IntegrationError(
                 "models with sliding-window or recurrent layers cannot be served with contexts by vLLM yet."
             )
-        if any(sinks is not None for sinks in patched.sinks):
-            raise IntegrationError("models with attention sinks cannot be served with contexts by vLLM yet.")
+        if patched.softcap is not None or any(sinks is not None for sinks in patched.sinks):
+            raise IntegrationError(
+                "models with attention sinks or capped attention scores cannot be served with contexts by vLLM yet."
+            )
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
         if (change := frequency_change(config.hf_text_config)) is not None:
             # Beyond it LongRoPE rotates questions unlike the context, which was read before.

@@ -36,15 +36,16 @@ _MAX_ROWS_OF_CPP = 64
 @overload
 def ragged_attention(
     q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: Literal[False] = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def ragged_attention(
-    q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: Literal[True]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: Literal[True],
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def ragged_attention(
     q: Tensor, kv: RaggedKV, scale: float, backend: str = "auto", *, causal: bool = True, lse: bool = False,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from new tokens to the KV entries of each head, including their own k and v.
 
@@ -59,6 +60,8 @@ def ragged_attention(
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to also return the log-sum-exp of the scores, for `merge_attention`.
         sinks: Attention sinks [Hq], see `join_sinks`; not together with `lse`.
+        softcap: Scores become softcap * tanh(scores / softcap) before the softmax. A basis must then have a mean of 0,
+            because capped scores do not keep their differences.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
@@ -83,10 +86,10 @@ def ragged_attention(
     has_lse = lse or sinks is not None
     basis = None if chosen in _READ_IN_BASIS else kv.basis
     if basis is None:
-        out, log_sum_exp = _module(chosen).attend(q, kv, scale, causal, has_lse)
+        out, log_sum_exp = _module(chosen).attend(q, kv, scale, causal, has_lse, softcap)
     else:
         check_entering(basis, q=q)
-        out, log_sum_exp = _module(chosen).attend(basis.enter_queries(q), kv, scale, causal, has_lse)
+        out, log_sum_exp = _module(chosen).attend(basis.enter_queries(q), kv, scale, causal, has_lse, softcap)
         out, log_sum_exp = basis.leave_outputs(out), basis.leave_lse(log_sum_exp, q, scale) if has_lse else None
     if sinks is not None:
         return join_sinks(out, log_sum_exp, sinks)
@@ -95,7 +98,7 @@ def ragged_attention(
 
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, backend: str = "auto",
-    buffers: dict[Any, Any] | None = None, sinks: Tensor | None = None,
+    buffers: dict[Any, Any] | None = None, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
@@ -110,6 +113,7 @@ def append_and_attend(
         backend: As in `ragged_attention`.
         buffers: A dictionary for a backend's work space, reused between steps and shared by the layers of one cache.
         sinks: As in `ragged_attention`.
+        softcap: As in `ragged_attention`.
 
     Returns:
         Outputs [B, Hq, Tq, dv].
@@ -124,11 +128,11 @@ def append_and_attend(
         return q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
     # Sinks need the log-sum-exp, which the fused backends do not return.
     if chosen in _FUSED and sinks is None:
-        return _module(chosen).append_and_attend(q, key, value, kv, scale, buffers)
+        return _module(chosen).append_and_attend(q, key, value, kv, scale, buffers, softcap)
     if chosen not in _FUSED:
         check_none_quantized(chosen, kv)
     _append(key, value, kv)
-    return ragged_attention(q, kv, scale, chosen, sinks=sinks)
+    return ragged_attention(q, kv, scale, chosen, sinks=sinks, softcap=softcap)
 
 
 def can_attend_quantized(q: Tensor, kv: RaggedKV, *new: Tensor) -> bool:
@@ -151,7 +155,9 @@ def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
     _append(key, value, kv)
 
 
-def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def masked_attention(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend to the same number of keys in each head under a mask, for `merge_attention`.
 
     Args:
@@ -160,6 +166,7 @@ def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, sca
         value: Values [B, Hkv, Tk, dv].
         visible: bool, broadcast to [B, Hkv, Tq, Tk]: which keys a query sees.
         scale: What scores are multiplied by.
+        softcap: As in `ragged_attention`.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and the log-sum-exp of the scores [B, Hq, Tq]. A row that sees
@@ -183,7 +190,7 @@ def masked_attention(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, sca
             f"Expected a bool mask that broadcasts to {[batch, kv_heads, tokens, keys]}, but got "
             f"{list(visible.shape)} {visible.dtype}."
         )
-    return _module("loop").attend_masked(q, key, value, visible, scale)
+    return _module("loop").attend_masked(q, key, value, visible, scale, softcap)
 
 
 def merge_attention(left: Tensor, left_lse: Tensor, right: Tensor, right_lse: Tensor) -> tuple[Tensor, Tensor]:

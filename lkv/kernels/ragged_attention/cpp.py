@@ -58,17 +58,18 @@ def _load() -> str | None:
 
 
 def attend(
-    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False, softcap: float | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
-    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, causal, with_lse, None, None, *_lists(kv))
+    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, causal, with_lse, None, None, *_lists(kv), softcap)
 
 
 def append_and_attend(
-    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`; there are no `buffers` to keep."""
-    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, True, False, key, value, *_lists(kv))[0]
+    return torch.ops.lkv.ragged_attention(q, *kv[:4], scale, True, False, key, value, *_lists(kv), softcap)[0]
 
 
 def _lists(kv: RaggedKV) -> tuple[list[Tensor], list[int], list[Tensor]]:

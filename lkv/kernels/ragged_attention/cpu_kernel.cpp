@@ -140,6 +140,12 @@ void add_values(const float* weights, const float* v, int64_t count, int64_t dim
   for (; i < count; ++i) add_weighted<1>(weights + i, v + i * dim, dim, sums);
 }
 
+// scores[i] = cap tanh(scores[i] / cap) for `count` scores, with space for a multiple of kLanes.
+void cap_scores(float* scores, int64_t count, float cap) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    (Vec(cap) * (Vec::loadu(scores + i) / Vec(cap)).tanh()).store(scores + i);
+}
+
 struct Codes {
   const uint8_t *key, *value;                   // [N, bytes of an entry]
   const at::BFloat16 *key_norm, *value_norm;    // [N]
@@ -155,7 +161,7 @@ struct Step {
   const int32_t* starts;    // [S]
   int32_t* lens;            // [S], without the new entries
   int64_t entries, spans, rows, tokens, dim, value_dim, added, slices, slice_size;
-  float scale;
+  float scale, softcap;     // in base 2; softcap is 0 for none
   bool causal;
   Codes codes[kMaxCodes];   // the first entries of a span are those of codes[0], the next those of codes[1]
   int64_t code_count;
@@ -440,6 +446,7 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
       return s.causal ? std::clamp(length - s.tokens + row % s.tokens + 1 - first, int64_t(0), count) : count;
     };
     for (int64_t row = 0; row < s.rows; ++row) {
+      if (s.softcap != 0) cap_scores(scores + kBlock * row, count, s.softcap);
       std::fill(scores + kBlock * row + seen(row), scores + kBlock * row + count, kNegInf);
       add_scores(scores + kBlock * row, count, s.value_dim, extremes + 2 * row, sums + row * s.value_dim);
     }
@@ -617,7 +624,7 @@ struct Basis {
 std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_pool, const Tensor& starts, Tensor& lens,
                                   double scale, bool causal, bool with_lse, const std::optional<Tensor>& key,
                                   const std::optional<Tensor>& value, at::TensorList codes, at::IntArrayRef bits,
-                                  at::TensorList basis_tensors) {
+                                  at::TensorList basis_tensors, std::optional<double> softcap) {
   for (const Tensor* x : {&q, &std::as_const(k_pool), &std::as_const(v_pool), &starts, &std::as_const(lens)})
     check_storage(*x);
   if (key) check_storage(*key), check_storage(*value);
@@ -627,7 +634,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
   s.entries = k_pool.size(0), s.spans = starts.numel(), s.tokens = q.size(2);
   s.rows = s.tokens * (q.size(1) / starts.size(1));
   s.dim = q.size(3), s.value_dim = v_pool.size(1), s.added = key ? key->size(2) : 0;
-  s.scale = float(scale * M_LOG2E), s.causal = causal;
+  s.scale = float(scale * M_LOG2E), s.softcap = float(softcap.value_or(0) * M_LOG2E), s.causal = causal;
   TORCH_CHECK_VALUE(basis_tensors.empty() || basis_tensors.size() == 4, "A basis has four tensors.");
   std::optional<Basis> basis;
   Tensor mean, channel_scale;
@@ -686,8 +693,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
 TORCH_LIBRARY(lkv, library) {
   library.def(
       "ragged_attention(Tensor q, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor starts, Tensor(c!) lens, float scale, "
-      "bool causal, bool with_lse, Tensor? key, Tensor? value, Tensor[] codes, int[] bits, Tensor[] basis) "
-      "-> (Tensor, Tensor)",
+      "bool causal, bool with_lse, Tensor? key, Tensor? value, Tensor[] codes, int[] bits, Tensor[] basis, "
+      "float? softcap) -> (Tensor, Tensor)",
       attend);
 }
 

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from lkv.kernels.causal_attention import causal_attention
 from lkv.kernels.ragged_attention.arguments import RaggedKV
+from lkv.kernels.softcap import cap_scores
 
 # Entries converted to float32 at once, so that a step's memory does not grow with the context.
 _ENTRIES_IN_FLOAT32 = 4096
@@ -22,11 +23,11 @@ _MIN_SHARED = 2048
 
 
 def attend(
-    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False, softcap: float | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`."""
-    if not causal or with_lse:
-        return _attend_with_lse(q, kv, scale, causal)
+    if not causal or with_lse or softcap is not None:
+        return _attend_with_lse(q, kv, scale, causal, softcap)
     k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, dim = q.shape
     # The query heads of a group become rows, so that a span is read once.
@@ -66,18 +67,22 @@ def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
     lens += new
 
 
-def attend_masked(q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attend_masked(
+    q: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """As `api.masked_attention`."""
     batch, heads, rows, dim = q.shape
     kv_heads = key.shape[1]
     grouped = _at_least_float32(q).reshape(batch, kv_heads, -1, rows, dim) * scale
-    scores = torch.einsum("bhgqd,bhkd->bhgqk", grouped, _at_least_float32(key))
+    scores = cap_scores(torch.einsum("bhgqd,bhkd->bhgqk", grouped, _at_least_float32(key)), softcap)
     scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
     out, lse = _softmax_product(scores, _at_least_float32(value)[:, :, None])
     return out.reshape(batch, heads, rows, -1).to(q.dtype), lse.reshape(batch, heads, rows)
 
 
-def _attend_with_lse(q: Tensor, kv: RaggedKV, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _attend_with_lse(
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     k_pool, v_pool, starts, lens, *_ = kv
     batch, heads, tokens, dim = q.shape
     rows = _at_least_float32(q).reshape(starts.numel(), -1, dim) * scale
@@ -89,7 +94,7 @@ def _attend_with_lse(q: Tensor, kv: RaggedKV, scale: float, causal: bool) -> tup
         visible = torch.arange(length, device=q.device) <= length - tokens + token[:, None] if causal else None
         parts = []
         for at in range(0, rows.shape[1], _ROWS):
-            scores = torch.bmm(rows[first : first + count, at : at + _ROWS], k.mT)
+            scores = cap_scores(torch.bmm(rows[first : first + count, at : at + _ROWS], k.mT), softcap)
             if visible is not None:
                 scores.masked_fill_(~visible[at : at + _ROWS], -torch.inf)
             parts.append(_softmax_product(scores, v))

@@ -85,17 +85,18 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def attend(
-    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False
+    q: Tensor, kv: RaggedKV, scale: float, causal: bool = True, with_lse: bool = False, softcap: float | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Shapes as in `api.ragged_attention`. Nothing here waits for the device."""
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if with_lse else None
     with devices.device_guard(q.device):
-        return _attend(q, q, q, kv, scale, _NONE, None, causal, lse), lse
+        return _attend(q, q, q, kv, scale, softcap, _NONE, None, causal, lse), lse
 
 
 def append_and_attend(
-    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None
-) -> Tensor:
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, buffers: dict[Any, Any] | None = None,
+    softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`; nothing waits for the device.
 
     One launch for one new token, two for more. A basis takes two further launches.
@@ -108,7 +109,7 @@ def append_and_attend(
         if key.shape[2] > 1:
             move(Entries.of_prompt(key, value), None, (kv.k_pool, kv.v_pool, starts), after=kv.lens)
             new = _COUNT
-        out = _attend(q, key, value, kv, scale, new, buffers)
+        out = _attend(q, key, value, kv, scale, softcap, new, buffers)
         return out if basis is None else _leave(basis, out, starts)
 
 
@@ -150,8 +151,8 @@ def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, new: int, buffers: dict[Any, Any] | None,
-    causal: bool = True, lse: Tensor | None = None,
+    q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, softcap: float | None, new: int,
+    buffers: dict[Any, Any] | None, causal: bool = True, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     k_pool, v_pool, starts, lens, quantized, _ = kv
     batch, heads, rows, _ = q.shape
@@ -178,8 +179,10 @@ def _attend(
         kernels.slice_kernel,
         (launch.programs, launch.tiles, 1),
         arguments,
-        launch.slice_options | _tier_options(launch, q.dtype, bits) | {"CAUSAL": causal, "NEW": new},
-        (kv_heads, new, strides, bits, causal, lse is None),
+        launch.slice_options
+        | _tier_options(launch, q.dtype, bits)
+        | {"CAUSAL": causal, "NEW": new, "SOFTCAP": (softcap or 0.0) * LOG2_E.value},
+        (kv_heads, new, strides, bits, causal, lse is None, softcap),
         _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
     )
     return out

@@ -38,13 +38,19 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _attend_block(query, key, value, value_norm, seen, scale, state):
+def _cap(scores, SOFTCAP: tl.constexpr):
+    """Return SOFTCAP tanh(scores / SOFTCAP), or `scores` if it is 0."""
+    return SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1) if SOFTCAP else scores
+
+
+@triton.jit
+def _attend_block(query, key, value, value_norm, seen, scale, state, SOFTCAP: tl.constexpr):
     """Add a block of entries to the running maximum, weight and sums of rows, `state`.
 
     `scale` scales all scores, or each entry [1, N]; `value_norm` scales the entries of v.
     """
     highest, weight, sums = state
-    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = _cap(tl.dot(query, key, input_precision="ieee") * scale, SOFTCAP)
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(highest, tl.max(scores, 1))
     # Avoid inf - inf for a row without visible entries so far.
@@ -58,7 +64,7 @@ def _attend_block(query, key, value, value_norm, seen, scale, state):
 @triton.jit
 def _attend_pools(
     query, k_span, v_span, begin, end, visible, axes, scale, state,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Run `_attend_block` over the entries `begin` to `end` of a span; each row sees entries up to `visible`."""
     dims, real, value_dims, value_real = axes
@@ -69,7 +75,7 @@ def _attend_pools(
         key = tl.load(key_at, mask=inside[None, :] & real[:, None], other=0.0).to(query.dtype)
         value = load_rows(v_span, entry.to(tl.int64) * VALUE_DIM, inside, value_dims, value_real).to(query.dtype)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        state = _attend_block(query, key, value, 1.0, is_visible, scale, state)
+        state = _attend_block(query, key, value, 1.0, is_visible, scale, state, SOFTCAP)
     return state
 
 
@@ -101,6 +107,7 @@ def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.cons
 def _attend_tier(
     query, codes, first_code, coded, after, begin, end, visible, axes, scale, state, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """As `_attend_pools` over the entries `coded` to `after` of a span, which are quantised in one tier.
 
@@ -124,7 +131,8 @@ def _attend_tier(
         if query.dtype == tl.float16:
             value_norm = tl.minimum(value_norm, 65504.0)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        state = _attend_block(query, key, value, value_norm[None, :], is_visible, scale * key_norm[None, :], state)
+        key_scale = scale * key_norm[None, :]
+        state = _attend_block(query, key, value, value_norm[None, :], is_visible, key_scale, state, SOFTCAP)
     return state
 
 
@@ -160,7 +168,7 @@ def _join_parts(
 @triton.jit
 def _attend_new(
     state, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_strides, k_strides, v_strides,
-    axes, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    axes, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the one new token of a span as well, and append it at `end` of the pools."""
     highest, weight, sums = state
@@ -171,7 +179,7 @@ def _attend_new(
     fresh_value = tl.load(
         value + batch * v_strides[0] + kv_head * v_strides[1] + value_dims, mask=value_real, other=0.0
     )
-    score = tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale
+    score = _cap(tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
     new = tl.maximum(highest, score)
     shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
     weight = weight * shrink + factor
@@ -191,11 +199,14 @@ def slice_kernel(
     LEAST: tl.constexpr, CAUSAL: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
     VALUE_BITS_0: tl.constexpr, KEY_BITS_1: tl.constexpr, VALUE_BITS_1: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
 
     The first entries of a span are quantised in TIERS tiers, those of the first before those of the second; only the
     others are in the pools. `tables` [2, spans] of a tier: how many entries of a span are in it, and the first of them.
+
+    SOFTCAP caps scores, in base 2 as they are (0: none).
 
     `added` entries a span are in the pools, but not counted in `lens` yet. NEW: 0 leaves `lens` as it is, 1 appends the
     one new token of each span, 2 counts what was added. `tickets` [spans * tiles + 1] are 0 before and after.
@@ -249,7 +260,7 @@ def slice_kernel(
                 state = _attend_tier(
                     query, (k_codes_0, k_norms_0, v_codes_0, v_norms_0), tables_0 + spans + span, coded,
                     after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_0, VALUE_BITS_0,
-                    BLOCK_N,
+                    BLOCK_N, SOFTCAP,
                 )  # fmt: skip
                 coded = after_tier
             if TIERS > 1:
@@ -257,12 +268,12 @@ def slice_kernel(
                 state = _attend_tier(
                     query, (k_codes_1, k_norms_1, v_codes_1, v_norms_1), tables_1 + spans + span, coded,
                     after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_1, VALUE_BITS_1,
-                    BLOCK_N,
+                    BLOCK_N, SOFTCAP,
                 )  # fmt: skip
                 coded = after_tier
             highest, weight, sums = _attend_pools(
                 query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, axes,
-                scale, state, DIM, VALUE_DIM, BLOCK_N,
+                scale, state, DIM, VALUE_DIM, BLOCK_N, SOFTCAP,
             )  # fmt: skip
             # Programs and spans increase together, so their sum is a unique index of the pair.
             slot = (tl.program_id(0) + span) * packed_rows + packed
@@ -287,6 +298,7 @@ def slice_kernel(
                         peak, share, mean = _attend_new(
                             (peak, share, mean), q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
                             is_row, scale, q_strides, (k_batch, k_head), (v_batch, v_head), axes, GROUP, DIM, VALUE_DIM,
+                            SOFTCAP,
                         )  # fmt: skip
                     # A row without entries gives 0, with a logarithm of -inf.
                     share = tl.where(share == 0.0, 1.0, share)

@@ -2,17 +2,21 @@
 
 import functools
 import logging
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention, pad_heads
 from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import cpu
 from lkv.kernels.soft_mask_attention.arguments import Continuations
+from lkv.kernels.softcap import cap_scores
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
@@ -25,6 +29,8 @@ def soft_mask_attention(
     log_mask: Tensor,
     scale: float | None = None,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute causal attention with weights m_i on keys: p_i ~ m_i exp(scale q k_i) (App. B, Sec. 3.5).
 
@@ -38,6 +44,8 @@ def soft_mask_attention(
         scale: What scores are multiplied by, d ** -0.5 by default.
         backend: "auto" takes Triton on CUDA where it can run (else the reason is logged once), SDPA elsewhere.
             "triton", "sdpa" and "reference" by name never fall back.
+        sinks: Attention sinks [Hq]: one more logit of each query head, without a value.
+        softcap: Scores become softcap * tanh(scores / softcap) before the mask; by "reference" only, not with `sinks`.
 
     Returns:
         Outputs [B, Hq, Tq, dv], differentiable in `q`, `k`, `v` and `log_mask`.
@@ -62,9 +70,22 @@ def soft_mask_attention(
     if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
         raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
     _check_mask(log_mask)
-    chosen = _chosen(backend, q.device, q.dtype, head_dim, v.shape[3])
+    scale = head_dim**-0.5 if scale is None else scale
+    if softcap is not None:
+        _check_capped(backend, sinks)
+        return _attend_capped(q, k, v, log_mask, scale, softcap)
+    if sinks is not None:
+        own = k.shape[2] - q.shape[2]
+        (older_k, own_k), (older_v, own_v) = ((x[:, :, :own], x[:, :, own:]) for x in (k, v))
+        older_mask = log_mask[..., :own]
+        given = add_sinks(Continuations(q, own_k, own_v, older_k, older_v, older_mask, None), sinks, scale)
+        q, own_k, own_v, older_k, older_v, mask, _ = given
+        assert mask is not None
+        k, v = torch.cat([older_k, own_k], 2), torch.cat([older_v, own_v], 2)
+        log_mask = torch.cat([mask, log_mask[..., own:]], -1)
+    chosen = _chosen(backend, q.device, q.dtype, q.shape[3], v.shape[3])
     attend = {"reference": attend_by_formula, "sdpa": _attend_by_sdpa}.get(chosen) or _triton_module().attend
-    return attend(q, k, v, log_mask, head_dim**-0.5 if scale is None else scale)
+    return attend(q, k, v, log_mask, scale)
 
 
 def continuation_attention(
@@ -77,6 +98,8 @@ def continuation_attention(
     owners: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend from continuations to a frozen prompt with weights m_i on keys, and causally to themselves.
 
@@ -92,6 +115,8 @@ def continuation_attention(
         owners: int64 [n], the index of each continuation's prompt; None for one prompt.
         scale: As in `soft_mask_attention`.
         backend: As in `soft_mask_attention`; "auto" on a CPU takes the flash kernel and matrix products, likewise.
+        sinks: As in `soft_mask_attention`.
+        softcap: As in `soft_mask_attention`.
 
     Returns:
         Outputs [n, Hq, t, d], differentiable in `q`, `key`, `value` and `log_mask`.
@@ -106,11 +131,16 @@ def continuation_attention(
     prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     given = given._replace(prompt_key=prompt_key, prompt_value=prompt_value)
-    if backend == "auto" and q.device.type == "cpu":
+    if softcap is not None:
+        _check_capped(backend, sinks)
+    elif sinks is not None:
+        given = add_sinks(given, sinks, scale)
+        q, key, value, prompt_key, prompt_value, log_mask, owners = given
+    if backend == "auto" and q.device.type == "cpu" and softcap is None:
         return cpu.attend(given, scale)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
-    if _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
+    if softcap is None and _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
         return attend(given._replace(log_mask=log_mask, owners=owners), scale)
@@ -119,7 +149,7 @@ def continuation_attention(
         for x, own in ((prompt_key, key), (prompt_value, value))
     )
     whole_mask = torch.cat([log_mask, log_mask.new_zeros((rows, *key.shape[1:3]))], -1)
-    return soft_mask_attention(q, k, v, whole_mask, scale, backend)
+    return soft_mask_attention(q, k, v, whole_mask, scale, softcap=softcap, backend=backend)
 
 
 def _check_continuations(given: Continuations) -> None:
@@ -151,6 +181,40 @@ def _check_continuations(given: Continuations) -> None:
         raise ValueError(f"owners is {owners.dtype}, but it must be torch.int64.")
     if owners is not None and owners.device.type == "cpu" and not bool(((owners >= 0) & (owners < prompts)).all()):
         raise ValueError(f"owners names prompts that are not there; give numbers from 0 to {prompts - 1}.")
+
+
+def add_sinks(given: Continuations, sinks: Tensor, scale: float) -> Continuations:
+    """Return `given` with a first token of the prompts that stands for attention sinks [Hq], so that no backend knows.
+
+    With q' = [q, sink / scale], its k' = [0, 1], all other k' = [k, 0] and its v = 0.
+    """
+    q, key, value, prompt_key, prompt_value, log_mask, owners = given
+    column = (sinks.to(torch.promote_types(q.dtype, torch.float32)) / scale).to(q.dtype)[:, None, None]
+    q = torch.cat([q, column.expand(*q.shape[:3], 1)], -1)
+    first = pad(prompt_key.new_zeros(key.shape[3]), (0, 1), value=1.0)
+    shape = (*prompt_key.shape[:2], 1, -1)
+    return Continuations(
+        q,
+        pad(key, (0, 1)),
+        value,
+        torch.cat([first.expand(shape), pad(prompt_key, (0, 1))], 2),
+        pad(prompt_value, (0, 0, 1, 0)),
+        None if log_mask is None else pad(log_mask, (1, 0)),
+        owners,
+    )
+
+
+def _check_capped(backend: str, sinks: Tensor | None) -> None:
+    if backend not in ("auto", "reference") or sinks is not None:
+        raise ValueError("Capped scores are computed by the backend 'reference' only, and without sinks.")
+
+
+def _attend_capped(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Compute `attend_by_formula`, again in the backward pass: its matrices would take more memory than the model."""
+    if not torch.is_grad_enabled():
+        return attend_by_formula(q, k, v, log_mask, scale, softcap)
+    attend = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return attend(attend_by_formula, q, k, v, log_mask, scale, softcap)
 
 
 def _check_mask(log_mask: Tensor) -> None:
@@ -191,11 +255,13 @@ def _triton_module() -> ModuleType:
     return import_module("lkv.kernels.soft_mask_attention.triton")
 
 
-def attend_by_formula(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float) -> Tensor:
+def attend_by_formula(
+    q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
     """Compute App. B literally, with all matrices materialised: the oracle for the fast backends."""
     groups = q.shape[1] // k.shape[1]
     k, v, log_mask = (t.repeat_interleave(groups, dim=1) for t in (k, v, log_mask))
-    scores = q @ k.transpose(-1, -2) * scale + log_mask[..., None, :]
+    scores = cap_scores(q @ k.transpose(-1, -2) * scale, softcap) + log_mask[..., None, :]
     rows, columns = scores.shape[-2:]
     visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
     scores = scores.masked_fill(~visible, -torch.inf)

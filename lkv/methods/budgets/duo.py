@@ -207,8 +207,8 @@ def estimate_pattern(
         first = sinks + recent  # the first row with a token outside its window
         for start in range(first, tokens, _ROWS):
             rows = positions[start : start + _ROWS, None]
-            logits = query[0, :, :, start : start + _ROWS] * prompt.scale @ key[0, :, None].transpose(-1, -2)
-            attention = torch.softmax(logits.masked_fill(positions > rows, -torch.inf).float(), -1)
+            logits = prompt.logits(query[0, :, :, start : start + _ROWS], key[0, :, None])
+            attention = prompt.softmax(logits.masked_fill(positions > rows, -torch.inf).float())
             mass += (attention * ((positions >= sinks) & (positions <= rows - recent))).sum(-1).mean(1).sum(-1)
         return mass / (tokens - first)
 
@@ -234,7 +234,7 @@ def estimate_mean_pattern(model: "PreTrainedModel", texts: Sequence[list[int]], 
         means = (rotation.unrotate(to_fp32(x)).mean(2, keepdim=True) for x in (prompt.query, prompt.key))
         queries, keys = (rotation.rotate(mean.expand(-1, -1, length, -1)) for mean in means)
         last = queries[:, :, -1:].unflatten(1, (keys.shape[1], -1))
-        logits = (last * prompt.scale @ keys[:, :, None].transpose(-1, -2))[0, :, :, 0]
+        logits = prompt.logits(last, keys[:, :, None])[0, :, :, 0]
         return torch.softmax(logits.float(), -1).cumsum(-1).mean(-1).mean(-1)
 
     return _mean_over_texts(model, [ids for ids in texts if ids], cumulative_attention)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV, query_rotations, to_fp32
+from lkv.kernels.softcap import log_expected_exp
 from lkv.methods.base import Selector, check_sinks
 from lkv.methods.registry import register_selector
 
@@ -68,10 +69,9 @@ class ExpectedAttention(Selector):
         mean = queries.mean(2, keepdim=True)
         spread = ((queries - mean).transpose(-1, -2) @ (queries - mean) / queries.shape[2]).unflatten(1, (heads, -1))
         keys = to_fp32(key[:, :, None, self.sinks :])
-        # E[exp(q k)] of a normal q is exp(mean k + k cov k / 2).
         logits = (keys @ mean.unflatten(1, (heads, -1)).transpose(-1, -2)).squeeze(-1) * scale
-        logits += ((keys @ spread) * keys).sum(-1) * (scale**2 / 2)
-        expected = torch.softmax(logits, -1).mean(2)
+        logits = log_expected_exp(logits, ((keys @ spread) * keys).sum(-1) * scale**2, prompt.softcap)
+        expected = prompt.softmax(logits[..., None, :]).mean((2, 3))
         if self._value_norm:
             expected = (expected + self._epsilon) * torch.linalg.vector_norm(to_fp32(value[:, :, self.sinks :]), dim=-1)
         first = (expected.max() + 1).expand(*expected.shape[:2], self.sinks)

@@ -39,7 +39,7 @@ class _LargestAttention(ReplayLayer):
         if last - first < tokens:
             sinks = min(_SINKS, first)
             candidates = torch.cat([logits[..., :sinks], logits[..., first:last], logits[..., tokens:]], -1)
-            received = torch.softmax(candidates, -1)[..., sinks:]
+            received = self._prompt.softmax(candidates)[..., sinks:]
         best = self.scores[..., self.repeated]
         torch.maximum(best, received[..., : last - first].flatten(2, 3).amax(2), out=best)
 

@@ -62,7 +62,7 @@ class LearnedScores(Selector):
         """As in `Selector`; on a GPU in two launches for all heads, of each row where some have padding."""
         key, value, batch = entries.key, entries.value, len(entries.starts)
         kernels = kernels_for(key, value)
-        if kernels is None or key.shape != value.shape:
+        if kernels is None or key.shape != value.shape or entries.softcap is not None:
             return super().score_stored(layer, entries)
         width = max(count for _, count in entries.spans)
         scores: list[Tensor] = []

@@ -37,9 +37,9 @@ class SnapKV(Selector):
                 "give a longer prompt or another method."
             )
         recent = prompt.query[:, :, -window:].reshape(batch, heads, -1, key.shape[-1])
-        logits = (recent * prompt.scale @ key.transpose(-1, -2)).view(batch, heads, -1, window, tokens)
+        logits = prompt.logits(recent, key).view(batch, heads, -1, window, tokens)
         future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
-        attention = torch.softmax(logits.masked_fill(future, -torch.inf).float(), -1)[..., :-window]
+        attention = prompt.softmax(logits.masked_fill(future, -torch.inf).float())[..., :-window]
         received = attention.mean(-2).flatten(0, 1)
         smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
         older = smooth.view(batch, heads, -1, tokens - window).mean(2)
@@ -83,9 +83,9 @@ class H2O(Selector):
         for start in range(0, tokens, _BLOCK):
             block = rows[..., start : start + _BLOCK, :]
             end = start + block.shape[3]
-            logits = to_fp32(block * prompt.scale @ key[:, :, None, :end].transpose(-1, -2))
+            logits = to_fp32(prompt.logits(block, key[:, :, None, :end]))
             future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
-            received[..., :end] += torch.softmax(logits.masked_fill_(future, -torch.inf), -1).sum(3).mean(2)
+            received[..., :end] += prompt.softmax(logits.masked_fill_(future, -torch.inf)).sum(3).mean(2)
         if self._average:
             received /= torch.arange(tokens, 0, -1, device=key.device)
         return received
@@ -107,6 +107,5 @@ class TOVA(Selector):
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         """Return the attention of the last token, the same for all heads."""
         key = prompt.key
-        last = prompt.grouped_query[..., -1, :]
-        attention = torch.softmax(to_fp32(last * prompt.scale @ key.transpose(-1, -2)), -1)
-        return attention.mean((1, 2))[:, None].expand(key.shape[:3])
+        logits = prompt.logits(prompt.grouped_query[..., -1:, :], key[:, :, None])
+        return prompt.softmax(to_fp32(logits)).mean((1, 2, 3))[:, None].expand(key.shape[:3])
