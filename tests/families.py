@@ -27,6 +27,8 @@ _SHARED = {
     **_MIXED, "num_kv_shared_layers": 2, "laurel_rank": 8, "vocab_size_per_layer_input": 67,
     "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 4,
 }  # fmt: skip
+# Low enough to cap most scores; SDPA would leave the cap out.
+CAPPED = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 
@@ -118,8 +120,6 @@ class Family:
 
 
 _SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
-# Low enough to cap most scores; SDPA would leave the cap out.
-_CAPPED = _MIXED | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 _NORM_AFTER_ROPE = "none: k as cached, whose norm follows RoPE"
 _SLIDING = {"layers": "full attention; sliding ones stay"}
 SERVED = [
@@ -129,8 +129,8 @@ SERVED = [
     Family("Mistral", {"sliding_window": None}),
     Family("Phi3", {"resid_pdrop": 0.0}),
     Family("Gemma"),
-    Family("Gemma2", _CAPPED, **_SLIDING),
-    Family("VaultGemma", _CAPPED, **_SLIDING),
+    Family("Gemma2", _MIXED | CAPPED, **_SLIDING),
+    Family("VaultGemma", _MIXED | CAPPED, **_SLIDING),
     Family("Gemma3", _MIXED | {"query_pre_attn_scalar": 8}, "Gemma3TextConfig", **_SLIDING),
     Family("Apertus"),
     Family("Arcee"),
@@ -281,6 +281,8 @@ HYBRIDS = [
     Family("OlmoHybrid", _DELTA | {"linear_num_key_heads": 4, "head_dim": 8}, **_STATES),
     Family("LaraMini", _DELTA, **_STATES, rotation=_UNROTATED),
 ]  # fmt: skip
+# Models with layers of several kinds, without states.
+MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "GptOss")]
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
     Family("Bloom", refused="attention by code of its own"),

@@ -89,7 +89,7 @@ def compensate(
     return new_key, new_value.to(kept_value.dtype)
 
 
-def _entry_weights(share: Tensor, whole: Tensor | float) -> Tensor:
+def _entry_weights(share: Tensor, whole: Tensor | float = 1.0) -> Tensor:
     """Return weights [m] with which the attention shares [n, m] sum to about `whole` (a number, or [n]) in each row.
 
     Non-negative least squares by accelerated projected gradient (FISTA); no weight is below `_MIN_WEIGHT`.

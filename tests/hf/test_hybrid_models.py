@@ -32,7 +32,7 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.context.test_compression import TEXT, Words
-from tests.families import HYBRIDS, Family
+from tests.families import HYBRIDS, MIXED, Family
 from tests.hf.test_families import check_training
 
 PROMPT = 40
@@ -48,6 +48,21 @@ def family(request) -> Family:
 @pytest.fixture
 def model(family: Family) -> Any:
     return family.build()
+
+
+@pytest.fixture(params=[*HYBRIDS, *MIXED], ids=lambda family: family.name)
+def mixed(request, monkeypatch) -> Any:
+    """A model with layers of several kinds."""
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    softmax = torch.nn.functional.softmax
+
+    def exact_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+        """As the stock models' softmax, which some compute in float32, but never with fewer digits than `x` has."""
+        return softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", exact_softmax)
+    return request.param.build()
 
 
 def method_of(model: Any) -> Method:
@@ -67,7 +82,10 @@ class Masked:
 
     def __init__(self, model: Any, method: Method, places: Sequence[int], monkeypatch):
         own, self._ratios = sys.modules[type(model).__module__], method.budget
-        self._places, self._layers = {*places}, sum(kind.is_evicted for kind in decoder_kinds(model))
+        kinds = decoder_kinds(model)
+        self._places, self._layers = {*places}, sum(kind.is_evicted for kind in kinds)
+        names = "sliding_attention", "chunked_attention"
+        self._windows = {index for index, kind in enumerate(kinds) if kind.name in names}
         self._hidden: dict[int, Tensor] = {}  # of each layer, [B, H, T]
         self._calls = 0
         is_eager = model.config._attn_implementation.endswith("eager")
@@ -78,6 +96,8 @@ class Masked:
             monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", self)
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        if getattr(module, "layer_idx", None) in self._windows:
+            return self._stock(module, query, key, value, mask, **kwargs)
         layer, self._calls = self._calls % self._layers, self._calls + 1
         batch, heads, tokens, _ = key.shape
         start = tokens - query.shape[2]
@@ -113,81 +133,81 @@ def turns(model: Any) -> list[int]:
     return [1] * 6 if is_stepwise else [1, 4, 1]
 
 
-def test_turns_forks_and_rewinds_equal_the_masked_model(model, monkeypatch):
-    method, chunks, text = method_of(model), turns(model), ids(2, PROMPT + 6)
-    expected = masked(model, method, text, [PROMPT, *chunks], [PROMPT], monkeypatch)
-    cache = RaggedCache(model, method=method)
-    assert_close(read(model, cache, text[:, :PROMPT], [PROMPT]), expected[:, :PROMPT])
+def test_turns_forks_and_rewinds_equal_the_masked_model(mixed, monkeypatch):
+    method, chunks, text = method_of(mixed), turns(mixed), ids(2, PROMPT + 6)
+    expected = masked(mixed, method, text, [PROMPT, *chunks], [PROMPT], monkeypatch)
+    cache = RaggedCache(mixed, method=method)
+    assert_close(read(mixed, cache, text[:, :PROMPT], [PROMPT]), expected[:, :PROMPT])
     fork = cache.fork()
-    assert_close(read(model, cache, text[:, PROMPT:], chunks), expected[:, PROMPT:])
+    assert_close(read(mixed, cache, text[:, PROMPT:], chunks), expected[:, PROMPT:])
     late = cache.fork()
     other = ids(2, 6, 5)
-    changed = masked(model, method, torch.cat([text[:, :PROMPT], other], 1), [PROMPT, *chunks], [PROMPT], monkeypatch)
+    changed = masked(mixed, method, torch.cat([text[:, :PROMPT], other], 1), [PROMPT, *chunks], [PROMPT], monkeypatch)
     for again in (fork, cache, late):
         again.rewind()
         assert again.get_seq_length() == PROMPT
-        assert_close(read(model, again, other, chunks), changed[:, PROMPT:])
+        assert_close(read(mixed, again, other, chunks), changed[:, PROMPT:])
         again.rewind()
-        assert_close(read(model, again, text[:, PROMPT:], chunks), expected[:, PROMPT:])
+        assert_close(read(mixed, again, text[:, PROMPT:], chunks), expected[:, PROMPT:])
 
 
-def test_generation_equals_the_masked_model(model, monkeypatch):
-    method, text = method_of(model), ids(2, PROMPT)
+def test_generation_equals_the_masked_model(mixed, monkeypatch):
+    method, text = method_of(mixed), ids(2, PROMPT)
     options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
-    cache = RaggedCache(model, method=method)
-    out = model.generate(text, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options)
-    expected = masked(model, method, out.sequences[:, :-1], [PROMPT, 1, 1, 1, 1], [PROMPT], monkeypatch)
+    cache = RaggedCache(mixed, method=method)
+    out = mixed.generate(text, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **options)
+    expected = masked(mixed, method, out.sequences[:, :-1], [PROMPT, 1, 1, 1, 1], [PROMPT], monkeypatch)
     # generate() gives its logits in float32.
     torch.testing.assert_close(torch.stack(out.logits, 1), expected[:, PROMPT - 1 :].float(), atol=1e-6, rtol=1e-6)
-    with compress_prefill(model, method=method) as compression:
-        assert torch.equal(model.generate(text, **options), out.sequences)
+    with compress_prefill(mixed, method=method) as compression:
+        assert torch.equal(mixed.generate(text, **options), out.sequences)
     assert compression.cache.kept_counts() == cache.kept_counts()
 
 
-def test_beams_of_one_text_equal_those_of_the_stock_model(model):
+def test_beams_of_one_text_equal_those_of_the_stock_model(mixed):
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 3, "eos_token_id": None}
-    cache = RaggedCache(model, method="knorm", retention=1.0)
+    cache = RaggedCache(mixed, method="knorm", retention=1.0)
     assert torch.equal(
-        model.generate(ids(1, PROMPT), past_key_values=cache, **options), model.generate(ids(1, PROMPT), **options)
+        mixed.generate(ids(1, PROMPT), past_key_values=cache, **options), mixed.generate(ids(1, PROMPT), **options)
     )
 
 
 @torch.no_grad()
-def test_a_batch_padded_on_the_left_equals_its_rows_alone(model):
-    method, rows, more = method_of(model), [ids(1, PROMPT), ids(1, PROMPT - 13, 1)], ids(2, 3, 2)
-    batch, cache = padded(rows), RaggedCache(model, method=method)
+def test_a_batch_padded_on_the_left_equals_its_rows_alone(mixed):
+    method, rows, more = method_of(mixed), [ids(1, PROMPT), ids(1, PROMPT - 13, 1)], ids(2, 3, 2)
+    batch, cache = padded(rows), RaggedCache(mixed, method=method)
     mask = batch["attention_mask"]
-    model(**batch, position_ids=mask.cumsum(1) - 1, past_key_values=cache, use_cache=True)
-    alone = [RaggedCache(model, method=method) for _ in rows]
+    mixed(**batch, position_ids=mask.cumsum(1) - 1, past_key_values=cache, use_cache=True)
+    alone = [RaggedCache(mixed, method=method) for _ in rows]
     for text, own in zip(rows, alone, strict=True):
-        read(model, own, text, [text.shape[1]])
+        read(mixed, own, text, [text.shape[1]])
     for step in range(3):
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         token, places = more[:, step : step + 1], mask.sum(1, keepdim=True) - 1
-        out = model(token, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True).logits
+        out = mixed(token, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True).logits
         for row, own in enumerate(alone):
             # Sums of blocks of float32 in another order.
             torch.testing.assert_close(
-                out[row : row + 1], read(model, own, token[row : row + 1], [1]), atol=2e-4, rtol=2e-4
+                out[row : row + 1], read(mixed, own, token[row : row + 1], [1]), atol=2e-4, rtol=2e-4
             )
-    if not cache.is_stepwise:
+    if cache.shared.has_states and not cache.is_stepwise:
         late = torch.cat([mask, torch.tensor([[1, 1], [0, 1]])], 1)
         with pytest.raises(CacheError, match="would read padding after the prompt as text"):
-            model(ids(2, 2), attention_mask=late, past_key_values=cache, use_cache=True)
+            mixed(ids(2, 2), attention_mask=late, past_key_values=cache, use_cache=True)
 
 
-def test_streaming_and_eviction_of_answers_equal_the_masked_model(model, monkeypatch):
-    method, text, tail = method_of(model), ids(1, PROMPT + 8), [1] * 8
-    if not any(kind.is_stepwise for kind in patch_attention(model).kinds):
-        streamed = RaggedCache(model, method=method, streaming=True, prompt_tokens=PROMPT)
+def test_streaming_and_eviction_of_answers_equal_the_masked_model(mixed, monkeypatch):
+    method, text, tail = method_of(mixed), ids(1, PROMPT + 8), [1] * 8
+    if not any(kind.is_stepwise for kind in patch_attention(mixed).kinds):
+        streamed = RaggedCache(mixed, method=method, streaming=True, prompt_tokens=PROMPT)
         chunks = [17, 17, 6, *tail]
-        expected = masked(model, method, text, chunks, [17, 34, PROMPT], monkeypatch)
-        assert_close(read(model, streamed, text, chunks), expected)
+        expected = masked(mixed, method, text, chunks, [17, 34, PROMPT], monkeypatch)
+        assert_close(read(mixed, streamed, text, chunks), expected)
         streamed.rewind()
-        assert_close(read(model, streamed, text[:, PROMPT:], tail), expected[:, PROMPT:])
-    evicted = RaggedCache(model, method=method, decode_eviction=True, slack=3)
-    expected = masked(model, method, text, [PROMPT, *tail], [PROMPT, PROMPT + 3, PROMPT + 7], monkeypatch)
-    assert_close(read(model, evicted, text, [PROMPT, *tail]), expected)
+        assert_close(read(mixed, streamed, text[:, PROMPT:], tail), expected[:, PROMPT:])
+    evicted = RaggedCache(mixed, method=method, decode_eviction=True, slack=3)
+    expected = masked(mixed, method, text, [PROMPT, *tail], [PROMPT, PROMPT + 3, PROMPT + 7], monkeypatch)
+    assert_close(read(mixed, evicted, text, [PROMPT, *tail]), expected)
 
 
 @pytest.mark.parametrize("options", [{"retention": 0.4}, {"memory": 0.4}], ids=str)

@@ -91,6 +91,53 @@ def test_continuations_on_a_cpu_equal_the_formula(monkeypatch, most_scores, rows
         torch.testing.assert_close(ours, theirs, atol=1e-11, rtol=1e-11)
 
 
+def softmax_by_hand(own, prompt, log_mask, owners, scale, sinks=None, softcap=None):
+    """One continuation and query head after another, with every logit in full."""
+    (q, key, value), outs = own, []
+    for row, owner in enumerate([0] * len(q) if owners is None else owners.tolist()):
+        for head in range(q.shape[1]):
+            group, rows = head // 3, q.shape[2]
+            k, v = (
+                torch.cat([old[owner, group], new[row, group]]) for old, new in zip(prompt, (key, value), strict=True)
+            )
+            logits = q[row, head] @ k.T * scale
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = logits + torch.nn.functional.pad(log_mask[row, group], (0, rows))
+            hidden = torch.ones_like(logits, dtype=torch.bool).triu(len(k) - rows + 1)
+            logits = logits.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                logits, v = torch.cat([logits, sinks[head].expand(rows, 1)], 1), torch.cat([v, torch.zeros_like(v[:1])])
+            outs.append(logits.softmax(-1) @ v)
+    return torch.stack(outs).unflatten(0, q.shape[:2])
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize("prompts", [1, 2])
+@pytest.mark.parametrize("is_capped", [True, False])
+def test_sinks_and_caps(backend, prompts, is_capped):
+    """Values and gradients of continuations and of whole sequences."""
+    (*own, log_mask), prompt, owners = continuations(4, 9, prompts)
+    options = {"softcap": 0.8} if is_capped else {"sinks": torch.linspace(-2, 4, 6, dtype=torch.float64)}
+    given = (*own, log_mask)
+    expected = softmax_by_hand(own, prompt, log_mask, owners, 0.9, **options)
+    if is_capped and backend == "sdpa":
+        with pytest.raises(ValueError, match="Capped scores are computed by the backend 'reference' only"):
+            continuation_attention(*own, *prompt, log_mask, owners, 0.9, backend, **options)
+        return
+    found = [continuation_attention(*own, *prompt, log_mask, owners, 0.9, backend, **options)]
+    if prompts == 1:
+        k, v = (torch.cat([old.expand(3, -1, -1, -1), new], 2) for old, new in zip(prompt, own[1:], strict=True))
+        mask = torch.nn.functional.pad(log_mask, (0, 4))
+        found.append(soft_mask_attention(own[0], k, v, mask, 0.9, backend, **options))
+    theirs = torch.autograd.grad(expected.sin().sum(), given)
+    for out in found:
+        torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+        for ours, exact in zip(torch.autograd.grad(out.sin().sum(), given), theirs, strict=True):
+            torch.testing.assert_close(ours, exact, atol=1e-11, rtol=1e-11)
+    with pytest.raises(ValueError, match="and without sinks"):
+        continuation_attention(*own, *prompt, owners=owners, softcap=1.0, sinks=torch.zeros(6))
+
+
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_the_full_cache_needs_no_mask(prompts):
     (*own, log_mask), prompt, owners = continuations(5, 20, prompts)

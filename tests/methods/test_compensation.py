@@ -41,6 +41,13 @@ def head(rows: int, tokens: int, share: float, seed: int) -> tuple[Tensor, Tenso
     return query, key, value, kept
 
 
+def attention_of(query: Tensor, key: Tensor, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    """Attention weights [n, T] of one head; with a sink for each query they sum to less than 1."""
+    logits = query @ key.T * SCALE
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits.softmax(-1) if sinks is None else torch.cat([logits, sinks[:, None]], 1).softmax(-1)[:, :-1]
+
+
 def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
     """argmin |matrix x - right|^2 + ridge |x|^2, from the stacked problem."""
     below = np.sqrt(ridge) * np.eye(matrix.shape[1])
@@ -48,12 +55,14 @@ def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
     return np.linalg.lstsq(np.concatenate([matrix, below]), stacked, rcond=None)[0]
 
 
+@pytest.mark.parametrize(("sink", "softcap"), [(None, None), (1.0, None), (None, 0.7), (1.0, 0.7)])
 @heads
-def test_v_moves_to_the_full_output_by_ridge_regression(rows, tokens, share, seed):
+def test_v_moves_to_the_full_output_by_ridge_regression(sink, softcap, rows, tokens, share, seed):
     query, key, value, kept = head(rows, tokens, share, seed)
-    new_key, new_value = compensation.compensate(query, key, value, key[kept], value[kept], SCALE)
-    full = (query @ key.T * SCALE).softmax(-1) @ value
-    attention = (query @ new_key.T * SCALE).softmax(-1)
+    softmax = None if sink is None else sink * torch.linspace(-1, 3, rows, dtype=torch.float64), softcap
+    new_key, new_value = compensation.compensate(query, key, value, key[kept], value[kept], SCALE, *softmax)
+    full = attention_of(query, key, *softmax) @ value
+    attention = attention_of(query, new_key, *softmax)
     missing = (full - attention @ value[kept]).numpy()
     ridge = 0.1 * float(attention.square().sum()) / rows
     change = ridged(attention.numpy(), missing, ridge)
@@ -65,16 +74,18 @@ def test_v_moves_to_the_full_output_by_ridge_regression(rows, tokens, share, see
 @heads
 def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
     query, key, _, kept = head(rows, tokens, share, seed)
-    shares = (query @ key.T * SCALE).softmax(-1)[:, kept].numpy()
+    sinks = torch.linspace(-1, 3, rows, dtype=torch.float64)
+    attention = attention_of(query, key, sinks)
+    shares, whole = attention[:, kept].numpy(), attention.sum(-1)
     ridge = 0.1 * np.square(shares).sum(0).mean()
     stacked = np.concatenate([shares, np.sqrt(ridge) * np.eye(len(kept))])
-    right = np.concatenate([np.ones(rows), np.full(len(kept), np.sqrt(ridge))])
+    right = np.concatenate([whole.numpy(), np.full(len(kept), np.sqrt(ridge))])
     best = optimize.lsq_linear(stacked, right, bounds=(0.01, np.inf), tol=1e-12).x
 
     def loss(weights: np.ndarray) -> float:
         return float(np.square(stacked @ weights - right).sum())
 
-    found = compensation._entry_weights(torch.tensor(shares)).numpy()
+    found = compensation._entry_weights(torch.tensor(shares), whole).numpy()
     assert found.min() >= 0.01
     start = loss(np.ones(len(kept)))
     assert loss(found) - loss(best) <= 0.02 * (start - loss(best)) + 1e-9

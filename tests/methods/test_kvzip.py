@@ -17,6 +17,8 @@ from lkv.methods.selectors.kvzip import replay_scores
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.families import CAPPED, build
+from tests.hf.test_attention_sinks import FULL, gpt_oss
 from tests.requests import resolve_method
 
 
@@ -26,18 +28,25 @@ def kvzip(model, tokenizer, ids, prompt, retention, name="kvzip", policy=None, p
     return resolve_method(name, model, **options).for_prompt(ids, prompt)
 
 
-@pytest.mark.parametrize("chunk", [10, 2048])
-def test_kvzip_repeats_a_text_in_chunks(model, monkeypatch, chunk):
+MODELS = {
+    "Llama": tiny_llama,
+    "sinks": lambda: gpt_oss(torch.float32),
+    "cap": lambda: build("Gemma2", torch.float32, **CAPPED, layer_types=FULL),
+}
+
+
+@pytest.mark.parametrize(("name", "chunk"), [("Llama", 10), ("Llama", 2048), ("sinks", 10), ("cap", 10)])
+def test_kvzip_repeats_a_text_in_chunks(name, monkeypatch, chunk):
     """Each part straight behind the prompt, not behind the parts before it; and never beyond the model's positions.
 
     As by KVzip's authors a part's scores are its share of what goes to the first four tokens, to it and to its replay.
     """
+    model, stock = MODELS[name](), MODELS[name]()
     torch.manual_seed(0)
     ids = torch.randint(3, 67, (25,)).tolist()
     prompt = read_prompt(model, torch.tensor([ids]))
     monkeypatch.setattr("lkv.methods.selectors.kvzip._CHUNK", chunk)
     method = kvzip(model, Words(), ids, prompt, 0.25)
-    stock = tiny_llama()
     stock.set_attn_implementation("eager")
     expected = torch.zeros(3, 2, 25, dtype=torch.float64)
     for start in range(0, 25, chunk):
@@ -48,7 +57,8 @@ def test_kvzip_repeats_a_text_in_chunks(model, monkeypatch, chunk):
         for layer, weights in enumerate(stock(torch.tensor([text]), output_attentions=True).attentions):
             given = weights[0, :, 25:].double()  # eager attention, of which the other tokens' share is taken out
             sinks, part = given[..., : min(4, start)], given[..., start : min(start + chunk, 25)]
-            part = part / (sinks.sum(-1) + part.sum(-1) + given[..., 25:].sum(-1))[..., None]
+            other = given[..., :25].sum(-1) - sinks.sum(-1) - part.sum(-1)
+            part = part / (1 - other)[..., None]
             expected[layer][:, start : start + chunk] = part.unflatten(0, (2, 2)).amax((1, 2))
     expected[..., :4] = 2.0  # always kept
     kept = 0

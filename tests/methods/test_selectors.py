@@ -50,12 +50,29 @@ def tensors(batch: int, heads: int, groups: int, tokens: int, seed: int) -> tupl
     return query, key, value
 
 
-def attention(query: Tensor, key: Tensor, scale: float = SCALE) -> Tensor:
-    """All of it: [B, Hq, T, T]."""
+softmaxes = pytest.mark.parametrize("softmax", [{}, {"sinks": 2.0}, {"softcap": 1.5}], ids=str)
+
+
+def prompt_of(query: Tensor, key: Tensor, value: Tensor, softmax: dict[str, float]) -> LayerKV:
+    """`softmax` has the sink of each query head, times its number, or the cap."""
+    sinks = softmax["sinks"] * torch.arange(query.shape[1], dtype=torch.float64) if "sinks" in softmax else None
+    return LayerKV(key, value, SCALE, query, sinks=sinks, softcap=softmax.get("softcap"))
+
+
+def attention(
+    query: Tensor, key: Tensor, scale: float = SCALE, sinks: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """All of it: [B, Hq, T, T]; `sinks` and `softcap` as in `prompt_of`."""
     tokens = key.shape[2]
     logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     future = torch.arange(tokens)[:, None] < torch.arange(tokens)
-    return torch.softmax(logits.masked_fill(future, -torch.inf), -1)
+    weights = logits.masked_fill(future, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks * torch.arange(query.shape[1], dtype=torch.float64)).exp()[:, None, None]
+    return weights / total
 
 
 def mean_of_groups(x: Tensor, heads: int) -> Tensor:
@@ -68,20 +85,22 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.double(), expected.double(), atol=1e-10, rtol=1e-10)
 
 
+@softmaxes
 @shapes
-def test_tova(batch, heads, groups, tokens, seed):
+def test_tova(softmax, batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
-    last = attention(query, key)[:, :, -1].mean(1)
-    close(TOVA().scores(0, LayerKV(key, value, SCALE, query)), torch.stack([last] * heads, 1))
+    last = attention(query, key, **softmax)[:, :, -1].mean(1)
+    close(TOVA().scores(0, prompt_of(query, key, value, softmax)), torch.stack([last] * heads, 1))
 
 
+@softmaxes
 @shapes
-def test_h2o(batch, heads, groups, tokens, seed):
+def test_h2o(softmax, batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
-    received = mean_of_groups(attention(query, key), heads).sum(-2)
-    close(H2O().scores(0, LayerKV(key, value, SCALE, query)), received)
+    received = mean_of_groups(attention(query, key, **softmax), heads).sum(-2)
+    close(H2O().scores(0, prompt_of(query, key, value, softmax)), received)
     observers = torch.tensor([tokens - t for t in range(tokens)])
-    close(H2O(average=True).scores(0, LayerKV(key, value, SCALE, query)), received / observers)
+    close(H2O(average=True).scores(0, prompt_of(query, key, value, softmax)), received / observers)
 
 
 def test_h2o_of_several_blocks_never_holds_the_whole_attention():
@@ -92,14 +111,15 @@ def test_h2o_of_several_blocks_never_holds_the_whole_attention():
     close(found, mean_of_groups(attention(query, key), 1).sum(-2))
 
 
+@softmaxes
 @shapes
-def test_snapkv(batch, heads, groups, tokens, seed):
+def test_snapkv(softmax, batch, heads, groups, tokens, seed):
     query, key, value = tensors(batch, heads, groups, tokens, seed)
     window, kernel = 4, 3
-    received = attention(query, key)[:, :, -window:, :-window].mean(2)
+    received = attention(query, key, **softmax)[:, :, -window:, :-window].mean(2)
     padded = torch.nn.functional.pad(received, (1, 1))
     smooth = torch.stack([padded[..., t : t + kernel].sum(-1) / kernel for t in range(tokens - window)], -1)
-    found = SnapKV(window, kernel).scores(0, LayerKV(key, value, SCALE, query)).double()
+    found = SnapKV(window, kernel).scores(0, prompt_of(query, key, value, softmax)).double()
     older = found[..., :-window]
     torch.testing.assert_close(older, mean_of_groups(smooth, heads), atol=1e-6, rtol=1e-5)
     assert float(found[..., -window:].min()) > float(older.max())
@@ -159,9 +179,19 @@ def rotation(position: int, dim: int, theta: float = 10000.0) -> Tensor:
     return matrix
 
 
+def expected_exp(mean: Tensor, variance: Tensor, softcap: float | None) -> Tensor:
+    """E[exp(x)] of a normal x, capped if there is a cap: then over a fine grid."""
+    if softcap is None:
+        return (mean + variance / 2).exp()
+    x = torch.linspace(-8, 8, 2001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    return ((softcap * torch.tanh((mean + variance.sqrt() * x) / softcap)).exp() * density).sum() / density.sum()
+
+
+@softmaxes
 @settings(max_examples=10)
 @given(st.integers(1, 2), st.integers(8, 40), st.integers(1, 30), st.integers(0, 5), st.booleans(), st.integers(0, 9))
-def test_expected_attention(batch, tokens, future, sinks, value_norm, seed):
+def test_expected_attention(softmax, batch, tokens, future, sinks, value_norm, seed):
     query, key, value = tensors(batch, 2, 2, tokens, seed)
     ahead = torch.stack([rotation(t, 8) for t in range(tokens, tokens + future)]).mean(0)
     expected = torch.zeros(batch, 4, tokens - sinks, dtype=torch.float64)
@@ -169,13 +199,14 @@ def test_expected_attention(batch, tokens, future, sinks, value_norm, seed):
         for head in range(4):
             plain = torch.stack([rotation(t, 8).T @ query[b, head, t] for t in range(sinks, tokens)])
             mean, spread = ahead @ plain.mean(0), ahead @ plain.T.cov(correction=0) @ ahead.T
-            logits = [SCALE * k @ mean + SCALE**2 * k @ spread @ k / 2 for k in key[b, head // 2, sinks:]]
-            expected[b, head] = torch.softmax(torch.stack(logits), 0)
+            moments = [(SCALE * k @ mean, SCALE**2 * k @ spread @ k) for k in key[b, head // 2, sinks:]]
+            weights = torch.stack([expected_exp(*pair, softmax.get("softcap")) for pair in moments])
+            expected[b, head] = weights / (weights.sum() + (math.exp(2.0 * head) if "sinks" in softmax else 0.0))
     expected = mean_of_groups(expected, 2)
     if value_norm:
         expected = expected * value[:, :, sinks:].norm(dim=-1)
     selector = ExpectedAttention(tiny_llama(), future, sinks, value_norm)
-    found = selector.scores(0, LayerKV(key, value, SCALE, query))
+    found = selector.scores(0, prompt_of(query, key, value, softmax))
     # The model's own cosines are computed in float32.
     torch.testing.assert_close(found[..., sinks:], expected, atol=1e-5, rtol=1e-4)
     if sinks:
