@@ -55,5 +55,7 @@ def test_what_would_leave_the_cap_out_is_refused():
     with pytest.raises(UnsupportedModelError, match="caps attention scores, which the implementation 'sdpa' leaves"):
         RaggedCache(model, method="knorm")
     ignores = build("Gemma3", attn_logit_softcapping=1.0, attn_implementation="eager")
-    with pytest.raises(UnsupportedModelError, match="does not cap attention scores at 1.0, as its configuration says"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"does not cap attention scores at 1\.0, as its configuration says"
+    ):
         ignores(ids(1, 9), past_key_values=RaggedCache(ignores, method="knorm", retention=0.5))
