@@ -134,6 +134,8 @@ class SharedState:
     Attributes:
         last_layer: The index of the last evicting layer.
         has_states: Whether the model has recurrent or convolution states.
+        has_image_positions: Whether the model has multimodal RoPE.
+        positions: The positions [3, B, T] of a prompt with images in such a model, else None.
         buffers: As in `ragged_attention.append_and_attend`.
         padding: Reads the padding of each forward pass once.
         pending_nan_checks: Flags of NaN scores on their devices, not synchronised yet.
@@ -142,10 +144,16 @@ class SharedState:
 
     last_layer: int
     has_states: bool = False
+    has_image_positions: bool = False
+    positions: Tensor | None = None
     buffers: dict[Any, Any] = field(default_factory=dict)
     padding: PaddingReader = field(default_factory=PaddingReader)
     pending_nan_checks: list[Tensor] = field(default_factory=list)
     nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def fork(self) -> "SharedState":
+        """Return the state of a copy of the cache."""
+        return SharedState(self.last_layer, self.has_states, self.has_image_positions, self.positions)
 
     def nan_flag(self, device: torch.device) -> Tensor:
         """Return the flag of `nan_flags` on `device`."""
@@ -188,7 +196,13 @@ class LayerContext:
 
     def prompt_kv(self, key: Tensor, value: Tensor, scale: float, queries: Tensor | None) -> LayerKV:
         """Return k, v and queries of a prompt, or of a part of it, with the properties of the layer."""
-        return LayerKV(key, value, scale, queries, rotation=self.rotation, sinks=self.sinks, softcap=self.softcap)
+        rotation = self.prompt_rotation
+        return LayerKV(key, value, scale, queries, rotation=rotation, sinks=self.sinks, softcap=self.softcap)
+
+    @property
+    def prompt_rotation(self) -> Rotation | None:
+        """`rotation` at the positions of the prompt."""
+        return self.rotation and self.rotation.at_positions(self.shared.positions)
 
 
 def mean_entries(counts: Tensor) -> int:

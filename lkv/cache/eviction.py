@@ -33,7 +33,8 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     # The kernel that ranks scores also looks for NaN among them.
     is_checked_late = len(config.tiers) == 1 and kernels_for(prompt.key, prompt.value) is not None
     # Rows without padding are scored together, others one by one, with positions from 0.
-    groups = [slice(row, row + 1) for row in range(batch)] if any(skipped) else [slice(0, batch)]
+    is_by_row = any(skipped) or (prompt.rotation is not None and prompt.rotation.has_row_positions)
+    groups = [slice(row, row + 1) for row in range(batch)] if is_by_row else [slice(0, batch)]
     tables: list[Tensor] = []
     arrival_tables: list[Tensor] = []
     counts: list[list[list[list[int]]]] = []  # per group, [tiers][B][H]

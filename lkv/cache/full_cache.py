@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from lkv.hf.attention import patch_attention
 from lkv.hf.fingerprint import read_adapters
+from lkv.hf.image_positions import ImageOffset
 from lkv.hf.spec import unwrap_model
 
 
@@ -24,10 +25,12 @@ class FullCache(DynamicCache):
         is_shareable: False, as `SharedCache` supports compressed texts only.
         is_stepwise: As in `RaggedCache`.
         on_layer_start: Not called.
+        image_offset: As in `RaggedCache`.
     """
 
     is_shareable = False
     on_layer_start: Callable[[int], None] | None = None
+    image_offset: ImageOffset | None = None
 
     def __init__(self, model: PreTrainedModel):
         # Sliding layers keep all tokens, so that they can be cropped; recurrent states cannot be.

@@ -20,6 +20,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_store import KVStore
 from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
+from lkv.hf.image_positions import ImageOffset, following_positions
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import OtherLayer
 from lkv.hf.state import TokenHistory
@@ -48,6 +49,7 @@ class ReplayableCache(Protocol):
     others: dict[int, OtherLayer]
     history: TokenHistory
     shared: SharedState
+    image_offset: ImageOffset | None
 
     @property
     def prompt_length(self) -> int:
@@ -159,9 +161,8 @@ class GraphedStep:
         cache, ids, positions = self._cache, kwargs["input_ids"], kwargs.get("position_ids")
         self._ids.copy_(ids)
         if positions is None:
-            self._positions.fill_(cache.get_seq_length())
-        else:
-            self._positions.copy_(positions)
+            positions = following_positions(cache.image_offset, None, cache.get_seq_length(), ids)
+        self._positions.copy_(positions)
         cache.begin_pass(*ids.shape)
         self._replay()
         for store in self._stores or ():

@@ -156,6 +156,7 @@ class RaggedLayer(AttentionCacheLayer):
             return out
         # Tokens that follow the prompt in the same pass see its kept entries, like all later tokens.
         num_appended = total - prompt_length
+        self._context.shared.padding.hidden_keys(mask, num_appended)  # checks that they do not see later ones
         rows = self._extend(query[:, :, -num_appended:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
         return torch.cat([out[:, :-num_appended], rows.transpose(1, 2)], 1)
 
@@ -309,7 +310,7 @@ class RaggedLayer(AttentionCacheLayer):
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
-            self.base_length, self._padding, scale, context.rotation, context.softcap,
+            self.base_length, self._padding, scale, context.prompt_rotation, context.softcap,
         )  # fmt: skip
         return context.config.method.selector.score_stored(context.index, stored)
 

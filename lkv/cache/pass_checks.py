@@ -1,13 +1,17 @@
-"""Checks before a forward pass of a `RaggedCache`: equal lengths in all layers, and a text that the model can read."""
+"""Checks before a forward pass of a `RaggedCache`: equal lengths of all layers, a text that the model can read."""
 
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from lkv.cache.cache_config import CacheConfig, SharedState
 from lkv.cache.layer import RaggedLayer
 from lkv.errors import CacheError, PromptError
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer, SlidingWindowLayer
+from lkv.hf.position_hook import take_image_positions
 from lkv.hf.positions import check_frequencies
 from lkv.hf.state import NOT_PATCHED
 
@@ -57,6 +61,34 @@ def check_attended(layer: Any) -> None:
     """Raise CacheError if no attention was computed over the last keys of `layer`."""
     if isinstance(layer, RaggedLayer) and layer.pending_key is not None:
         raise CacheError(NOT_PATCHED)
+
+
+def take_prompt_images(config: CacheConfig, shared: SharedState, rows: int, length: int, new: int) -> Tensor | None:
+    """Return the positions [3, rows, new] of the pass that has begun, if it has images in a model with multimodal RoPE.
+
+    Args:
+        config: The configuration of the cache.
+        shared: The state of its layers.
+        rows: The rows of the pass.
+        length: The tokens that the cache has read before.
+        new: The tokens of the pass.
+
+    Raises:
+        CacheError: For images after the first pass, or in several rows of a cache that evicts later tokens.
+    """
+    # A single token is no image, and its positions would be waited for in every decode step.
+    positions = take_image_positions(rows, new) if shared.has_image_positions and new > 1 else None
+    if positions is not None and length:
+        raise CacheError(
+            "this cache has read tokens already, and images must be in the first pass of a prompt: make a new cache "
+            "for a prompt with all images."
+        )
+    if positions is not None and rows > 1 and (config.request.decode_eviction or config.request.streaming):
+        raise CacheError(
+            "the rows of this batch have images, and so positions of their own, with which decode_eviction and "
+            "streaming do not reckon; leave that out, or give one row at a time."
+        )
+    return positions
 
 
 def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -> None:

@@ -14,12 +14,13 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.pass_checks import PassTracker, check_attended, check_pass
+from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
 from lkv.cache.quantization import check_width
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
+from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer, make_layers
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
@@ -145,7 +146,8 @@ class RaggedCache(BaseCache):
         self.on_layer_start: Callable[[int], None] | None = None
         self.history = TokenHistory()
         self.at_prompt_end: dict[int, OtherLayer] = {}
-        self.shared = shared = SharedState(self.spec.layers - 1, any(kind.is_recurrent for kind in patched.kinds))
+        has_states, has_images = any(kind.is_recurrent for kind in patched.kinds), patched.position_hook is not None
+        self.shared = shared = SharedState(self.spec.layers - 1, has_states, has_images)
         self.ragged_layers = [
             RaggedLayer(LayerContext(index, self.config, shared, rotation, sinks, patched.softcap))
             for index, (rotation, sinks) in enumerate(zip(patched.rotations, patched.sinks, strict=True))
@@ -204,7 +206,14 @@ class RaggedCache(BaseCache):
         self.is_assisted = False
         length = self.get_seq_length()
         check_pass(self.layers, rows, length + new, self.spec)
+        if (positions := take_prompt_images(self.config, self.shared, rows, length, new)) is not None:
+            self.set_image_positions(positions)
         self.history.read(length, length + new)
+
+    def set_image_positions(self, positions: Tensor | None) -> None:
+        """Set the positions [3, B, T] of a prompt with images in a model with multimodal RoPE."""
+        self.shared.positions = positions
+        self.image_offset = None if positions is None else ImageOffset.of_prompt(positions)
 
     def announce_inputs(self, ids: Tensor, is_full: bool, is_first_step: bool, is_chunk: bool) -> None:
         """Compare the ids that `generate` is about to feed with the ids read so far, if both are known.
@@ -251,6 +260,7 @@ class RaggedCache(BaseCache):
         """Drop all stored tokens and free their memory."""
         super().reset()
         self.history, self.at_prompt_end = TokenHistory(), {}
+        self.set_image_positions(None)
         self.pass_tracker.reset()
 
     def activate_past_recording(self) -> None:
@@ -289,6 +299,7 @@ class RaggedCache(BaseCache):
         if others.keys() != self.others.keys():
             raise CacheError("the prompt lacks the sliding-window or recurrent layers; give what read_prompt returned.")
         self.layers, self.others = layers, others
+        self.set_image_positions(as_prompt_kv(prompt).positions)
         for layer, kv in zip(self.ragged_layers, prompt, strict=True):
             layer.fill(kv)
 
@@ -303,7 +314,7 @@ class RaggedCache(BaseCache):
         twin = copy.copy(self)
         twin.name = register_cache(twin)
         twin.history = copy.copy(self.history)
-        twin.shared = shared = SharedState(self.spec.layers - 1, self.shared.has_states)
+        twin.shared = shared = self.shared.fork()
         twin.pass_tracker = self.pass_tracker.fork()
         twin.at_prompt_end = {index: other.fork() for index, other in self.at_prompt_end.items()}
         layers: list[Any] = self.layers
@@ -313,7 +324,6 @@ class RaggedCache(BaseCache):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
-        # The model and the policy are shared with the copy.
         return self.fork()
 
     def rewind(self) -> None:
@@ -360,12 +370,6 @@ class RaggedCache(BaseCache):
         Args:
             model: The model that the cache was made for.
             max_new_tokens: The number of tokens that replays can append.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            CacheError: If `max_new_tokens` is not a positive number.
         """
         owner = unwrap_model(model)
         with override_method(owner, "forward", graphed_forward(owner, self, max_new_tokens)):

@@ -25,6 +25,7 @@ class SharedCache(BaseCache):
 
     def __init__(self, cache: RaggedCache):
         super().__init__([SharedLayer(layer) for layer in cache.ragged_layers])
+        self.image_offset = cache.image_offset
 
 
 class SharedLayer(AttentionCacheLayer):

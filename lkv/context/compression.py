@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from lkv.cache.cache_config import CacheConfig
 from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
+from lkv.context.images import encode_images, protected_in_images, text_tokenizer
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.cache_argument import pass_arguments
+from lkv.hf.image_positions import ImageOffset
+from lkv.hf.position_hook import take_image_positions
 from lkv.hf.positions import check_frequencies
 from lkv.hf.progress import report_progress
 from lkv.hf.prompt_kv import read_prompt
@@ -46,7 +49,8 @@ def compress(
     policy: Policy | str | os.PathLike[str] | None = None,
     chunk: int | None = None,
     system: str | None = None,
-    protect: Sequence[Span] = (),
+    images: Sequence[Any] | None = None,
+    protect: Sequence[Span | int] | str = (),
     progress: Callable[[float], None] | None = None,
     **options: Any,
 ) -> Context:
@@ -54,7 +58,7 @@ def compress(
 
     Args:
         model: A decoder model of transformers.
-        tokenizer: Its tokenizer.
+        tokenizer: Its tokenizer, or its processor, which images need.
         text: The text itself, not a path; `lkv.read_document` reads files.
         memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in the
             model's dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits,
@@ -66,8 +70,11 @@ def compress(
             it.
         chunk: The chunk size in tokens for chunked prefill.
         system: A system prompt before the text, compressed with it.
+        images: Images before the text, or at the image tokens that it contains, as the processor takes them (of PIL,
+            for example). Their tokens are compressed as those of the text.
         protect: Spans that every head keeps, within the budget and in its best precision: strings, wherever they
-            occur in the text or the system prompt, or (start, end) character offsets in the text.
+            occur in the text or the system prompt, or (start, end) character offsets in the text. "images" protects
+            all images, and a number in the list protects that image, counted from 0.
         progress: Called with the completed share of the prefill; an exception from it aborts the prefill.
         **options: Options of RaggedCache: budget_tokens, streaming, bits, slack, decode_eviction, pattern.
 
@@ -76,7 +83,8 @@ def compress(
 
     Raises:
         PromptError: For a text that is empty, too short for the budget, or longer than the model supports; for
-            protected spans that are absent, empty, overlapping, or larger than the budget.
+            protected spans that are absent, empty, overlapping, or larger than the budget; for images that the model
+            or the processor does not read.
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
@@ -88,8 +96,14 @@ def compress(
         )
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
-    ids = encode_context(tokenizer, text, system)
-    protected = protected_tokens(tokenizer, text, protect, system)
+    inputs: dict[str, Tensor] = {}
+    if images is None:
+        tokenizer = text_tokenizer(tokenizer)
+        ids = encode_context(tokenizer, text, system)
+        protected = protected_tokens(tokenizer, text, cast(Any, protect), system)
+    else:
+        ids, inputs = encode_images(model, tokenizer, text, images, system)
+        protected = protected_in_images(model, tokenizer, ids, text, protect, system)
     request = CompressionRequest.of_text(
         options
         | {
@@ -101,7 +115,7 @@ def compress(
             "protected": tuple(protected),
         }
     )
-    return compress_ids(model, tokenizer, ids, request, text, progress)
+    return compress_ids(model, text_tokenizer(tokenizer), ids, request, text, progress, inputs)
 
 
 @torch.no_grad()
@@ -112,6 +126,7 @@ def compress_ids(
     request: CompressionRequest,
     text: str | None = None,
     progress: Callable[[float], None] | None = None,
+    images: dict[str, Tensor] | None = None,
 ) -> Context:
     """Compress token ids as `compress` does a text, without adding a chat template.
 
@@ -122,6 +137,7 @@ def compress_ids(
         request: The compression settings.
         text: The text of `ids`, for the digest saved with the context; by default the ids are decoded.
         progress: As in `compress`.
+        images: The model's other inputs for images among the ids, such as `pixel_values`.
 
     Returns:
         The compressed context.
@@ -130,19 +146,25 @@ def compress_ids(
         PromptError: For a text that is too long, or too short for the budget.
         LkvError: As `RaggedCache` raises for its arguments.
     """
-    limit = patch_attention(model).spec.max_positions
+    patched = patch_attention(model)
+    limit = patched.spec.max_positions
     if len(ids) >= limit:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
             "shorten it."
         )
     chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
+    images = images or {}
+    if chunk is not None and images:
+        raise PromptError("images are read with their whole text at once; leave chunk out.")
     if chunk is not None:
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:
         full = FullCache(model)
         with _report_layers(model, progress, len(ids)):
-            _prefill(model, full, tensor, chunk)
+            _prefill(model, full, tensor, chunk, images=images)
+        if patched.position_hook and (positions := take_image_positions(*tensor.shape)) is not None:
+            full.image_offset = ImageOffset.of_prompt(positions)
         return Context(model, tokenizer, ids, full)
     if chunk is not None:
         request = replace(request, prompt_tokens=len(ids))
@@ -154,17 +176,19 @@ def compress_ids(
             raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
         # The second pass doubles the work.
         with _report_layers(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
-            prompt = read_prompt(model, tensor, chosen.reads_queries)
+            prompt = read_prompt(model, tensor, chosen.reads_queries, images)
             own = replace(config, method=chosen.for_prompt(ids, prompt))
         cache = RaggedCache.from_config(model, own)
         cache.fill(prompt)
         cache.set_method(chosen)  # drops the scores of this prompt
     else:
         cache = RaggedCache.from_config(model, config)
-        _prefill(model, cache, tensor, chunk, progress)
+        _prefill(model, cache, tensor, chunk, progress, images)
     cache.history.ids = tensor
-    digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode()).hexdigest()
-    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest))
+    digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode())
+    for _, values in sorted(images.items()):
+        digest.update(values.double().cpu().numpy().tobytes())
+    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest()))
 
 
 def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]:
@@ -188,13 +212,17 @@ def _prefill(
     ids: Tensor,
     chunk: int | None,
     progress: Callable[[float], None] | None = None,
+    images: dict[str, Tensor] | None = None,
 ) -> None:
-    """Prefill `cache` with `ids` [1, T], in chunks of `chunk` tokens; `progress` as in `compress`."""
+    """Prefill `cache` with `ids` [1, T], in chunks of `chunk` tokens.
+
+    `progress` is as in `compress`, `images` as in `compress_ids`.
+    """
     parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
     for number, part in enumerate(parts):
         if progress is not None:
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
-        unwrap_model(model).base_model(input_ids=part, **pass_arguments(cache, part))
+        unwrap_model(model).base_model(input_ids=part, **pass_arguments(cache, part), **images or {})
     cache.on_layer_start = None
 
 

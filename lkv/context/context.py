@@ -29,6 +29,7 @@ from lkv.context.generation import (
     stream_text,
     without_padding,
 )
+from lkv.context.images import text_tokenizer
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.hf.attention import input_device
@@ -67,7 +68,7 @@ class Context:
         cache: RaggedCache | FullCache,
         metadata: dict[str, Any] | None = None,
     ):
-        self.model, self.tokenizer, self.ids = model, tokenizer, ids
+        self.model, self.tokenizer, self.ids = model, text_tokenizer(tokenizer), ids
         self.cache: RaggedCache | FullCache = cache
         self.metadata = metadata or {}
         self.answer_tokens = 0

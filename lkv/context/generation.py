@@ -13,13 +13,16 @@ from lkv.cache.full_cache import FullCache
 from lkv.errors import CacheError, PromptError
 from lkv.hf.attention import input_device
 from lkv.hf.cache_argument import NAMES, cache_argument
+from lkv.hf.image_positions import following_positions
+from lkv.hf.position_hook import has_image_positions
 from lkv.hf.positions import frequency_change
 from lkv.hf.spec import max_positions, unwrap_model
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that `ask` sets itself, or that change the type of its result.
 _RESERVED = [
-    *"inputs input_ids inputs_embeds attention_mask return_dict_in_generate use_cache cache_implementation".split(),
+    *"inputs input_ids inputs_embeds attention_mask position_ids return_dict_in_generate use_cache".split(),
+    "cache_implementation",
     "prefill_chunk_size",
     *NAMES,
 ]
@@ -129,6 +132,9 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
         "cache_implementation": None,
         "prefill_chunk_size": 1 if getattr(cache, "is_stepwise", False) else None,
     }
+    if has_image_positions(model):
+        # Otherwise transformers continues the text that the model read last, in any cache.
+        settings["position_ids"] = following_positions(cache.image_offset, mask, 0, mask)
     if _effective(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None means "not set" for counts.

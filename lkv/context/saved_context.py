@@ -17,6 +17,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, ContextFileError
 from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import STATE_NAMES
 from lkv.hf.spec import decoder_layers
@@ -58,7 +59,10 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     states = [layer.state() if isinstance(layer, RaggedLayer) else {} for layer in cache.layers]
     for index, other in (cache.at_prompt_end or cache.others).items():
         states[index] |= other.state()
-    return number_tensors(states) | {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+    tensors = {"ids": torch.tensor(ids, dtype=torch.int32, device="cpu")}
+    if cache.image_offset is not None:
+        tensors["image_offset"] = cache.image_offset.offset
+    return number_tensors(states) | tensors
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
@@ -97,7 +101,12 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
         if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError("its ids are not of this model's vocabulary")
+        offset = tensors.pop("image_offset", None)
         cache = _restored_cache(model, metadata, ids.tolist(), tensors)
+        if offset is not None:
+            if offset.shape != (1, 1) or offset.dtype != torch.long or abs(int(offset)) >= spec.max_positions:
+                raise ValueError("its positions after the images are not those of this model")
+            cache.image_offset = ImageOffset(offset.to(input_device(model)), len(ids))
         if header.get("adapters", cache.adapters) != cache.adapters:
             raise ContextFileError(
                 f"{path} was saved with other adapters than those active in the model; activate the same ones, or "

@@ -24,6 +24,7 @@ from lkv.hf.compiled import extend
 from lkv.hf.generate_hook import NO_WEIGHTS, wrap_generation
 from lkv.hf.masks import KeyOffset, attend_prompt, key_mask
 from lkv.hf.model_spec import ModelSpec
+from lkv.hf.position_hook import record_positions
 from lkv.hf.rotation import layer_rotations
 from lkv.hf.spec import (
     attention_sinks,
@@ -81,6 +82,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             sinks=tuple(attention_sinks(model)),
             softcap=getattr(text, "attn_logit_softcapping", None),
             config=text,
+            position_hook=record_positions(model),
         )
         _install()
         wrap_generation(type(model))

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import count_tokens
+from lkv.hf.image_positions import ImageOffset
 from lkv.hf.masks import KeyOffset
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer
 from lkv.hf.state import note_pending_layer, note_traced_layer, register_cache, take_pending_layer
@@ -23,6 +24,7 @@ class BaseCache(Cache):
     """A cache of `AttentionCacheLayer`s and others, with one interface to all supported versions of transformers."""
 
     is_assisted = False  # whether assisted decoding has just begun
+    image_offset: ImageOffset | None = None  # of a prompt with images, in a model with multimodal RoPE
 
     def __init__(self, layers: Sequence[Any], others: dict[int, OtherLayer] | None = None):
         """Combine layers as `make_layers` returns them: `others` maps layer indices to layers without eviction."""
@@ -54,6 +56,8 @@ class BaseCache(Cache):
         super().reorder_cache(beam_idx)
         for part in self._parts():
             part.reorder_cache(beam_idx)
+        if self.image_offset is not None:
+            self.image_offset = self.image_offset.select(beam_idx)
 
     @torch.compiler.disable
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

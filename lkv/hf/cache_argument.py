@@ -3,9 +3,10 @@
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationMixin
+
+from lkv.hf.image_positions import following_positions
 
 NAMES = _NEW, _OLD = ("cache", "past_key_values")
 _NAME = _NEW if _NEW in signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
@@ -21,8 +22,8 @@ def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
 
     Without explicit positions some models count from 0 in every pass.
     """
-    start, tokens = cache.get_seq_length(), ids.shape[1]
-    positions = {"position_ids": torch.arange(start, start + tokens, device=ids.device)[None]} if start else {}
+    start, offset = cache.get_seq_length(), getattr(cache, "image_offset", None)
+    positions = {"position_ids": following_positions(offset, None, start, ids)} if start else {}
     return cache_argument(cache) | positions | {"use_cache": True}
 
 

@@ -10,12 +10,15 @@ from lkv.errors import CacheError
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.fingerprint import read_adapters
+from lkv.hf.image_positions import following_positions
+from lkv.hf.position_hook import has_image_positions
 from lkv.hf.state import get_patch
 
 NO_WEIGHTS = (
     "LKV's caches return no attention weights; leave output_attentions out, in the call and in the model's "
     "configuration, or use a cache of transformers."
 )
+_IMAGES = ("pixel_values", "pixel_values_videos")
 _IS_WRAPPER = "_is_lkv_wrapper"
 
 
@@ -41,6 +44,8 @@ def wrap_generation(model_class: Any) -> None:
         if kwargs.get("inputs_embeds") is None:
             _announce_inputs(self, cache, input_ids, kwargs)
         inputs = function(self, input_ids, *args, **kwargs)
+        if cache.get_seq_length():
+            _continue_images(self, cache, inputs, kwargs.get("attention_mask"))
         if find_cache(inputs) is not cache:
             # Models with LongRoPE, such as Phi-3, drop it where their frequencies change.
             if cache.get_seq_length():
@@ -54,6 +59,21 @@ def wrap_generation(model_class: Any) -> None:
 
     setattr(prepare_inputs_for_generation, _IS_WRAPPER, True)
     model_class.prepare_inputs_for_generation = prepare_inputs_for_generation
+
+
+def _continue_images(model: PreTrainedModel, cache: BaseCache, inputs: dict[str, Any], mask: Tensor | None) -> None:
+    """Give new tokens the positions that follow the prompt in `cache`, in a model with multimodal RoPE.
+
+    transformers computes them from the text that the model read last, in any cache. Raises CacheError for images.
+    """
+    if any(inputs.get(name) is not None for name in _IMAGES) or inputs.get("mm_encoder_outputs"):
+        raise CacheError(
+            "this cache has read tokens already, and images must be in the first pass of a prompt: leave pixel_values "
+            "out of later turns, prefill_chunk_size out of the first, or make a new cache for a prompt with all images."
+        )
+    ids = inputs.get("input_ids")
+    if has_image_positions(model) and ids is not None:
+        inputs["position_ids"] = following_positions(cache.image_offset, mask, cache.get_seq_length(), ids)
 
 
 def _announce_inputs(model: PreTrainedModel, cache: BaseCache, ids: Tensor, kwargs: dict[str, Any]) -> None:

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
@@ -134,7 +141,7 @@ def _load(
         if device is not None and device.type != "cpu" and find_spec("accelerate"):  # required by transformers
             placement = {"device_map": {"": device}}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
             path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
         )
         model, report = loaded
@@ -156,6 +163,12 @@ def _load(
         )
     add_turn_end(model, tokenizer)
     return model.eval(), tokenizer
+
+
+def _model_class(config: Any) -> Any:
+    """Return the class that loads a model: for models that transformers loads only with their images, that one."""
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if is_known else AutoModelForImageTextToText
 
 
 def add_turn_end(model: Any, tokenizer: Any) -> None:

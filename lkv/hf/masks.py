@@ -137,9 +137,24 @@ def _check_padding_alone(mask: Tensor) -> None:
 
 def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
     hidden = ~_keys_of_last_query(mask).cpu()
+    if mask.ndim == 4:
+        _check_causal(mask, ~hidden, queries)
     if bool(hidden[:, -queries:].all(-1).any()):
         raise PromptError("a row of the batch is nothing but padding; leave it out.")
     return hidden if queries > 1 and bool(hidden.any()) else None
+
+
+def _check_causal(mask: Tensor, is_text: Tensor, queries: int) -> None:
+    """Raise PromptError if one of the last `queries` tokens of `mask` [B, 1, Tq, Tk] sees a later one.
+
+    `is_text` [B, Tk] on the CPU: the keys that are no padding; padding queries may see everything.
+    """
+    own = _visible(mask)[:, 0, -queries:, -queries:].cpu()
+    if bool((own & is_text[:, -queries:, None]).triu(1).any()):
+        raise PromptError(
+            "the attention mask lets tokens see later ones, as within an image in Gemma-3, but entries are appended "
+            "in order: give all images in the first pass of the prompt, without streaming."
+        )
 
 
 def _left_padding(mask: Tensor) -> list[int] | None:

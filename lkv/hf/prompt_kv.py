@@ -1,6 +1,7 @@
 """A prompt prefilled once with the full cache: its k, v and queries serve training and all compared methods."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.other_layers import FULL, LayerKind, OtherLayer, join_layers, make_layers
+from lkv.hf.position_hook import take_image_positions
 from lkv.hf.rotation import NoRotation, Rotation, equal_tokens, variation
 from lkv.hf.spec import unwrap_model
 from lkv.kernels.softcap import cap_scores
@@ -95,7 +97,10 @@ class LayerKV:
             start, stop, step = tokens.indices(self.key.shape[2])
             without = self.key.shape[2] - queries.shape[2]
             queries = queries[rows, :, max(0, start - without) : max(0, stop - without) : step]
-        return replace(self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries)
+        rotation = None if self.rotation is None else self.rotation.select(rows, tokens.start or 0)
+        return replace(
+            self, key=self.key[rows, :, tokens], value=self.value[rows, :, tokens], queries=queries, rotation=rotation
+        )
 
 
 class PromptKV(list[LayerKV]):
@@ -104,7 +109,12 @@ class PromptKV(list[LayerKV]):
     Attributes:
         kinds: The kind of each decoder layer; empty for a model with full attention only.
         others: The other layers of the cache, by index.
+        positions: The positions [3, B, T] of a prompt with images in a model with multimodal RoPE, else None.
+        embeddings: The embeddings [B, T, hidden] of a prompt with images, else None.
     """
+
+    positions: Tensor | None = None
+    embeddings: Tensor | None = None
 
     def __init__(
         self,
@@ -138,7 +148,9 @@ def to_fp32(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False) -> PromptKV:
+def read_prompt(
+    model: PreTrainedModel, ids: Tensor, queries: bool | int = False, images: dict[str, Tensor] | None = None
+) -> PromptKV:
     """Prefill a prompt with the full cache, without computing the output head.
 
     Args:
@@ -146,6 +158,7 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
         ids: Token ids, [B, T].
         queries: Whether to keep the queries, or the number of last queries to keep (all queries of a prompt take more
             memory than its k and v).
+        images: What the model's processor returned with the ids, such as `pixel_values`.
 
     Returns:
         k, v and queries of every full-attention layer.
@@ -153,12 +166,37 @@ def read_prompt(model: PreTrainedModel, ids: Tensor, queries: bool | int = False
     patched = patch_attention(model)
     full = [_CapturingLayer(queries) for _ in patched.rotations]
     layers, others = make_layers(patched.kinds, full)
-    unwrap_model(model).base_model(input_ids=ids, **cache_argument(BaseCache(layers, others)), use_cache=True)
+    embeddings: list[Tensor] = []
+    with _recorded_embeddings(model, embeddings) if images else nullcontext():
+        cache = cache_argument(BaseCache(layers, others))
+        unwrap_model(model).base_model(input_ids=ids, **cache, **images or {}, use_cache=True)
+    positions = take_image_positions(*ids.shape) if patched.position_hook else None
     rotated = (
-        replace(layer.captured, rotation=rotation, sinks=sinks, softcap=patched.softcap)
+        replace(
+            layer.captured,
+            rotation=rotation and rotation.at_positions(positions),
+            sinks=sinks,
+            softcap=patched.softcap,
+        )
         for layer, rotation, sinks in zip(full, patched.rotations, patched.sinks, strict=True)
     )
-    return PromptKV(rotated, patched.kinds, others)
+    prompt = PromptKV(rotated, patched.kinds, others)
+    prompt.positions, prompt.embeddings = positions, embeddings[0] if embeddings else None
+    return prompt
+
+
+@contextmanager
+def _recorded_embeddings(model: PreTrainedModel, found: list[Tensor]) -> Iterator[None]:
+    """Append to `found` the embeddings that the decoder reads in the block."""
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(kwargs["inputs_embeds"])
+
+    handle = unwrap_model(model).get_decoder().register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:

@@ -50,7 +50,37 @@ class Rotation:
         self._has_state = self._changes_at is not None or "dynamic" in (rope_settings(text).get("rope_type") or "")
         self._rotates_halves: bool | None = None
         self._tables: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._positions: Tensor | None = None
+        self._twin: Rotation | None = None  # of the last prompt with images
         self.is_verified = False  # whether `query_rotations` has verified it for the queries
+
+    @property
+    def has_row_positions(self) -> bool:
+        """Whether the rows of a batch may have different positions: then score one row at a time."""
+        return self._positions is not None
+
+    def at_positions(self, positions: Tensor | None) -> "Rotation":
+        """Return this rotation for a prompt with images, whose tokens are at `positions` [3, B, T] (multimodal RoPE).
+
+        The positions in all other methods are then numbers of tokens. Tokens after the prompt follow its largest
+        position. Without positions it is this rotation itself.
+        """
+        if positions is None:
+            return self
+        twin = self._twin
+        if twin is None or twin._positions is not positions:  # all layers of a prompt share one
+            twin = copy.copy(self)
+            twin._positions, twin._tables, twin._twin = positions, {}, None
+            self._twin = twin
+        return twin
+
+    def select(self, rows: slice | Tensor, start: int) -> "Rotation":
+        """Return the rotation of the given rows of the prompt, without its first `start` tokens."""
+        if self._positions is None:
+            return self
+        positions = self._positions[:, rows, start:]
+        is_all = isinstance(rows, slice) and positions.shape == self._positions.shape
+        return self if is_all else self.at_positions(positions)
 
     def rotate(self, x: Tensor, start: int = 0) -> Tensor:
         """Rotate x [B, H, T, d] at positions `start` to `start + T - 1`, as the model rotates keys."""
@@ -137,21 +167,38 @@ class Rotation:
         return tables
 
     def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute cos and sin [1, n, d] at `positions` [n] with the model's embedding, without changing its state."""
+        """Compute cos and sin [1, n, d] at `positions` [n] with the model's embedding, without changing its state.
+
+        With row positions they are [B, n, d].
+        """
         rotary = self._rotary
         if self._has_state:
             rotary = copy.deepcopy(rotary, {id(config): config for config in [getattr(rotary, "config", None)]})
         # A model on several devices has a single embedding.
         device = next(rotary.buffers()).device
-        cos, sin = rotary(like[:0].to(device), positions.to(device)[None], **self._kind)
+        # Not by a call, which would run the hook that records the positions of a pass.
+        cos, sin = rotary.forward(like[:0].to(device), self._token_positions(positions).to(device), **self._kind)
         return cos.to(like.device), sin.to(like.device)
+
+    def _token_positions(self, numbers: Tensor) -> Tensor:
+        """Return the positions of tokens with `numbers` [n], as the model's embedding takes them."""
+        known = self._positions
+        if known is None:
+            return numbers[None]
+        known, count = known.to(numbers.device), known.shape[-1]
+        later = known.amax((0, 2))[:, None] + 1 + numbers - count
+        return torch.where(numbers < count, known[..., numbers.clamp(max=count - 1)], later)
 
 
 class NoRotation(Rotation):
     """The identity, for a layer that rotates neither q nor k."""
 
     def __init__(self) -> None:
-        self.is_verified = True
+        self._positions, self.is_verified = None, True
+
+    def at_positions(self, positions: Tensor | None) -> "NoRotation":
+        """Return `self`: no position matters."""
+        return self
 
     def rotate(self, x: Tensor, start: int = 0) -> Tensor:
         """Return `x` itself."""

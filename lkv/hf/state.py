@@ -7,13 +7,15 @@ an exception matches no later call. (2) While `torch.compile` traces, `update` r
 instead. (3) Compiled operators find a cache by its registration number, valid until the cache is freed. (4) The results
 of `patch_attention` are kept here until `unpatch_attention` or until the model is freed; a model's own attributes would
 be saved and copied. (5) The wrapper of `prepare_inputs_for_generation` announces token ids to the cache, whose
-`TokenHistory` keeps them until the forward pass that reads them. `override_method` (in `utils/overrides.py`) replaces
-further methods for the duration of a `with` block.
+`TokenHistory` keeps them until the forward pass that reads them. (6) In models with multimodal RoPE a hook on the
+rotary embedding records the positions of a pass, which transformers does not pass to a cache either. `override_method`
+(in `utils/overrides.py`) replaces further methods for the duration of a `with` block.
 """
 
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,7 @@ NOT_PATCHED = (
 class _Notes(threading.local):
     # Not a ContextVar: torch.compile cannot trace it, and graphs of models with transformers' own caches would break.
     pending_layer: "weakref.ref[AttentionCacheLayer] | None" = None
+    positions: Tensor | None = None
 
 
 class _Trace:
@@ -69,6 +72,17 @@ def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:
         return None
     layer.pending_key = None
     return layer
+
+
+def note_positions(positions: Tensor) -> None:
+    """Record the positions with which a model with multimodal RoPE begins a pass."""
+    _notes.positions = positions
+
+
+def take_positions() -> Tensor | None:
+    """Remove and return the positions of the pass that has begun, if its model has multimodal RoPE."""
+    positions, _notes.positions = _notes.positions, None
+    return positions
 
 
 def note_traced_layer(cache: Any, layer: int) -> None:
@@ -107,6 +121,7 @@ class PatchedModel:
         sinks: The attention sinks of each full-attention layer, [Hq], or None.
         softcap: The cap of attention scores, or None.
         config: The configuration object of the model's decoder.
+        position_hook: Removes the hook that records positions, in models with multimodal RoPE.
     """
 
     spec: ModelSpec
@@ -116,6 +131,7 @@ class PatchedModel:
     sinks: tuple[Tensor | None, ...]
     softcap: float | None
     config: Any
+    position_hook: Callable[[], None] | None = None
 
 
 _patches: weakref.WeakKeyDictionary[PreTrainedModel, PatchedModel] = weakref.WeakKeyDictionary()
@@ -128,9 +144,10 @@ def get_patch(model: PreTrainedModel) -> PatchedModel | None:
 
 def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
     """Store the `PatchedModel` of a model; None removes it."""
-    if patched is None:
-        _patches.pop(model, None)
-    else:
+    before = _patches.pop(model, None)
+    if before is not None and before.position_hook is not None:
+        before.position_hook()
+    if patched is not None:
         _patches[model] = patched
 
 

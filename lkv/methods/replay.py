@@ -11,6 +11,7 @@ from lkv.errors import PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
+from lkv.hf.image_positions import ImageOffset, following_positions
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv
 from lkv.hf.spec import unwrap_model
 
@@ -67,6 +68,7 @@ def replay(
     layers: Sequence[ReplayLayer],
     ids: list[int],
     hidden_states: bool = False,
+    repeated: slice | None = None,
 ) -> Any:
     """Read more tokens directly after a prompt, and return the model's output without the head.
 
@@ -76,6 +78,7 @@ def replay(
         layers: The layers that record the attention, one for each layer of the prompt.
         ids: The tokens to read.
         hidden_states: Whether the output has all hidden states.
+        repeated: The tokens of the prompt that `ids` end with; needed to repeat images.
 
     Raises:
         PromptError: If they do not fit into the model's context.
@@ -87,10 +90,17 @@ def replay(
             f"KVzip repeats the text after it has read it and would reach {end} tokens, but the model reads at "
             f"most {limit}; shorten the text, or use another method."
         )
+    read, new = as_prompt_kv(prompt), torch.tensor([ids], device=device)
+    inputs = {"input_ids": new}
+    if read.embeddings is not None and repeated is not None:
+        # The ids of image tokens say nothing of the image.
+        before = new[:, : len(ids) - (repeated.stop - repeated.start)]
+        inputs = {"inputs_embeds": torch.cat([model.get_input_embeddings()(before), read.embeddings[:, repeated]], 1)}
+    offset = None if read.positions is None else ImageOffset.of_prompt(read.positions)
     return unwrap_model(model).base_model(
-        input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.arange(start, end, device=device)[None],
-        **cache_argument(BaseCache(*as_prompt_kv(prompt).continuation_layers(layers))),
+        **inputs,
+        position_ids=following_positions(offset, None, start, new),
+        **cache_argument(BaseCache(*read.continuation_layers(layers))),
         use_cache=True,
         output_hidden_states=hidden_states,
     )

@@ -140,7 +140,11 @@ class Message(BaseModel):
         if not isinstance(parts, str):
             texts = [part.get("text") for part in parts if part.get("type") == "text"]
             if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-                raise PromptError("a message holds something other than text, which this model cannot read; send text.")
+                kinds = ", ".join(sorted({str(part.get("type"))[:40] for part in parts} - {"text"})) or "text"
+                raise PromptError(
+                    f"a message holds something other than text ({kinds}), which this server does not read; send text. "
+                    "lkv.compress takes images."
+                )
             parts = "".join(map(str, texts))
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts}
         if self.tool_calls:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lkv.errors import PromptError
 
@@ -18,7 +18,9 @@ _TAIL_CHARACTERS, _TAIL_TOKENS = 256, 64  # of the text before a continuation th
 _PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers without a chat template
 
 
-def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None = None) -> tuple[str, str, str]:
+def chat_template_parts(
+    tokenizer: "PreTrainedTokenizerBase", system: str | None = None, images: int = 0
+) -> tuple[str, str, str]:
     """Split the chat template around one user turn into its texts before the context, before the question and after it.
 
     Training, evaluation and use share it, so that an answer begins in one place. Thinking is turned off, as in kvpress
@@ -28,6 +30,7 @@ def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None
     Args:
         tokenizer: The model's tokenizer.
         system: A system prompt before the context.
+        images: The number of images that begin the user turn.
 
     Raises:
         PromptError: If the template takes no system prompt, or changes the text of the turn.
@@ -35,7 +38,7 @@ def chat_template_parts(tokenizer: "PreTrainedTokenizerBase", system: str | None
     if not getattr(tokenizer, "chat_template", None):
         return f"{system}\n\n" if system else "", _PLAIN_QUESTION, _PLAIN_ANSWER
     turns = [{"role": "system", "content": system}] if system else []
-    text = _apply_template(tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}])
+    text = _apply_template(tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}], images)
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1:
         raise PromptError(
             "the tokenizer's chat template does not carry the user's text exactly once, so its context cannot be "
@@ -67,7 +70,22 @@ def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
     return between, after
 
 
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, str]]) -> str:
+def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, str]], images: int = 0) -> str:
+    """Render `turns`; `images` begin the last one."""
+    if not images:
+        text = _render_template(tokenizer, turns)
+        contents = [(turn.get("content") or "").strip() for turn in turns]
+        if all(content in text for content in contents):
+            return text
+    # Templates of models that read images may take contents as a list of parts only.
+    parts = [[{"type": "text", "text": turn.get("content") or ""}] for turn in turns]
+    parts[-1] = [{"type": "image"}] * images + parts[-1]
+    lists = [{**turn, "content": own} for turn, own in zip(turns, parts, strict=True)]
+    in_parts = _render_template(tokenizer, lists)
+    return in_parts if images or all(content in in_parts for content in contents) else text
+
+
+def _render_template(tokenizer: "PreTrainedTokenizerBase", turns: Any) -> str:
     try:
         return str(
             tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)

@@ -86,6 +86,8 @@ class VllmContexts:
             raise IntegrationError(
                 "models with attention sinks or capped attention scores cannot be served with contexts by vLLM yet."
             )
+        if patched.position_hook is not None:
+            raise IntegrationError("models with multimodal RoPE cannot be served with contexts by vLLM yet.")
         self.rotations, self.max_positions = patched.rotations, patched.spec.max_positions
         if (change := frequency_change(config.hf_text_config)) is not None:
             # Beyond it LongRoPE rotates questions unlike the context, which was read before.

@@ -63,7 +63,7 @@ class ExpectedAttention(Selector):
         heads, tokens = key.shape[1:3]
         query = to_fp32(prompt.query)
         check_sinks(self, tokens, self.sinks)
-        rotation = self._rotations[layer]
+        rotation = prompt.rotation or self._rotations[layer]
         future = rotation.mean_rotation(query, tokens, tokens + self._future)
         queries = rotation.unrotate(query)[:, :, self.sinks :] @ future
         mean = queries.mean(2, keepdim=True)

@@ -69,9 +69,10 @@ def replay_scores(
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + str(tokenizer.decode(ids[start - _OVERLAP : start])) if start else REQUEST
         part = ids[start : start + _CHUNK]
+        repeated = slice(start, start + len(part))
         for layer in layers:
-            layer.repeated = slice(start, start + len(part))
-        replay(model, prompt, layers, encode_question(tokenizer, request) + part)
+            layer.repeated = repeated
+        replay(model, prompt, layers, encode_question(tokenizer, request) + part, repeated=repeated)
     device = prompt[0].key.device
     scores = torch.stack([layer.scores.to(device) for layer in layers])
     scores[..., :_SINKS] = _KEPT

@@ -1,0 +1,166 @@
+"""Texts with images, as a model's processor encodes them."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lkv.context.protection import Span, protected_tokens
+from lkv.errors import PromptError
+from lkv.hf.attention import input_device
+from lkv.utils.prompts import chat_template_parts, encode_context
+
+IMAGES = "images"  # `protect=` for all images
+
+
+def text_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a processor, with the processor's chat template; a tokenizer is returned as it is."""
+    own = getattr(tokenizer, "tokenizer", None)
+    if own is None or not hasattr(tokenizer, "image_processor"):
+        return tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    if template and own.chat_template != template:
+        own = copy.copy(own)
+        own.chat_template = template
+    return own
+
+
+def encode_images(
+    model: PreTrainedModel, processor: Any, text: str, images: Any, system: str | None
+) -> tuple[list[int], dict[str, Tensor]]:
+    """Encode a text with images, up to the end of the text.
+
+    Args:
+        model: A model that reads images.
+        processor: Its processor.
+        text: The text; the images come before it, or where it has the processor's image token.
+        images: The images, as the processor takes them.
+        system: A system prompt before them.
+
+    Returns:
+        The ids, and the other inputs of the model, such as `pixel_values`, in its dtype and on its device.
+
+    Raises:
+        PromptError: For a model or processor without images, and for images that the processor refuses.
+    """
+    image_token = _check_images(model, processor, images)
+    placeholder, tokenizer = processor.image_token, text_tokenizer(processor)
+    places = text.count(placeholder)
+    if places not in (0, len(images)):
+        raise PromptError(
+            f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give as "
+            "many, or none, and the images come before the text."
+        )
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and not places:
+        raise PromptError(
+            f"the processor has no chat template, which says where images go; put {placeholder} into the text for each."
+        )
+    before = chat_template_parts(tokenizer, system, 0 if places else len(images))[0]
+    try:
+        # A chat template writes special tokens itself.
+        inputs = processor(
+            text=[before + text], images=[*images], return_tensors="pt", add_special_tokens=not has_template
+        )
+    # Processors raise whatever their image libraries do.
+    except Exception as error:
+        raise PromptError(
+            f"the processor refuses the images ({type(error).__name__}: {error}); give images as it takes them, such "
+            "as those of PIL."
+        ) from error
+    ids: list[int] = inputs["input_ids"][0].tolist()
+    if image_token not in ids:
+        raise PromptError(
+            f"the processor puts no image tokens into the text that {type(model).__name__} knows; load the model's "
+            "own with AutoProcessor."
+        )
+    values = {name: x for name, x in inputs.items() if name not in ("input_ids", "attention_mask")}
+    return ids, {name: _for_model(model, torch.as_tensor(x)) for name, x in values.items()}
+
+
+def _check_images(model: PreTrainedModel, processor: Any, images: Any) -> int:
+    """Return the id of the model's image tokens; raises PromptError if it or the processor reads no images."""
+    if not isinstance(images, list | tuple) or not images:
+        raise PromptError(f"images is {_described(images)}; give a list of images, such as those of PIL.")
+    image_token = getattr(model.config, "image_token_id", None)
+    if not isinstance(image_token, int):
+        raise PromptError(
+            f"{type(model).__name__} reads text only; leave images out, or use a model with images, such as Qwen3-VL."
+        )
+    if not hasattr(processor, "image_processor"):
+        raise PromptError(
+            f"images need the model's processor, but {type(processor).__name__} is a tokenizer; give what "
+            "AutoProcessor.from_pretrained loads."
+        )
+    if processor.image_processor is None or not isinstance(getattr(processor, "image_token", None), str):
+        raise PromptError(
+            f"{type(processor).__name__} has no image token or no image processor; load the model's own with "
+            "AutoProcessor."
+        )
+    return image_token
+
+
+def _described(images: Any) -> str:
+    return "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
+
+
+def _for_model(model: PreTrainedModel, values: Tensor) -> Tensor:
+    return values.to(input_device(model), model.dtype if values.is_floating_point() else None)
+
+
+def protected_in_images(
+    model: PreTrainedModel, processor: Any, ids: Sequence[int], text: str, spans: Any, system: str | None
+) -> list[int]:
+    """Find the tokens of protected spans of a text with images.
+
+    Args:
+        model: The model that reads the images.
+        processor: Its processor.
+        ids: The ids of the text with its images.
+        text: The text.
+        spans: "images" for all image tokens, or a list of spans as in `protected_tokens` and of numbers of images.
+        system: The system prompt before the text.
+
+    Returns:
+        The numbers of the tokens among `ids`, in order.
+
+    Raises:
+        PromptError: As `protected_tokens`, for images that do not exist, and for words between images.
+    """
+    image_token: Any = getattr(model.config, "image_token_id", None)
+    is_image = [token == image_token for token in ids]
+    if spans == IMAGES:
+        return [place for place, own in enumerate(is_image) if own]
+    if isinstance(spans, str) or not isinstance(spans, Sequence):
+        raise PromptError(f"protect is {spans!r}; give 'images', or a list of words and of numbers of images.")
+    found = {place for span in spans if type(span) is int for place in _image_places(is_image, span)}
+    words: list[Span] = [span for span in spans if type(span) is not int]
+    tokenizer = text_tokenizer(processor)
+    plain = encode_context(tokenizer, text, system)
+    same_start, same_end = _common_start(ids, plain), _common_start(ids[::-1], plain[::-1])
+    for place in protected_tokens(tokenizer, text, words, system):
+        if place >= same_start and place < len(plain) - same_end:
+            raise PromptError(
+                f"protect names words between images ({tokenizer.decode(plain[place : place + 8])!r}); give words "
+                "after the last image or before the first, or numbers of images."
+            )
+        found.add(place if place < same_start else len(ids) - len(plain) + place)
+    return sorted(found)
+
+
+def _image_places(is_image: list[bool], number: int) -> range:
+    """Return the tokens of an image; PromptError if it does not exist."""
+    starts = [place for place, own in enumerate(is_image) if own and not (place and is_image[place - 1])]
+    if not 0 <= number < len(starts):
+        raise PromptError(f"protect names image {number}, but there are {len(starts)} images; count them from 0.")
+    start = starts[number]
+    return range(start, next((end for end in range(start, len(is_image)) if not is_image[end]), len(is_image)))
+
+
+def _common_start(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of equal ids at the start."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))

@@ -1,0 +1,223 @@
+"""Contexts with images: asked, saved and loaded; what is protected, and what is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import DynamicCache
+
+from lkv.context.chat import Chat
+from lkv.context.compression import compress
+from lkv.context.context import Context
+from lkv.errors import CacheError, ContextFileError, LkvError, PromptError
+from lkv.hf.attention import patch_attention
+from lkv.utils.prompts import encode_continuation, encode_question
+from tests.conftest import tiny_llama
+from tests.hf.test_vision_models import assert_close, masked, method_of
+from tests.vision import PARAMS, TOKENS, VISION, VisionFamily, picture, tokenizer
+
+TEXT = "Two pictures, then a text that says what they show to those who look at them for long."
+QUESTIONS = ["What is there?", "And who?"]
+OPTIONS = {"max_new_tokens": 6, "eos_token_id": None}
+
+
+@pytest.fixture(params=PARAMS)
+def family(request) -> VisionFamily:
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return request.param
+
+
+@pytest.fixture
+def model(family: VisionFamily) -> Any:
+    return family.build()
+
+
+@pytest.fixture
+def qwen() -> tuple[Any, Any]:
+    if VISION[0].missing:
+        pytest.skip(VISION[0].missing)
+    return VISION[0].build(), VISION[0].processor()
+
+
+def pictures() -> list[Image.Image]:
+    return [picture(), picture(1, 16, 48)]
+
+
+@pytest.mark.slow
+def test_contexts_with_images_equal_the_masked_model(family, model, monkeypatch, tmp_path):
+    """Prompt, question and answer are those of the processor's chat template, in one text."""
+    method, processor = method_of(model), family.processor()
+    context = compress(model, processor, TEXT, images=pictures(), method=method)
+    other = compress(model, processor, "Another text with another picture.", images=[picture(3, 64)], method=method)
+    inputs = family.encode(f"{TEXT}\n\n{QUESTIONS[0]}", pictures())
+    logits, target = context.predict(QUESTIONS[0], "It is a picture.")
+    prompt, more = len(context.ids), inputs["input_ids"][:, len(context.ids) :]
+    turn = processor.tokenizer("<s>assistant\n", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    more = torch.cat([more, turn, target[None, :-1]], 1)
+    assert inputs["input_ids"][0, :prompt].tolist() == context.ids
+    short = family.encode(TEXT, pictures())
+    text = {name: x[:, :prompt] if x.shape[:2] == short["input_ids"].shape else x for name, x in short.items()}
+    expected = masked(model, method, text, more, monkeypatch)[0, -len(target) :]
+    assert_close(logits, expected)
+    answers = [context.ask(question, **OPTIONS) for question in QUESTIONS]
+    others = [other.ask(question, **OPTIONS) for question in QUESTIONS]
+    assert [context.fork().ask(question, **OPTIONS) for question in QUESTIONS] == answers
+    assert context.batch_ask(QUESTIONS, **OPTIONS) == answers
+    assert other.batch_ask(QUESTIONS, **OPTIONS) == others != answers
+    assert "".join(context.stream(QUESTIONS[0], **OPTIONS)).strip() == answers[0]
+    context.save(tmp_path / "text.kv")
+    loaded = Context.load(tmp_path / "text.kv", model, processor)
+    assert loaded.batch_ask(QUESTIONS, **OPTIONS) == [loaded.ask(question, **OPTIONS) for question in QUESTIONS]
+    assert [loaded.ask(question, **OPTIONS) for question in QUESTIONS] == answers
+    assert_close(loaded.predict(QUESTIONS[0], "It is a picture.")[0], expected)
+    if context.cache.is_shareable:
+        chat = Chat(loaded)
+        assert chat.ask(QUESTIONS[0], **OPTIONS) == answers[0]
+        chat.ask(QUESTIONS[1], **OPTIONS)
+        chat.undo()
+        assert chat.ask(QUESTIONS[1], **OPTIONS) == chat.turns[-1].answer
+
+
+@torch.no_grad()
+def test_a_full_context_equals_the_stock_model(family, model):
+    processor = family.processor()
+    full = compress(model, processor, TEXT, images=pictures(), method="full")
+    model.generate(**family.encode("Another.", [picture(3, 64)]), max_new_tokens=2, pad_token_id=0)
+    logits, target = full.predict(QUESTIONS[0], "It is.")
+    inputs = family.encode(f"{TEXT}\n\n{QUESTIONS[0]}", pictures())
+    turn = processor.tokenizer("<s>assistant\n", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    new = torch.cat([turn, target[None, :-1]], 1)
+    text = {
+        name: torch.cat([x, torch.zeros_like(new) + (name == "attention_mask")], 1).to(x.dtype)
+        if x.shape[:2] == inputs["input_ids"].shape
+        else x
+        for name, x in inputs.items()
+    } | {"input_ids": torch.cat([inputs["input_ids"], new], 1)}
+    stock = model(**text, past_key_values=DynamicCache(), use_cache=True).logits[0, -len(target) :]
+    assert_close(logits, stock)
+    everything = compress(model, processor, TEXT, images=pictures(), method="knorm", retention=1.0)
+    assert_close(everything.predict(QUESTIONS[0], "It is.")[0], stock)
+    assert everything.ask(QUESTIONS[0], **OPTIONS) == full.ask(QUESTIONS[0], **OPTIONS)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "keydiff", "expected", "kvzip"])
+def test_methods_without_a_policy_work(family, model, method, tmp_path):
+    context = compress(model, family.processor(), TEXT, images=pictures(), method=method, retention=0.5)
+    assert 0.4 < context.realised_retention() <= 0.51
+    context.save(tmp_path / "text.kv")
+    loaded = Context.load(tmp_path / "text.kv", model, family.processor())
+    assert loaded.ask(QUESTIONS[0], **OPTIONS) == context.ask(QUESTIONS[0], **OPTIONS)
+
+
+def test_kvzip_repeats_the_images_themselves(qwen):
+    """Another picture of the same size has other scores; its ids are the same."""
+    model, processor = qwen
+    kept = [
+        compress(model, processor, TEXT, images=[picture(seed)], method="kvzip", retention=0.3).cache for seed in (0, 1)
+    ]
+    same = compress(model, processor, TEXT, images=[picture()], method="kvzip", retention=0.3).cache
+    first, other, again = (cache.ragged_layers[-1].store.k for cache in (*kept, same))
+    assert torch.equal(first, again)
+    assert first.shape != other.shape or not torch.equal(first, other)
+
+
+def test_tiers_keep_the_memory_budget_with_images(family, model, tmp_path):
+    model = family.build(torch.float32)
+    context = compress(model, family.processor(), TEXT, images=pictures(), method="knorm", memory=0.4)
+    assert context.cache.realised_retention() > 0.4
+    answers = context.batch_ask(QUESTIONS, **OPTIONS)
+    context.save(tmp_path / "text.kv")
+    assert Context.load(tmp_path / "text.kv", model, family.processor()).batch_ask(QUESTIONS, **OPTIONS) == answers
+
+
+def kept_positions(model: Any, processor: Any, **options: Any) -> tuple[list[int], set[int]]:
+    """The ids of a context, and the places whose keys every head keeps in the first layer."""
+    full = compress(model, processor, TEXT, method="full", **{k: v for k, v in options.items() if k != "protect"})
+    context = compress(model, processor, TEXT, method="knorm", retention=0.5, **options)
+    keys, store = full.cache.layers[0].keys[0], context.cache.ragged_layers[0].store
+    kept = []
+    for head, (start, count) in enumerate(zip(store.starts[0].tolist(), store.counts[0].tolist(), strict=True)):
+        distance = torch.cdist(store.k[start : start + count], keys[head])
+        kept.append({int(place) for place in distance.argmin(1)})
+    return context.ids, set.intersection(*kept)
+
+
+def test_images_and_words_are_protected(qwen):
+    model, processor = qwen
+    image = TOKENS["<image>"]
+    ids, kept = kept_positions(model, processor, images=pictures(), protect="images")
+    places = {place for place, token in enumerate(ids) if token == image}
+    assert len(places) == 8 + 12 and places <= kept
+    ids, kept = kept_positions(model, processor, images=pictures(), protect=[1, "text that", (0, 3)], system="Be kind.")
+    second = [place for place, token in enumerate(ids) if token == image][8:]
+    text = processor.tokenizer.decode(ids[second[-1] + 2 :])
+    start = second[-1] + 2 + text.index("text that")
+    assert {*second, *range(start, start + 9), *range(second[-1] + 2, second[-1] + 5)} <= kept
+    ids, kept = kept_positions(model, processor, images=pictures(), protect=["kind"], system="Be kind.")
+    start = processor.tokenizer.decode(ids).index("kind") - len("<s>") + 1
+    assert {*range(start, start + 4)} <= kept
+
+
+def test_images_stand_where_the_text_has_their_tokens(qwen):
+    model, processor = qwen
+    text = "First <vs><image><ve> then <vs><image><ve> and that is all."
+    context = compress(model, processor, text, images=pictures(), method="knorm", retention=0.5)
+    shown = processor.tokenizer.decode(context.ids)
+    assert shown == f"<s>user\nFirst <vs>{'<image>' * 8}<ve> then <vs>{'<image>' * 12}<ve> and that is all."
+    with pytest.raises(PromptError, match=r"protect names words between images \('then <vs>"):
+        compress(model, processor, text, images=pictures(), method="knorm", retention=0.5, protect=["then"])
+    with pytest.raises(PromptError, match=r"2 places for images \(<image>\), but there are 1 images"):
+        compress(model, processor, text, images=[picture()], method="knorm")
+
+
+def test_text_alone_is_compressed_with_a_processor(family, model):
+    """Text is compressed alike before and after the model has read images."""
+    processor = family.processor()
+    before = compress(model, processor, TEXT, method="knorm", retention=0.5)
+    answers = [before.ask(question, **OPTIONS) for question in QUESTIONS]
+    model.generate(**family.encode("Another.", [picture(3, 64)]), max_new_tokens=2, pad_token_id=0)
+    after = compress(model, processor, TEXT, method="knorm", retention=0.5)
+    assert (
+        [after.ask(question, **OPTIONS) for question in QUESTIONS] == answers == before.batch_ask(QUESTIONS, **OPTIONS)
+    )
+    assert before.ids == encode_continuation(processor.tokenizer, f"<s>user\n{TEXT}")
+    assert encode_question(before.tokenizer, "Who?") == encode_continuation(
+        processor.tokenizer, "\n\nWho?<end_of_utterance>\n<s>assistant\n"
+    )
+
+
+def refused(match: str, model: Any, processor: Any, error: type[LkvError] = PromptError, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        compress(model, processor, options.pop("text", TEXT), method="knorm", **options)
+
+
+def test_what_cannot_work_is_one_sentence(qwen, tmp_path):
+    model, processor = qwen
+    one = [picture()]
+    refused("images need the model's processor, but TokenizersBackend is a tokenizer", model, tokenizer(), images=one)
+    refused("LlamaForCausalLM reads text only; leave images out", tiny_llama(), processor, images=one)
+    refused("images is a Image; give a list of images", model, processor, images=one[0])
+    refused("images is empty; give a list of images", model, processor, images=[])
+    refused("the processor refuses the images", model, processor, images=["no picture"])
+    refused("images are read with their whole text at once; leave chunk out", model, processor, images=one, chunk=8)
+    refused("protect names image 1, but there are 1 images", model, processor, images=one, protect=[1])
+    refused("protect is 'pictures'; give 'images', or a list", model, processor, images=one, protect="pictures")
+    refused("protected", model, processor, images=one, protect="images", retention=0.02)
+    refused("protect is 'images'; give a list", model, processor, protect="images")
+    plain = VISION[0].processor()
+    plain.chat_template = None
+    refused("has no chat template, which says where images go; put <image> into the text", model, plain, images=one)
+    strange = VISION[2].processor()
+    strange.tokenizer.image_token = "<fake_token_around_image>"
+    strange.full_image_sequence = "<boi><eoi>"
+    refused("the processor (refuses the images|puts no image tokens into the text)", model, strange, images=one)
+    context = compress(model, processor, TEXT, images=one, method="knorm")
+    context.save(tmp_path / "text.kv")
+    text_model = tiny_llama(vocab_size=300)
+    with pytest.raises(ContextFileError, match="was saved by a model with"):
+        Context.load(tmp_path / "text.kv", text_model, tokenizer())
+    with pytest.raises(CacheError, match=r"ask\(\) sets position_ids itself"):
+        context.ask("Who?", position_ids=torch.zeros(1, 1, dtype=torch.long))
+    assert patch_attention(model).position_hook is not None

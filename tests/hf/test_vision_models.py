@@ -1,0 +1,246 @@
+"""Models that read images, against the stock model with a -inf mask on what was evicted."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.compress_prefill import compress_prefill
+from lkv.errors import CacheError, PromptError
+from lkv.hf.attention import patch_attention, unpatch_attention
+from lkv.hf.cache_argument import pass_arguments
+from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.spec import full_attention_modules
+from lkv.methods.budgets import PerHead
+from lkv.methods.method import Method
+from lkv.policy.policy import Policy
+from lkv.policy.scorer_inputs import ScorerInputs
+from tests.cache.helpers import RATIOS, OwnScores, score
+from tests.hf.test_families import check_training
+from tests.vision import PARAMS, TOKENS, VisionFamily, picture
+
+TEXT = "Two pictures, and what they show to those who look at them for long."
+OTHER = "Another text with one picture."
+OPTIONS = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
+    """Random text, without special tokens."""
+    return len(TOKENS) + torch.randint(256, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=PARAMS)
+def family(request) -> VisionFamily:
+    if request.param.missing:
+        pytest.skip(request.param.missing)
+    return request.param
+
+
+@pytest.fixture
+def model(family: VisionFamily) -> Any:
+    return family.build()
+
+
+def method_of(model: Any) -> Method:
+    spec = patch_attention(model).spec
+    ratios = [[RATIOS[layer % 3][head % 2] for head in range(spec.kv_heads)] for layer in range(spec.layers)]
+    return Method("own", PerHead(ratios), OwnScores())
+
+
+class Masked:
+    """The stock model, whose heads hide from rows beyond each of `places` all but the best floor(r t) of t tokens."""
+
+    def __init__(self, model: Any, method: Method, places: Sequence[int], monkeypatch):
+        own = sys.modules[type(model.get_decoder()).__module__]
+        self._layers = {module: index for index, (module, _) in enumerate(full_attention_modules(model))}
+        self._budget, self._places = method.budget, places
+        is_eager = model.config.get_text_config()._attn_implementation.endswith("eager")
+        self._stock = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if is_eager:
+            monkeypatch.setattr(own, "eager_attention_forward", self)
+        else:
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", self)
+
+    def __call__(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        mask = attention_mask
+        if module in self._layers:
+            tokens, heads = key.shape[2], key.shape[1]
+            if mask is None:
+                visible = torch.ones(len(key), 1, tokens, tokens, dtype=torch.bool).tril()
+            else:
+                visible = mask if mask.dtype == torch.bool else mask == 0
+            visible = visible.expand(-1, heads, -1, -1).clone()
+            gone = torch.zeros(key.shape[:3], dtype=torch.bool)
+            for place in self._places:
+                table = score(key[:, :, :place], value[:, :, :place]).masked_fill(gone[:, :, :place], -torch.inf)
+                for head, ratio in enumerate(self._budget.ratios(self._layers[module], heads, place)):
+                    worst = table[:, head].argsort(-1)[:, : place - int(ratio * place + 1e-6)]
+                    gone[:, head].scatter_(1, worst, True)
+                visible[:, :, place:] &= ~gone[:, :, None]
+            visible = visible.repeat_interleave(query.shape[1] // heads, 1)
+            mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+        return self._stock(module, query, key, value, mask, **kwargs)
+
+
+def with_more(inputs: dict[str, Tensor], more: Tensor) -> dict[str, Tensor]:
+    """The inputs of a prompt followed by text, as one prompt."""
+    new = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    return {
+        name: torch.cat([x, new.get(name, torch.zeros_like(more)).to(x.dtype)], 1)
+        if x.shape[:2] == inputs["input_ids"].shape
+        else x
+        for name, x in inputs.items()
+    }
+
+
+@torch.no_grad()
+def masked(model: Any, method: Method, inputs: Any, more: Tensor, monkeypatch, places: Sequence[int] = ()) -> Tensor:
+    """Logits of the tokens `more` after a prompt, from one pass of the stock model over both."""
+    prompt = inputs["input_ids"].shape[1]
+    with monkeypatch.context() as patch:
+        Masked(model, method, places or [prompt], patch)
+        return model(**with_more(inputs, more), use_cache=False).logits[:, prompt:]
+
+
+@torch.no_grad()
+def read(model: Any, cache: Any, more: Tensor, chunks: Sequence[int] = (1, 4, 1)) -> Tensor:
+    parts = more.split([*chunks], 1)
+    return torch.cat([model(part, **pass_arguments(cache, part)).logits for part in parts], 1)
+
+
+@torch.no_grad()
+def prefill(model: Any, cache: Any, inputs: Any) -> None:
+    model(**inputs, past_key_values=cache, use_cache=True)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
+
+
+def test_turns_forks_and_rewinds_equal_the_masked_model(family, model, monkeypatch):
+    """Two prompts with other pictures are continued in turn: positions follow those of each cache's own prompt."""
+    method, more = method_of(model), ids(1, 6)
+    prompts = [family.encode(TEXT, [picture(), picture(1, 48)]), family.encode(OTHER, [picture(2, 16, 48)])]
+    expected = [masked(model, method, inputs, more, monkeypatch) for inputs in prompts]
+    caches = [RaggedCache(model, method=method) for _ in prompts]
+    for cache, inputs in zip(caches, prompts, strict=True):
+        prefill(model, cache, inputs)
+    forks = [cache.fork() for cache in caches]
+    for group in (caches, forks):
+        for cache, logits in zip(group, expected, strict=True):
+            assert_close(read(model, cache, more), logits)
+            cache.rewind()
+            assert_close(read(model, cache, more, [6]), logits)
+    assert 0 < caches[0].nbytes() < caches[0].full_nbytes()
+    caches[0].reset()
+    prefill(model, caches[0], {"input_ids": ids(1, 40)})
+    alone = masked(model, method, {"input_ids": ids(1, 40)}, more, monkeypatch)
+    assert_close(read(model, caches[0], more), alone)
+
+
+def test_generation_equals_the_masked_model(family, model, monkeypatch):
+    method = method_of(model)
+    inputs, other = family.encode(TEXT, [picture(), picture(1)]), family.encode(OTHER, [picture(2, 16, 48)])
+    options = OPTIONS | {"output_logits": True, "return_dict_in_generate": True}
+    cache = RaggedCache(model, method=method)
+    out = model.generate(**inputs, past_key_values=cache, **options)
+    prompt = inputs["input_ids"].shape[1]
+    expected = masked(model, method, inputs, out.sequences[:, prompt:-1], monkeypatch)
+    # generate() gives its logits in float32.
+    found = torch.stack(out.logits[1:], 1)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-6)
+    with compress_prefill(model, method=method) as compression:
+        assert torch.equal(model.generate(**inputs, **OPTIONS), out.sequences)
+        assert compression.cache.kept_counts() == cache.kept_counts()
+        # The model now remembers the positions of another text.
+        model.generate(**other, **OPTIONS)
+    text = torch.cat([out.sequences, ids(1, 4)], 1)
+    again = model.generate(text, past_key_values=cache, **options)
+    expected = masked(model, method, inputs, again.sequences[:, prompt:-1], monkeypatch)[:, -4:]
+    torch.testing.assert_close(torch.stack(again.logits[1:], 1), expected.float(), atol=1e-6, rtol=1e-6)
+    beams = OPTIONS | {"num_beams": 3}
+    everything = RaggedCache(model, method="knorm", retention=1.0)
+    found = model.generate(**inputs, past_key_values=everything, **beams)
+    assert torch.equal(found, model.generate(**inputs, **beams))
+
+
+def test_a_batch_of_pictures_equals_its_rows_alone(family, model):
+    texts = [(TEXT, [picture(), picture(1, 48)]), (OTHER, [picture(2, 16, 48)])]
+    rows, batch = [family.encode(*text) for text in texts], family.encode_batch(texts)
+    options = OPTIONS | {"output_logits": True, "return_dict_in_generate": True}
+    for method in (method_of(model), "expected"):
+        retention = None if isinstance(method, Method) else 0.5
+        cache = RaggedCache(model, method=method, retention=retention)
+        out = model.generate(**batch, past_key_values=cache, **options)
+        for number, inputs in enumerate(rows):
+            own = RaggedCache(model, method=method, retention=retention)
+            alone = model.generate(**inputs, past_key_values=own, **options)
+            assert torch.equal(out.sequences[number, -5:], alone.sequences[0, -5:])
+            for found, expected in zip(out.logits, alone.logits, strict=True):
+                torch.testing.assert_close(found[number : number + 1], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_evicted_answers_equal_the_masked_model(family, model, monkeypatch):
+    method, more, inputs = method_of(model), ids(1, 8), family.encode(TEXT, [picture(), picture(1)])
+    prompt = inputs["input_ids"].shape[1]
+    cache = RaggedCache(model, method=method, decode_eviction=True, slack=3)
+    prefill(model, cache, inputs)
+    expected = masked(model, method, inputs, more, monkeypatch, [prompt, prompt + 3, prompt + 7])
+    assert_close(read(model, cache, more, [1] * 8), expected)
+
+
+def test_keys_are_unrotated_exactly(family, model):
+    """The keys before their rotary embedding come from the stock model, at the positions that it computes."""
+    inputs = family.encode(TEXT, [picture(), picture(1, 48)])
+    own = sys.modules[type(model.get_decoder()).__module__]
+    stock, found = own.apply_rotary_pos_emb, []
+
+    def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append((q, k))
+        return stock(q, k, *args, **kwargs)
+
+    images = {name: x for name, x in inputs.items() if name not in ("input_ids", "attention_mask")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch_attention(model)
+        patch.setattr(own, "apply_rotary_pos_emb", apply)
+        layers = read_prompt(model, inputs["input_ids"], True, images)
+    kinds = patch_attention(model).kinds
+    bare = [pair for pair, kind in zip(found[-len(kinds) :], kinds, strict=True) if kind.is_evicted]
+    for layer, (query, key) in zip(layers, bare, strict=True):
+        torch.testing.assert_close(layer.rotation.unrotate(layer.key), key, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.rotation.unrotate(layer.query), query, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.rotation.rotate(key), layer.key, atol=1e-5, rtol=1e-5)
+
+
+def test_policies_are_trained_on_text(family):
+    model = family.build(torch.float32)
+    torch.manual_seed(1)
+    check_training(model, Policy(patch_attention(model).spec, inputs=ScorerInputs("unrotated", "learned", 8)))
+    unpatch_attention(model)
+
+
+def test_images_after_the_prompt_are_refused(family, model):
+    inputs, other = family.encode(TEXT, [picture()]), family.encode(OTHER, [picture(2)])
+    cache = RaggedCache(model, method=method_of(model))
+    prefill(model, cache, inputs)
+    more = with_more(inputs, ids(1, 4))
+    with pytest.raises(CacheError, match="images must be in the first pass of a prompt: leave pixel_values out"):
+        model.generate(**more, past_key_values=cache, **OPTIONS)
+    # Without generate(), what the model itself passes on tells.
+    if "token_type_ids" in other:
+        types = torch.cat([inputs["token_type_ids"], other["token_type_ids"]], 1)
+        with pytest.raises(PromptError, match="lets tokens see later ones, as within an image in Gemma-3"):
+            prefill(model, cache, {"input_ids": other["input_ids"], "token_type_ids": types})
+    if "image_grid_thw" in other:
+        positions, _ = model.model.get_rope_index(
+            other["input_ids"], other["mm_token_type_ids"], image_grid_thw=other["image_grid_thw"]
+        )
+        with pytest.raises(CacheError, match="images must be in the first pass of a prompt: make a new"):
+            prefill(model, cache, {"input_ids": other["input_ids"], "position_ids": positions})
