@@ -9,10 +9,12 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lkv.cli.main import main
+from lkv.context.compression import compress
 from lkv.errors import LkvError
 from lkv.hf import loading
 from lkv.hf.loading import load_model
 from tests.conftest import save_model
+from tests.vision import VISION, tokenizer
 
 
 @pytest.mark.parametrize(
@@ -102,3 +104,19 @@ def test_generation_also_ends_at_the_chat_template_s_turn_end(end, is_added):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
     loading.add_turn_end(model, tokenizer)
     assert model.generation_config.eos_token_id == ([7, 2] if is_added else 7)
+
+
+def test_a_model_with_images_is_loaded_for_text(tmp_path):
+    """transformers has no causal language model of its configuration."""
+    family = VISION[0]
+    if family.missing:
+        pytest.skip(family.missing)
+    family.build(torch.float32).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    model, own = load_model(str(tmp_path))
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+    answers = [
+        compress(each, own, "A text of some words.", method="knorm").ask("Who?", 4, eos_token_id=None)
+        for each in (model, family.build(torch.float32))
+    ]
+    assert answers[0] == answers[1]

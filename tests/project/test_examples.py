@@ -25,6 +25,16 @@ def test_the_example_of_a_batch_answers_from_15_percent_of_shorter_texts(monkeyp
     check(capsys.readouterr().out, 1164, torch.float32)
 
 
+def test_the_example_of_images_runs_without_a_download(monkeypatch, capsys):
+    pytest.importorskip("transformers", "5.24", reason="its processors need torchvision in older versions")
+    from examples import images
+
+    monkeypatch.setattr("sys.argv", ["images"])
+    images.main()
+    tokens, held, full = map(int, re.findall(r"(\d+)", capsys.readouterr().out.split("Answer")[0].replace(",", "")))
+    assert tokens == 690 and full == tokens * 2 * 2 * 16 * 4 and held < 0.5 * full
+
+
 def check(printed: str, tokens: int, dtype: torch.dtype) -> None:
     """The answer is right, and the sizes are those of 15% and of all of `tokens` tokens."""
     assert "Marta Lindgren? The telephone extension of Marta Lindgren is 5308" in printed
