@@ -103,7 +103,7 @@ def compress(
         protected = protected_tokens(tokenizer, text, cast(Any, protect), system)
     else:
         ids, inputs = encode_images(model, tokenizer, text, images, system)
-        protected = protected_in_images(model, tokenizer, ids, text, protect, system)
+        protected = protected_in_images(model, tokenizer, ids, text, protect, system, len(images))
     request = CompressionRequest.of_text(
         options
         | {

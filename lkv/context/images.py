@@ -112,7 +112,13 @@ def _for_model(model: PreTrainedModel, values: Tensor) -> Tensor:
 
 
 def protected_in_images(
-    model: PreTrainedModel, processor: Any, ids: Sequence[int], text: str, spans: Any, system: str | None
+    model: PreTrainedModel,
+    processor: Any,
+    ids: Sequence[int],
+    text: str,
+    spans: Any,
+    system: str | None,
+    images: int,
 ) -> list[int]:
     """Find the tokens of protected spans of a text with images.
 
@@ -123,12 +129,14 @@ def protected_in_images(
         text: The text.
         spans: "images" for all image tokens, or a list of spans as in `protected_tokens` and of numbers of images.
         system: The system prompt before the text.
+        images: The number of images.
 
     Returns:
         The numbers of the tokens among `ids`, in order.
 
     Raises:
-        PromptError: As `protected_tokens`, for images that do not exist, and for words between images.
+        PromptError: As `protected_tokens`, for images that do not exist or cannot be told apart, and for words between
+            images.
     """
     image_token: Any = getattr(model.config, "image_token_id", None)
     is_image = [token == image_token for token in ids]
@@ -136,7 +144,7 @@ def protected_in_images(
         return [place for place, own in enumerate(is_image) if own]
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise PromptError(f"protect is {spans!r}; give 'images', or a list of words and of numbers of images.")
-    found = {place for span in spans if type(span) is int for place in _image_places(is_image, span)}
+    found = {place for span in spans if type(span) is int for place in _image_places(is_image, span, images)}
     words: list[Span] = [span for span in spans if type(span) is not int]
     tokenizer = text_tokenizer(processor)
     plain = encode_context(tokenizer, text, system)
@@ -151,11 +159,16 @@ def protected_in_images(
     return sorted(found)
 
 
-def _image_places(is_image: list[bool], number: int) -> range:
-    """Return the tokens of an image; PromptError if it does not exist."""
+def _image_places(is_image: list[bool], number: int, images: int) -> range:
+    """Return the tokens of one of `images` images; PromptError if it does not exist or is in several parts."""
     starts = [place for place, own in enumerate(is_image) if own and not (place and is_image[place - 1])]
-    if not 0 <= number < len(starts):
-        raise PromptError(f"protect names image {number}, but there are {len(starts)} images; count them from 0.")
+    if not 0 <= number < images:
+        raise PromptError(f"protect names image {number}, but there are {images} images; count them from 0.")
+    if len(starts) != images:
+        raise PromptError(
+            f"protect names image {number}, but the tokens of {images} images are in {len(starts)} parts, because the "
+            "processor splits images or nothing is between them; give protect='images'."
+        )
     start = starts[number]
     return range(start, next((end for end in range(start, len(is_image)) if not is_image[end]), len(is_image)))
 

@@ -213,6 +213,15 @@ def test_what_cannot_work_is_one_sentence(qwen, tmp_path):
     strange.tokenizer.image_token = "<fake_token_around_image>"
     strange.full_image_sequence = "<boi><eoi>"
     refused("the processor (refuses the images|puts no image tokens into the text)", model, strange, images=one)
+    adjacent = "<image><image> and a text that follows them."
+    refused(
+        r"2 images are in 1 parts.*give protect='images'",
+        model,
+        processor,
+        text=adjacent,
+        images=pictures(),
+        protect=[0],
+    )
     context = compress(model, processor, TEXT, images=one, method="knorm")
     context.save(tmp_path / "text.kv")
     text_model = tiny_llama(vocab_size=300)

@@ -238,6 +238,10 @@ def test_images_after_the_prompt_are_refused(family, model):
         types = torch.cat([inputs["token_type_ids"], other["token_type_ids"]], 1)
         with pytest.raises(PromptError, match="lets tokens see later ones, as within an image in Gemma-3"):
             prefill(model, cache, {"input_ids": other["input_ids"], "token_type_ids": types})
+        tokens = inputs["input_ids"].shape[1]
+        for options in ({"streaming": True, "prompt_tokens": tokens}, {"prompt_tokens": 8}):
+            with pytest.raises(PromptError, match="give all images in the first pass of the prompt, without streaming"):
+                prefill(model, RaggedCache(model, method=cache.config.method, **options), inputs)
     if "image_grid_thw" in other:
         positions, _ = model.model.get_rope_index(
             other["input_ids"], other["mm_token_type_ids"], image_grid_thw=other["image_grid_thw"]
