@@ -94,12 +94,13 @@ MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# The plugin of vLLM, with the newest vLLM for CPUs, then a part with the version before: in an environment of its own,
-# which pins other versions.
+# The plugin of vLLM, with the newest vLLM for CPUs and its second model runner (servers, in processes of their own, have
+# the first one), then a part with the first runner of the version before: in an environment of its own, which pins other
+# versions.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM)/bin/python -m pytest -q -W ignore tests/vllm
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM)/bin/python -m pytest -q -W ignore tests/vllm
 	PYTHONPATH="$(CURDIR)/$(VLLM)/previous" $(VLLM)/bin/python -m pytest -q -W ignore tests/vllm/test_contexts.py tests/vllm/test_refusals.py tests/vllm/test_pages.py -k "Llama or pages or several or lost"
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt

@@ -14,6 +14,11 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
 )
+# Without Triton vLLM takes its first model runner.
+if find_spec("vllm") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+    from tests.vllm import triton_cpu
+
+    triton_cpu.install()
 
 
 @pytest.fixture(scope="session")

@@ -132,12 +132,7 @@ def asked(context: str | None, tokens: int = 16, **options: Any) -> SamplingPara
     return SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "extra_args": extra} | options)
 
 
-def forget(llm):
+def forget(llm: LLM) -> None:
     """Empty the worker's memory of contexts, so that files are read."""
-
-    def release(worker):
-        store = worker.model_runner._lkv_contexts.store
-        for name in store.resident():
-            store.release(name)
-
-    llm.collective_rpc(release)
+    for name in llm.collective_rpc("lkv_statistics")[0]["resident"]:
+        llm.collective_rpc("lkv_release", args=(name,))

@@ -272,6 +272,23 @@ def test_several_answers_logprobs_and_choices(lab):
     assert set(output.outputs[0].token_ids) <= {70, 71}
 
 
+def test_the_least_tokens_are_those_of_the_answer(lab):
+    """vLLM counts them from positions, which are shifted behind the context for the model alone."""
+    llm, text = lab.shared, lab.text(10)
+    name, context = compress(llm, text), lab.context(text)
+    row = lab.tokenizer("how many?")["input_ids"]
+    stop, answer = lab.answer(context, row, 3)[2], []
+    with torch.no_grad(), context.working_cache() as cache:
+        while stop not in answer and len(answer) < 12:
+            logits = lab.model(input_ids=torch.tensor([row]), past_key_values=cache, use_cache=True).logits[0, -1]
+            logits[stop] += -torch.inf if len(answer) < 6 else 0.0
+            row = [int(logits.argmax())]
+            answer += row
+    params = asked(name, 12, min_tokens=6, stop_token_ids=[stop])
+    (output,) = llm.generate({"prompt_token_ids": lab.tokenizer("how many?")["input_ids"]}, params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == answer and len(answer) >= 6
+
+
 def test_guided_decoding_takes_the_most_probable_of_what_is_allowed(lab):
     llm, text = lab.shared, lab.text(20)
     name, context = compress(llm, text), lab.context(text)

@@ -19,6 +19,7 @@ from lkv.integrations.vllm import adapter
 from lkv.integrations.vllm import worker as worker_hooks
 from lkv.integrations.vllm.contexts import VllmContexts, unsupported_reason
 from lkv.integrations.vllm.requests import compress
+from lkv.integrations.vllm.runners import install_runners
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings
 from lkv.serving.store import ContextStore, StoredContext
@@ -78,10 +79,7 @@ def test_a_description_of_another_length_is_refused(lab):
     llm.llm_engine.add_request("replaced", {"prompt_token_ids": ids}, asked(name, 600))
     (lab.store / "longer").replace(lab.store / f"{name}.kv")
     forget(llm)
-    outputs = []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += [output for output in llm.llm_engine.step() if output.finished]
-    assert set(outputs[0].outputs[0].token_ids) == {0}
+    assert [ended_with(output) for output in finish(llm)] == [("error", [])]
     assert len(ask(llm, ids, None, 4)) == 4
 
 
@@ -149,18 +147,42 @@ def test_a_full_disk_is_reported(lab):
     assert ask(llm, [5, 6, 7], compress(llm, lab.text(16))) == lab.answer(lab.context(lab.text(16)), [5, 6, 7], 16)
 
 
-def test_a_context_that_is_lost_while_a_request_waits_gives_no_answer(lab):
-    """An answer without its context would look right."""
-    llm = lab.shared
-    name = compress(llm, lab.text(17))
-    llm.llm_engine.add_request("lost", {"prompt_token_ids": [5, 6, 7]}, asked(name, 4))
-    for suffix in ("json", "kv"):
-        (lab.store / f"{name}.{suffix}").unlink()
+def finish(llm):
+    """The outputs of all requests, once they have ended."""
     outputs = []
     while llm.llm_engine.has_unfinished_requests():
         outputs += [output for output in llm.llm_engine.step() if output.finished]
-    assert list(outputs[0].outputs[0].token_ids) == [0, 0, 0, 0]
-    assert ask(llm, [5, 6, 7], None, 4) != [0, 0, 0, 0]
+    return outputs
+
+
+def ended_with(output):
+    """Why a request ended, and its answer."""
+    return output.outputs[0].finish_reason, list(output.outputs[0].token_ids)
+
+
+def test_a_context_that_is_lost_while_a_request_waits_leaves_no_pages(lab):
+    """Pages computed without it would be found by the next question about it, whose answer would look right."""
+    llm, text = lab.shared, lab.text(17)
+    name, context = compress(llm, text), lab.context(text)
+    ids, other = lab.tokenizer(lab.text(18, 300))["input_ids"], lab.tokenizer(lab.text(19, 20))["input_ids"]
+    right = lab.answer(context, ids[:130], 4)
+    assert ask(llm, ids[:130], name, 4) == right  # its pages are right, and stay
+    for number, prompt, about in (("lost", ids, name), ("first", ids[:280], name), ("none", ids, None)):
+        llm.llm_engine.add_request(number, {"prompt_token_ids": prompt}, asked(about, 4))
+    files = [lab.store / f"{name}.{suffix}" for suffix in ("json", "kv")]
+    for file in files:
+        file.rename(file.with_suffix(".away" + file.suffix))
+    forget(llm)
+    ended = {output.request_id: ended_with(output) for output in finish(llm)}
+    assert ended == {"lost": ("error", []), "first": ("error", []), "none": ("length", lab.answer(None, ids, 4))}
+    for file in files:
+        file.with_suffix(".away" + file.suffix).rename(file)
+    for question in (ids, ids[:130] + other):
+        (output,) = llm.generate({"prompt_token_ids": question}, asked(name, 8), use_tqdm=False)
+        assert output.num_cached_tokens == 128
+        assert ended_with(output) == ("length", lab.answer(context, question, 8))
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 @pytest.mark.parametrize(
@@ -255,3 +277,12 @@ def test_a_vllm_that_does_not_fit_is_left_alone(monkeypatch):
     adapter.register()
     assert len(lines) == 1 and "Unsupported vLLM version" in lines[0] and "has no parameter" in lines[0]
     assert not hasattr(InputProcessor.process_inputs, "_lkv_hooked")
+
+
+def test_a_runner_that_does_not_fit_is_named(monkeypatch):
+    """Else a pass would run without the context."""
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
+    monkeypatch.setattr(ModelState, "prepare_inputs", lambda self, batch: {})
+    with pytest.raises(AttributeError, match=r"ModelState\.prepare_inputs has no parameter "):
+        install_runners()

@@ -8,21 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lkv.integrations.vllm.batch import BATCH_KEY, Batch, gather_heads
+from lkv.integrations.vllm.batch import Batch, attached_batch
 from lkv.integrations.vllm.pages import CPUPages, FlashPages
+from lkv.integrations.vllm.ranks import gather_heads
 from lkv.integrations.vllm.worker import install_in_worker
 
 try:
-    from vllm.forward_context import get_forward_context
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 except ImportError:  # for documentation builds and static checks
     CPUAttentionBackend = CPUAttentionBackendImpl = FlashAttentionBackend = FlashAttentionImpl = object
-
-
-def current_batch() -> Batch | None:
-    """Return the part of LKV in the forward pass that is running."""
-    return get_forward_context().additional_kwargs.get(BATCH_KEY)
 
 
 def layer_index(name: str) -> int:
@@ -56,7 +51,7 @@ class ContextAttention:
         """Compute attention as vLLM's own implementation does, with its arguments; `output` [N, Hq, d] is completed."""
         attend: Any = super()
         out = attend.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        batch = current_batch() if attn_metadata is not None else None
+        batch = attached_batch(attn_metadata)
         if batch is not None:
             index, block_table = layer_index(layer.layer_name), attn_metadata.block_table
             pages = self.open_pages(kv_cache)
@@ -96,7 +91,7 @@ def compress_texts(batch: Batch, layer: int, pages: CPUPages | FlashPages, block
         block_table: The blocks [R, n] of each request of the pass.
         scale: The scale of attention scores.
     """
-    for row, work, _ in batch.compressions:
+    for row, work in batch.compressions:
         key, value = pages.read(block_table[row.index], row.length)
         key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
         if work.compression is not None:

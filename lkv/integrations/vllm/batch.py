@@ -1,6 +1,5 @@
 """LKV's part of a forward pass of vLLM's worker: tokens that follow a context, and texts to compress."""
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,20 +7,25 @@ import torch
 from torch import Tensor
 
 from lkv.context.context import Context
-from lkv.errors import ContextFileError, LkvError
-from lkv.integrations.vllm.contexts import Compression, NewContext, VllmContexts, open_contexts
+from lkv.integrations.vllm.contexts import Compression, NewContext
 from lkv.kernels.ragged_attention import merge_attention
 
 CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
-BATCH_KEY = "lkv"  # of the forward context's additional arguments
-_WORK = "_lkv_work"
-_LOG = logging.getLogger("vllm.lkv")
+_BATCH = "_lkv_batch"  # attribute of attention metadata
 
 
 @dataclass
 class RequestWork:
-    """The state of one request in the worker; lives as long as vLLM's state of the request."""
+    """LKV's state of one request in a worker.
 
+    Attributes:
+        prompt_ids: The tokens of its prompt.
+        context: The context that it asks about.
+        new_context: Or the text that it compresses; a request with neither has lost its context.
+        compression: The running compression, in the rank that writes files.
+    """
+
+    prompt_ids: list[int]
     context: Context | None = None
     new_context: NewContext | None = None
     compression: Compression | None = None
@@ -55,7 +59,6 @@ class Batch:
         tokens: The places of their new tokens in the pass.
         groups: The tokens of each context and their indices in `tokens`: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
-        lost_tokens: New tokens of requests whose context cannot be loaded any more.
         total_heads: KV heads of all ranks of tensor parallelism.
     """
 
@@ -63,37 +66,8 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     groups: list[tuple[Context, Tensor, slice]] = field(default_factory=list)
-    compressions: list[tuple[Row, RequestWork, Any]] = field(default_factory=list)
-    lost_tokens: list[slice] = field(default_factory=list)
+    compressions: list[tuple[Row, RequestWork]] = field(default_factory=list)
     work: dict[Any, Any] = field(default_factory=dict)  # of the backend, for all layers of the pass
-
-    @classmethod
-    def plan(cls, runner: Any) -> "Batch | None":
-        """Plan LKV's part of the pass that `runner` has prepared; None if no request involves LKV."""
-        batch, starts = runner.input_batch, runner.query_start_loc.np
-        followers: dict[int, tuple[Context, list[Row]]] = {}
-        compressions, lost_tokens = [], []
-        for index, request in enumerate(batch.req_ids):
-            state = runner.requests[request]
-            work = _request_work(runner, state)
-            if work is None:
-                continue
-            start, stop = int(starts[index]), int(starts[index + 1])
-            row = Row(index, start, stop, int(batch.num_computed_tokens_cpu[index]) + stop - start)
-            if work.context is not None:
-                followers.setdefault(id(work.context), (work.context, []))[1].append(row)
-            elif work.new_context is None:
-                lost_tokens.append(slice(start, stop))
-            elif row.length - row.tokens < state.num_prompt_tokens <= row.length:
-                compressions.append((row, work, state))
-        if not followers and not compressions and not lost_tokens:
-            return None
-        total_heads = runner.model_config.get_total_num_kv_heads()
-        planned = cls(total_heads, compressions=compressions, lost_tokens=lost_tokens)
-        for _, work, _ in compressions:
-            work.compression = _start_compression(runner, work.new_context)
-        planned.add_followers(followers, runner.device)
-        return planned
 
     def add_followers(self, followers: dict[int, tuple[Context, list[Row]]], device: torch.device) -> None:
         """Add the rows that follow each context."""
@@ -135,90 +109,13 @@ class Batch:
         merged, _ = merge_attention(over_pages, lse[None], over_contexts, context_lse)
         output[self.tokens] = merged[0].transpose(0, 1).to(output.dtype)
 
-    def finish(self, hidden: Tensor) -> None:
-        """Store the complete contexts; `hidden` [N, .] is the output of the model.
 
-        Requests whose context was lost return filler tokens, so that the error is visible.
-        """
-        for tokens in self.lost_tokens:
-            hidden[tokens] = 0
-        for _, work, state in self.compressions:
-            compression, work.compression = work.compression, None
-            if compression is not None:
-                compression.store_in_background(list(state.prompt_token_ids))
+def attach_batch(batch: Batch | None, attn_metadata: dict[str, Any]) -> None:
+    """Give a pass's attention metadata [by layer] LKV's part of the pass, if it has one."""
+    for metadata in attn_metadata.values():
+        setattr(metadata, _BATCH, batch)
 
 
-def worker_contexts(runner: Any) -> VllmContexts:
-    """Return the contexts of a worker."""
-    return open_contexts(runner, runner.vllm_config, runner.device)
-
-
-def _request_work(runner: Any, state: Any) -> RequestWork | None:
-    """Return the work of a request, cached with vLLM's state of it; None for requests without LKV."""
-    args = state.sampling_params.extra_args if state.sampling_params is not None else None
-    if not args or (CONTEXT not in args and COMPRESS not in args):
-        return None
-    work = getattr(state, _WORK, None)
-    if work is None:
-        work = RequestWork()
-        try:
-            if CONTEXT in args:
-                work.context = _load_context(runner, state, args[CONTEXT])
-            else:
-                work.new_context = NewContext.parse(args[COMPRESS])
-        except LkvError as error:  # checked by the front end; since then its file was damaged or deleted
-            _LOG.error("request %s gets no answer: %s", state.req_id, error)
-        setattr(state, _WORK, work)
-    return work
-
-
-def _load_context(runner: Any, state: Any, name: str) -> Context:
-    """Return the context of a request. Raises LkvError for one that is lost, or not the one that was checked."""
-    contexts = worker_contexts(runner)
-    context = contexts.store.get(name)
-    # Rotary embeddings are looked up without a check.
-    if context.tokens + state.num_prompt_tokens + state.sampling_params.max_tokens > contexts.max_positions + 1:
-        raise ContextFileError(f"the context {name!r} has become longer; ask it again.")
-    keep_heads(context, local_heads(runner))
-    return context
-
-
-def _start_compression(runner: Any, new_context: NewContext | None) -> Compression | None:
-    """Return a compression, in the rank that writes files; the others only send it their heads."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    if new_context is None or get_tensor_model_parallel_rank() != 0:
-        return None
-    try:
-        return Compression(worker_contexts(runner), new_context)
-    except Exception:  # other requests are answered; the client learns that there is no context
-        _LOG.exception("a text could not be compressed")
-        return None
-
-
-def local_heads(runner: Any) -> slice:
-    """Return the KV heads that this rank of tensor parallelism computes."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-
-    config = runner.model_config
-    first = get_tensor_model_parallel_rank() * config.get_total_num_kv_heads() // get_tensor_model_parallel_world_size()
-    return slice(first, first + config.get_num_kv_heads(runner.parallel_config))
-
-
-def keep_heads(context: Context, heads: slice) -> None:
-    """Drop the entries of all other KV heads, which other ranks have, unless they were dropped before."""
-    cache: Any = context.cache
-    for layer in cache.ragged_layers:
-        if layer.store.lens.shape[1] > heads.stop - heads.start:
-            layer.store = layer.store.select_heads(heads)
-
-
-def gather_heads(x: Tensor, total: int) -> Tensor:
-    """Return k or v [H, T, d] of all `total` KV heads, from the heads of each rank of tensor parallelism."""
-    from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
-
-    size = get_tensor_model_parallel_world_size()
-    if size == 1:
-        return x
-    gathered = tensor_model_parallel_all_gather(x.contiguous(), dim=0)
-    return gathered[:: len(gathered) // total]  # fewer heads than ranks: some ranks have the same one
+def attached_batch(metadata: Any) -> Batch | None:
+    """Return the part of LKV in the pass whose attention has this metadata."""
+    return getattr(metadata, _BATCH, None)

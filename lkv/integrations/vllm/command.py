@@ -77,7 +77,7 @@ def server_command(
     }
     arguments = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     arguments += [str(word) for option in options.items() if option[1] is not None for word in option]
-    environment = {"VLLM_PLUGINS": "lkv", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    environment = {"VLLM_PLUGINS": "lkv"}
     if key is not None:
         environment["VLLM_API_KEY"] = key
     return arguments + _memory_option(added_names) + added, environment

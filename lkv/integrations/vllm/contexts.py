@@ -306,7 +306,6 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         f"transformers; start vLLM with --max-model-len {change} or less.":
             change is not None and model.max_model_len > change,
         "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
-        "this is vLLM's second model runner; set VLLM_USE_V2_MODEL_RUNNER=0.": vllm_config.use_v2_model_runner,
     }  # fmt: skip
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -315,7 +314,7 @@ def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_byt
     """Return the contexts of an object of vLLM's, made at the first call.
 
     Args:
-        owner: A runner, or an input processor.
+        owner: LKV's part of a runner, or an input processor.
         vllm_config: vLLM's configuration.
         device: Where its model is.
         memory_bytes: Contexts in memory; by default as the settings say.

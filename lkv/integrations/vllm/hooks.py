@@ -1,8 +1,9 @@
-"""Replace methods of vLLM's classes."""
+"""Replace methods and functions of vLLM."""
 
 import functools
 from collections.abc import Callable
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 _HOOK_MARK = "_lkv_hooked"
@@ -15,8 +16,8 @@ def check_parameters(owner: type, name: str, *parameters: str) -> None:
         raise AttributeError(f"{owner.__name__}.{name} has no parameter {min(missing)}")
 
 
-def wrap_method(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method by `wrapper`, which gets the method as its first argument; once."""
+def wrap_method(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+    """Replace a method, or a function of a module, by `wrapper`, which gets it as its first argument; once."""
     method = vars(owner)[name]
     if hasattr(method, _HOOK_MARK):
         return

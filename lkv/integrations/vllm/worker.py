@@ -1,13 +1,14 @@
-"""Hooks into vLLM's worker: forward passes with contexts, the memory of contexts, and calls of the front end (RPC)."""
+"""Hooks into vLLM's worker: its runners, lost requests, the memory of contexts, and calls of the front end (RPC)."""
 
 import functools
 import logging
 import signal
 from typing import Any
 
-from lkv.integrations.vllm.batch import BATCH_KEY, Batch
-from lkv.integrations.vllm.contexts import loaded_contexts, plugin_settings
-from lkv.integrations.vllm.hooks import check_parameters, wrap_method
+from lkv.integrations.vllm.contexts import VllmContexts, loaded_contexts, plugin_settings
+from lkv.integrations.vllm.hooks import wrap_method
+from lkv.integrations.vllm.lost_requests import report_lost_requests
+from lkv.integrations.vllm.runners import install_runners, passes_of
 
 _LOG = logging.getLogger("vllm.lkv")
 
@@ -15,11 +16,10 @@ _LOG = logging.getLogger("vllm.lkv")
 @functools.cache
 def install_in_worker() -> None:
     """Replace methods of the worker's classes; called when attention is built: no other process loads them."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    check_parameters(GPUModelRunner, "_model_forward", "input_ids", "positions")
-    wrap_method(GPUModelRunner, "_model_forward", _model_forward)
+    install_runners()
+    wrap_method(Worker, "sample_tokens", _sample_tokens)
     for worker in (Worker, *Worker.__subclasses__()):
         if "determine_available_memory" in vars(worker):
             wrap_method(worker, "determine_available_memory", _determine_available_memory)
@@ -37,23 +37,11 @@ def _ignore_termination_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: Any = None, **kwargs: Any) -> Any:
-    from vllm.forward_context import get_forward_context
-
-    context = get_forward_context()
-    batch = None if context.attn_metadata is None else Batch.plan(runner)
-    if batch is None:
-        return method(runner, input_ids=input_ids, positions=positions, **kwargs)
-    # In place: a CUDA graph reads this tensor and no other.
-    batch.shift(positions)
-    context.additional_kwargs[BATCH_KEY] = batch
-    try:
-        out = method(runner, input_ids=input_ids, positions=positions, **kwargs)
-    finally:
-        del context.additional_kwargs[BATCH_KEY]
-        batch.shift(positions, -1)
-    batch.finish(out)
-    return out
+def _sample_tokens(method: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    output = method(worker, *args, **kwargs)
+    passes = passes_of(worker.model_runner)
+    lost = passes.take_lost_requests() if passes is not None else None
+    return report_lost_requests(output, lost) if lost else output
 
 
 def _determine_available_memory(method: Any, worker: Any) -> int:
@@ -67,15 +55,20 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     return available - reserved
 
 
+def _worker_contexts(worker: Any) -> VllmContexts | None:
+    passes = passes_of(worker.model_runner)
+    return None if passes is None else loaded_contexts(passes)
+
+
 def _outcome(worker: Any, name: str) -> str | None:
     """RPC: `VllmContexts.outcome`."""
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _worker_contexts(worker)
     return "" if contexts is None else contexts.outcome(name)
 
 
 def _statistics(worker: Any) -> dict[str, Any]:
     """RPC: bytes of the contexts in this worker's memory, and how often contexts were asked for and were there."""
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _worker_contexts(worker)
     if contexts is None:
         return {"resident": {}, "queries": 0, "hits": 0}
     store = contexts.store
@@ -84,6 +77,6 @@ def _statistics(worker: Any) -> dict[str, Any]:
 
 def _release(worker: Any, name: str) -> None:
     """RPC: drop a deleted context from this worker's memory."""
-    contexts = loaded_contexts(worker.model_runner)
+    contexts = _worker_contexts(worker)
     if contexts is not None:
         contexts.store.release(name)
