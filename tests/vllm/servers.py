@@ -23,7 +23,7 @@ def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[t
     port = free_port()
     # The first model runner: Triton's stand-in on a CPU (triton_cpu.py) is in the process of the tests alone.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
-    for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"):
+    for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE"):
         environment.pop(name, None)
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:

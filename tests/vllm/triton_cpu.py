@@ -41,7 +41,8 @@ class _Driver(DriverBase):
 
 def install() -> None:
     """Have vLLM take the second runner."""
-    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1")
+    # Inductor would ask this backend for a compiler.
+    os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", TORCHDYNAMO_DISABLE="1")
     backends["cpu"] = Backend(compiler=None, driver=_Driver)
     import vllm.v1.worker.cpu.shm  # noqa: F401  (vLLM wants it first)
     from vllm.triton_utils.dispatcher import register_kernels
