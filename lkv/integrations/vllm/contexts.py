@@ -305,6 +305,8 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         "vLLM's longest text exceeds the length at which LongRoPE changes, so that vLLM rotates shorter texts unlike "
         f"transformers; start vLLM with --max-model-len {change} or less.":
             change is not None and model.max_model_len > change,
+        "a scheduler of its own (--scheduler-cls) could keep pages of lost contexts; start vLLM without it.":
+            vllm_config.scheduler_config.scheduler_cls is not None,
         "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
     }  # fmt: skip
     return next((reason for reason, applies in reasons.items() if applies), None)
