@@ -23,10 +23,12 @@ _MIXED = {
     "num_hidden_layers": 4, "sliding_window": 12,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+# The last four layers read the keys and values of the two before them.
 _SHARED = {
-    **_MIXED, "num_kv_shared_layers": 2, "laurel_rank": 8, "vocab_size_per_layer_input": 67,
-    "hidden_size_per_layer_input": 8, "activation_sparsity_pattern": [0.0] * 4,
+    "num_hidden_layers": 8, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "num_kv_shared_layers": 4, "vocab_size_per_layer_input": 67, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
+_GLOBAL = {"global_head_dim": 16, "hidden_size_per_layer_input": 0}
 # Low enough to cap most scores; SDPA would leave the cap out.
 CAPPED = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "attn_implementation": "eager"}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -86,7 +88,13 @@ class Family:
     rotation: str = "yes"
     refused: str = ""
     drop: tuple[str, ...] = ()
+    variant: str = ""  # what models of this shape there are
     since: str = ""  # the version of transformers from which on LKV serves it, where older ones have it too
+
+    @property
+    def label(self) -> str:
+        """The name, with the variant."""
+        return f"{self.name} ({self.variant})" if self.variant else self.name
 
     @property
     def missing(self) -> str:
@@ -122,6 +130,7 @@ class Family:
 _SINKS = _MIXED | {"num_local_experts": 2, "num_experts_per_tok": 1}
 _NORM_AFTER_ROPE = "none: k as cached, whose norm follows RoPE"
 _SLIDING = {"layers": "full attention; sliding ones stay"}
+_READ_AGAIN = "full attention with keys of its own; sliding ones stay"
 SERVED = [
     Family("Llama"),
     Family("Qwen2"),
@@ -132,6 +141,37 @@ SERVED = [
     Family("Gemma2", _MIXED | CAPPED, **_SLIDING),
     Family("VaultGemma", _MIXED | CAPPED, **_SLIDING),
     Family("Gemma3", _MIXED | {"query_pre_attn_scalar": 8}, "Gemma3TextConfig", **_SLIDING),
+    Family(
+        "Gemma3n",
+        _SHARED | {"laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 8},
+        "Gemma3nTextConfig",
+        layers=_READ_AGAIN,
+        since="5.24",
+    ),
+    Family(
+        "Gemma4",
+        _MIXED | _GLOBAL | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        "Gemma4TextConfig",
+        **_SLIDING,
+        variant="31B",
+        since="5.24",
+    ),
+    Family(
+        "Gemma4",
+        _MIXED | _GLOBAL | _EXPERTS | {"enable_moe_block": True, "top_k_experts": 2},
+        "Gemma4TextConfig",
+        **_SLIDING,
+        variant="26B-A4B",
+        since="5.24",
+    ),
+    Family(
+        "Gemma4",
+        _SHARED | {"global_head_dim": 16},
+        "Gemma4TextConfig",
+        layers=_READ_AGAIN,
+        variant="E2B, E4B",
+        since="5.24",
+    ),
     Family("Apertus"),
     Family("Arcee"),
     Family("BitNet"),
@@ -282,13 +322,11 @@ HYBRIDS = [
     Family("LaraMini", _DELTA, **_STATES, rotation=_UNROTATED),
 ]  # fmt: skip
 # Models with layers of several kinds, without states.
-MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "GptOss")]
+MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "Gemma3n", "Gemma4", "GptOss")]
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
-    Family("Gemma3n", _SHARED, "Gemma3nTextConfig", refused="layers that share keys and values"),
-    Family("Gemma4", _MIXED, "Gemma4TextConfig", refused="layers that share keys and values or differ in their heads"),
     Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family(
@@ -310,7 +348,7 @@ def table() -> str:
     """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
     lines = ["| family | evicted from | k un-rotated for the scorer |", "|---|---|---|"]
     for family in SERVED + HYBRIDS:
-        name = f"{family.name} (transformers {family.since} or newer)" if family.since else family.name
+        name = f"{family.label} (transformers {family.since} or newer)" if family.since else family.label
         lines.append(f"| {name} | {family.layers} | {family.rotation} |")
     lines += ["", "| refused | it has |", "|---|---|"]
     lines += [f"| {family.name} | {family.refused} |" for family in REFUSED]

@@ -144,6 +144,8 @@ class RaggedLayer(AttentionCacheLayer):
                 queries = torch.cat([self._buffer.queries, queries], 2)
         prompt = self._context.prompt_kv(key, value, scale, queries)
         prompt_length = config.request.prompt_tokens or total
+        num_appended = max(0, total - prompt_length)
+        self._note_part(query.shape[2] - num_appended)
         if total < prompt_length:
             if queries is not None and config.method.last_queries is not None:
                 prompt = replace(prompt, queries=queries[:, :, -config.method.last_queries :].clone())
@@ -152,10 +154,9 @@ class RaggedLayer(AttentionCacheLayer):
         padding = self._context.shared.padding.left_padding(mask)
         self._compress(prompt.select(slice(None), slice(prompt_length)), padding)
         self._buffer = None
-        if total == prompt_length:
+        if not num_appended:
             return out
         # Tokens that follow the prompt in the same pass see its kept entries, like all later tokens.
-        num_appended = total - prompt_length
         self._context.shared.padding.hidden_keys(mask, num_appended)  # checks that they do not see later ones
         rows = self._extend(query[:, :, -num_appended:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
         return torch.cat([out[:, :-num_appended], rows.transpose(1, 2)], 1)
@@ -220,7 +221,11 @@ class RaggedLayer(AttentionCacheLayer):
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
             raise
+        self._note_part(new, store, padding)
         return out.to(dtype)
+
+    def _note_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
+        """Learn of a part of a pass: `tokens` of a prompt, or the last tokens of `store` and their padding."""
 
     def _drop_padding(self, padding: Tensor, new: int) -> Tensor | None:
         """Drop the appended tokens marked in `padding`, see `_extend`; return the padding of the `new` tokens."""
@@ -327,8 +332,7 @@ class RaggedLayer(AttentionCacheLayer):
 
         Raises CacheError if this would reach into the compressed prompt.
         """
-        count = -tokens_to_remove
-        appended = 0 if self.store is None else self.store.appended_tokens
+        count, appended = -tokens_to_remove, 0 if self.store is None else self.store.appended_tokens
         if not 0 <= count <= appended:
             raise CacheError(
                 f"{count} tokens cannot be cut off: only the {appended} after the compressed prompt can; "

@@ -16,13 +16,14 @@ from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
 from lkv.cache.quantization import check_width
+from lkv.cache.read_again import ReadAgainLayer
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
-from lkv.hf.other_layers import OtherLayer, RecurrentLayer, make_layers
+from lkv.hf.other_layers import OtherLayer, RecurrentLayer, evicted_kinds, make_layers
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
 from lkv.hf.state import TokenHistory, register_cache
@@ -149,10 +150,15 @@ class RaggedCache(BaseCache):
         has_states, has_images = any(kind.is_recurrent for kind in patched.kinds), patched.position_hook is not None
         self.shared = shared = SharedState(self.spec.layers - 1, has_states, has_images)
         self.ragged_layers = [
-            RaggedLayer(LayerContext(index, self.config, shared, rotation, sinks, patched.softcap))
-            for index, (rotation, sinks) in enumerate(zip(patched.rotations, patched.sinks, strict=True))
+            (ReadAgainLayer if kind.readers else RaggedLayer)(
+                LayerContext(index, self.config, shared, rotation, sinks, patched.softcap)
+            )
+            for index, (kind, rotation, sinks) in enumerate(
+                zip(evicted_kinds(patched.kinds), patched.rotations, patched.sinks, strict=True)
+            )
         ]
         super().__init__(*make_layers(patched.kinds, self.ragged_layers))
+        self.reads_all_queries = method.reads_queries and any(kind.readers for kind in patched.kinds)
         self.pass_tracker = PassTracker(self.layers, self.others)
         for layer in self.ragged_layers:
             layer.model_config = patched.config.get_text_config(decoder=True)

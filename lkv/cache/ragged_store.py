@@ -74,6 +74,9 @@ class KVStore(Protocol):
             The attention output, [B, Hq, T, dv].
         """
 
+    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+        """Attend as `extend` from tokens that are the last entries already: [B, Hq, T, dv]."""
+
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
         """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
 
@@ -197,6 +200,10 @@ class RaggedStore(KVStore):
         out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks, softcap=softcap)
         self.count_appended(key.shape[2])
         return out
+
+    @override
+    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+        return ragged_attention(query, self.attention_view(), scale, sinks=sinks, softcap=softcap)
 
     @override
     def drop_scores(self) -> None:

@@ -145,7 +145,13 @@ class TieredStore(KVStore):
             return out
         append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
         self.count_appended(key.shape[2])
-        return ragged_attention(query, self.attention_view(), scale, sinks=sinks, softcap=softcap)
+        return self.attend(query, scale, sinks, softcap)
+
+    @override
+    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+        kv = self._pools()
+        kv = kv if can_attend_quantized(query, kv) else self.attention_view()
+        return ragged_attention(query, kv, scale, sinks=sinks, softcap=softcap)
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
@@ -360,8 +366,21 @@ def extend_padded(
     for row, real in enumerate(tokens):
         store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
     store.count_appended(padding.shape[1], padding)
-    out = query.new_zeros(*query.shape[:3], value.shape[-1])
+    return attend_padded(store, query, scale, padding, sinks, softcap)
+
+
+def attend_padded(
+    store: KVStore,
+    query: Tensor,
+    scale: float,
+    padding: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
+    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     kv = store.attention_view()
+    out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)
         attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks, softcap=softcap)

@@ -42,6 +42,7 @@ from lkv.hf.state import (
     patch_of_config,
     set_patch,
     take_pending_layer,
+    take_shared_layer,
     take_traced_layer,
 )
 from lkv.hf.state_probe import probed_kinds
@@ -206,8 +207,10 @@ def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
-    # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway.
-    if base != "sdpa" or not isinstance(offset, KeyOffset):
+    # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway. Models whose layers
+    # share keys cut rows off their masks.
+    has_rows = getattr(kwargs.get("config"), "num_kv_shared_layers", 0) and kwargs.get("attention_mask") is not None
+    if base != "sdpa" or not isinstance(offset, KeyOffset) or has_rows:
         return function(*args, **kwargs)
     # A window as long as the whole text (Phi-3.5) masks nothing.
     window = kwargs.get("local_size")
@@ -241,7 +244,8 @@ def _attend(
 ) -> tuple[Tensor, Any]:
     """Compute attention with the cache layer that returned `key`, or the model's own if no LKV layer did."""
     layer = take_pending_layer(key)
-    if layer is None:
+    is_reader = layer is None
+    if layer is None and (layer := take_shared_layer(key)) is None:
         return stock()
     _check_owner(layer, module)
     _check_implementation(base)
@@ -257,7 +261,8 @@ def _attend(
         raise CacheError(NO_WEIGHTS)
     is_own = _would_need_mask(base, query, key, mask)
     prompt = functools.partial(attend_prompt, query, key, value, mask, scale) if is_own else lambda: stock()[0]
-    return layer.attend(query, key, value, mask, scale, prompt), None
+    attend = layer.attend_again if is_reader else layer.attend
+    return attend(query, key, value, mask, scale, prompt), None
 
 
 def _are_weights_collected() -> bool:

@@ -25,6 +25,7 @@ class BaseCache(Cache):
 
     is_assisted = False  # whether assisted decoding has just begun
     image_offset: ImageOffset | None = None  # of a prompt with images, in a model with multimodal RoPE
+    reads_all_queries = False  # whether layers that share keys and values must compute all tokens
 
     def __init__(self, layers: Sequence[Any], others: dict[int, OtherLayer] | None = None):
         """Combine layers as `make_layers` returns them: `others` maps layer indices to layers without eviction."""

@@ -17,6 +17,10 @@ class AttentionCacheLayer(CacheLayerMixin):
     model_config: Any = None
     # The last k and v that `update` returned, until attention over them is computed.
     pending_key: Tensor | None = None
+    # How many later layers read the k and v of this one, the keys that they get, and how many have not read them yet.
+    readers = 0
+    shared_key: Tensor | None = None
+    reads_left = 0
     # Whether compiled models may run the layer through `lkv::extend`, and whether it is still reading the prompt.
     is_traceable = False
     is_reading_prompt = True
@@ -38,6 +42,12 @@ class AttentionCacheLayer(CacheLayerMixin):
         Returns:
             The attention output, [B, T, Hq, dv].
         """
+
+    def attend_again(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        """Compute attention of a later layer to the keys of the last `update`; arguments and result as of `attend`."""
+        return self.attend(query, key, value, mask, scale, stock)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device from the first keys."""

@@ -3,6 +3,7 @@
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -55,6 +56,9 @@ def wrap_generation(model_class: Any) -> None:
                     "fewer new tokens."
                 )
             inputs |= cache_argument(cache)
+        if cache.reads_all_queries and isinstance(inputs.get("logits_to_keep"), int):
+            # Given as a tensor, models do not leave out other tokens in layers that share keys and values.
+            inputs["logits_to_keep"] = torch.arange(-inputs["logits_to_keep"], 0)
         return inputs
 
     setattr(prepare_inputs_for_generation, _IS_WRAPPER, True)

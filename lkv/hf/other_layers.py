@@ -6,7 +6,7 @@ transformers states the kind of each layer of a model and has a class for each k
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -95,7 +95,11 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
 
     def restore(self, state: dict[str, Tensor], tokens: int, spec: ModelSpec, like: Tensor) -> None:
         """Load what `state` returned for one text; see `OtherLayer`."""
-        shape = (1, spec.kv_heads, min(tokens, self.sliding_window - 1), spec.head_dim)
+        # Its heads may differ from those of the layers that `spec` describes.
+        heads, width = (
+            state["sliding_k"].shape[axis] if state.get("sliding_k", like).ndim == 4 else 0 for axis in (1, 3)
+        )
+        shape = (1, heads, min(tokens, self.sliding_window - 1), width)
         is_whole = state.keys() == {"sliding_k", "sliding_v"}
         if not is_whole or any(tuple(x.shape) != shape or not x.is_floating_point() for x in state.values()):
             raise ValueError(f"k and v of a sliding layer are not {shape}")
@@ -184,11 +188,13 @@ class LayerKind:
         name: transformers' name of the kind.
         other: The class of the part without eviction; None if the layer has no such part.
         options: Arguments of that class.
+        readers: The indices of later layers that have no keys and values of their own, but read those of this one.
     """
 
     name: str
     other: Callable[..., Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    readers: tuple[int, ...] = ()
 
     @property
     def is_evicted(self) -> bool:
@@ -227,12 +233,24 @@ def layer_kinds(config: Any) -> list[LayerKind]:
             kinds.append(LayerKind(name, SlidingWindowLayer, {"sliding_window": window}) if window else LayerKind(FULL))
         else:
             kinds.append(LayerKind(name, _OTHERS.get(name), own))
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)
+    for index in (index for index, mode in enumerate(modes) if mode == "reuse"):
+        earlier = [
+            i for i in range(index) if modes[i] != "reuse" and config.layer_types[i] == config.layer_types[index]
+        ]
+        for i in earlier[-1:]:
+            kinds[i] = replace(kinds[i], readers=(*kinds[i].readers, index))
     return kinds
 
 
 def unknown_kinds(kinds: Sequence[LayerKind]) -> list[str]:
     """Return the sorted names of the `kinds` that LKV does not support."""
     return sorted({kind.name for kind in kinds} - _OTHERS.keys())
+
+
+def evicted_kinds(kinds: Sequence[LayerKind]) -> list[LayerKind]:
+    """Return the `kinds` that LKV evicts from, in order."""
+    return [kind for kind in kinds if kind.is_evicted]
 
 
 def make_layers(kinds: Sequence[LayerKind], attention: Iterable[Any]) -> tuple[list[Any], dict[int, OtherLayer]]:
@@ -246,6 +264,9 @@ def make_layers(kinds: Sequence[LayerKind], attention: Iterable[Any]) -> tuple[l
 
 def join_layers(kinds: Sequence[LayerKind], attention: Iterable[Any], others: dict[int, OtherLayer]) -> list[Any]:
     """Return the layers of a cache: `attention` for full attention, else `others`."""
+    attention = list(attention)
+    for layer, kind in zip(attention, evicted_kinds(kinds), strict=True):
+        layer.readers = len(kind.readers)
     remaining = iter(attention)
     return [
         next(remaining) if kind.is_evicted else others[index] if index in others else cache_utils.DummyLayer()

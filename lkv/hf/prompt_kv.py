@@ -103,6 +103,16 @@ class LayerKV:
         )
 
 
+def join_queries(prompt: LayerKV, *others: Tensor) -> LayerKV:
+    """Return `prompt` with the queries [B, Hq, T, d] of later layers that read its k and v beside its own.
+
+    Each KV head has the query heads of its own layer, then those of the others.
+    """
+    heads = prompt.key.shape[1]
+    queries = torch.cat([query.unflatten(1, (heads, -1)) for query in (prompt.query, *others)], 2)
+    return replace(prompt, queries=queries.flatten(1, 2))
+
+
 class PromptKV(list[LayerKV]):
     """The full-attention layers of a prompt, in order.
 
@@ -258,4 +268,12 @@ class _CapturingLayer(AttentionCacheLayer):
         if queries is not None and self._queries is not True:
             queries = queries[:, :, -self._queries :]
         self.captured = LayerKV(_alone(key), _alone(value), scale, None if queries is None else _alone(queries))
+        return stock()
+
+    def attend_again(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        if self._queries:
+            query = query if self._queries is True else query[:, :, -self._queries :]
+            self.captured = join_queries(self.captured, query)
         return stock()

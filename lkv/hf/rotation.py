@@ -35,12 +35,14 @@ class Rotation:
         apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
         decoder = model.get_decoder()
         rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
-        if apply is None or rotary is None or [*signature(apply).parameters][2:4] != ["cos", "sin"]:
+        names = [] if apply is None else [*signature(apply).parameters]
+        if apply is None or rotary is None or "cos" not in names or names[names.index("cos") + 1] != "sin":
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
                 "Qwen3, Mistral, Phi-3 or Gemma-3, or a method that needs none, such as 'kvzip' or 'snapkv'."
             )
-        self._apply, self._rotary = apply, rotary
+        # Some models rotate queries and keys in one call, others in two.
+        self._apply, self._rotary, self._takes_one = apply, rotary, names.index("cos") == 1
         # Some attention modules pass only the rotated part of a head to `apply`, others the whole head.
         self._is_split_outside = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
@@ -149,6 +151,8 @@ class Rotation:
         return tables
 
     def _turn_by_model(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._takes_one:
+            return self._apply(x, cos, sin)
         if not self._is_split_outside:
             return self._apply(x, x[:, :1], cos, sin)[0]
         part, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -291,7 +295,8 @@ def _probe_keys(model: Any) -> list[Tensor]:
     """Read k [1, H, T, d] of each full-attention layer for equal hidden states, in float32 or better."""
     kinds = decoder_kinds(model)
     # Before transformers had recurrent layers, a cache of unlimited layers worked for every model.
-    cache = DynamicCache(config=model.config) if any(kind.is_recurrent for kind in kinds) else DynamicCache()
+    needs_config = any(kind.is_recurrent or kind.readers for kind in kinds)
+    cache = DynamicCache(config=model.config) if needs_config else DynamicCache()
     with equal_tokens(model) as ids:
         model.base_model(input_ids=ids, **cache_argument(cache), use_cache=True)
     layers: list[Any] = [layer for layer, kind in zip(cache.layers, kinds, strict=True) if kind.is_evicted]

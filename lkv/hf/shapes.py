@@ -9,6 +9,18 @@ from typing import Any
 from lkv.errors import UnsupportedModelError
 
 
+def layer_config(text: Any, layer: int) -> Any:
+    """Return the configuration of one layer of a model whose layers differ (Gemma-4), else `text` itself."""
+    return text.per_layer_config[layer] if getattr(text, "is_heterogeneous", False) else text
+
+
+def attention_sizes(config: Any) -> tuple[int, int, int]:
+    """Return the query heads, KV heads and head size in the configuration of one layer."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of a standard decoder: grouped-query attention, a gated MLP, two norms a layer."""
@@ -34,13 +46,16 @@ class Shape:
         """
         text = config.get_text_config(decoder=True)
         try:
+            kinds = getattr(text, "layer_types", None) or ()
+            full = kinds.index("full_attention") if "full_attention" in kinds else 0
+            heads, kv_heads, head_dim = attention_sizes(layer_config(text, full))
             return cls(
                 layers=text.num_hidden_layers,
                 hidden=text.hidden_size,
                 intermediate=text.intermediate_size,
-                heads=text.num_attention_heads,
-                kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-                head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
                 vocabulary=text.vocab_size,
                 tied=bool(getattr(config, "tie_word_embeddings", False)),
                 positions=text.max_position_embeddings,

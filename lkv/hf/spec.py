@@ -1,7 +1,7 @@
 """The description of a transformers model: its shape, the layers to evict from, a fingerprint of its weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from lkv.hf import positions
 from lkv.hf.fingerprint import read_directions, read_norms, read_values, without_adapters
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import LayerKind, layer_kinds, unknown_kinds
+from lkv.hf.shapes import attention_sizes, layer_config
 
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -29,7 +30,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
         raise UnsupportedModelError("this is not a causal language model of transformers; give one with .generate().")
     name, text = type(model).__name__, config.get_text_config(decoder=True)
     kinds = _check_architecture(model, text)
-    heads, kv_heads = text.num_attention_heads, _kv_heads(text)
+    heads, kv_heads, head_dim = _attention_sizes(model, kinds)
     weights = without_adapters(dict(model.named_parameters()))
     limit = positions.max_positions(text)
     if not isinstance(limit, int):
@@ -40,7 +41,6 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     if "meta" in devices:
         raise UnsupportedModelError(f"some weights of {name} are offloaded; load all of them on GPUs, or on the CPU.")
     local_kv_heads(model)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     rope = getattr(text, "rope_parameters", None) or {}
     decoder, depth = model.get_decoder(), text.num_hidden_layers
     return ModelSpec(
@@ -61,14 +61,12 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
 def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
     """Return the kinds of layers of a model with attention and a cache that LKV works with, or raise."""
     name = type(model).__name__
-    # In Gemma-3n and Gemma-4 some layers share an earlier layer's keys and values, or have another head size.
-    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
+    if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):
         raise UnsupportedModelError(
-            f"{name} has layers that share keys and values or differ in their heads; LKV works with models whose "
-            "layers are alike and have keys and values of their own, such as Gemma-3."
+            f"{name} has layers that share keys and values, which LKV works with from transformers 5.24 on; install it."
         )
-    heads = getattr(text, "num_attention_heads", None)
-    kv_heads = _kv_heads(text)
+    is_alike = not getattr(text, "is_heterogeneous", False)
+    heads, kv_heads = (getattr(text, "num_attention_heads", None), _kv_heads(text)) if is_alike else (1, 1)
     if not isinstance(kv_heads, int) or not isinstance(heads, int) or getattr(text, "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{name} has no per-head key-value cache; LKV works with multi-head and grouped-query attention."
@@ -96,6 +94,18 @@ def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
     return kinds
 
 
+def _attention_sizes(model: PreTrainedModel, kinds: list[LayerKind]) -> tuple[int, int, int]:
+    """Return query heads, KV heads and head size of the full-attention layers, which must be the same in all."""
+    text = model.config.get_text_config(decoder=True)
+    sizes = {attention_sizes(layer_config(text, index)) for index, kind in enumerate(kinds) if kind.is_evicted}
+    if len(sizes) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has full-attention layers of {len(sizes)} shapes; LKV works with models whose "
+            "full-attention layers have the same numbers of heads and the same head size."
+        )
+    return sizes.pop()
+
+
 def decoder_kinds(model: PreTrainedModel) -> list[LayerKind]:
     """Return the kind of each decoder layer."""
     return layer_kinds(model.config.get_text_config(decoder=True))
@@ -116,7 +126,7 @@ def local_kv_heads(model: PreTrainedModel) -> slice:
 
     Raises UnsupportedModelError if the heads cannot be divided evenly, or the model is split in another way.
     """
-    heads = _kv_heads(model.config.get_text_config(decoder=True))
+    _, heads, _ = _attention_sizes(model, decoder_kinds(model))
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or mesh.size() == 1:
         return slice(0, heads)
@@ -165,7 +175,15 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     """Return the attention module of each full-attention layer, with the name of its output projection."""
-    evicted = [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
+    return _attention_modules(model, [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted])
+
+
+def reader_modules(model: PreTrainedModel) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for each full-attention layer, the modules of the layers that read its keys and values, as above."""
+    return [_attention_modules(model, kind.readers) for kind in decoder_kinds(model) if kind.is_evicted]
+
+
+def _attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[tuple[nn.Module, str]]:
     modules: dict[int, tuple[nn.Module, str]] = {}
     for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
@@ -173,12 +191,12 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[nn.Module, str]
         # The recurrent module of a hybrid layer has no attribute `is_causal`.
         if isinstance(index, int) and name is not None and (index not in modules or hasattr(module, "is_causal")):
             modules[index] = module, name
-    if not modules.keys() >= {*evicted}:
+    if not modules.keys() >= {*layers}:
         raise UnsupportedModelError(
             f"{type(model).__name__} has attention layers without an output projection that LKV knows; use a model "
             "such as Llama, Qwen2, Qwen3, Mistral, Phi-3 or Gemma-3, or another method."
         )
-    return [modules[index] for index in evicted]
+    return [modules[index] for index in layers]
 
 
 def decoder_layers(model: Any) -> list[nn.Module]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.errors import CacheError
+from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import LayerKind
@@ -39,6 +39,7 @@ class _Notes(threading.local):
     # Not a ContextVar: torch.compile cannot trace it, and graphs of models with transformers' own caches would break.
     pending_layer: "weakref.ref[AttentionCacheLayer] | None" = None
     positions: Tensor | None = None
+    shared_layers: "tuple[weakref.ref[AttentionCacheLayer], ...]" = ()  # later layers of the model read them again
 
 
 class _Trace:
@@ -57,11 +58,17 @@ def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
     """Record that `layer` returned `key` and waits for attention over it."""
     layer.pending_key = key
     _notes.pending_layer = weakref.ref(layer)
+    if layer.readers:
+        layer.shared_key, layer.reads_left = key, layer.readers
+        others = (other for other in _notes.shared_layers if other() not in (None, layer))
+        _notes.shared_layers = (*others, _notes.pending_layer)
 
 
 def has_waiting_layer() -> bool:
     """Return whether an LKV layer may be waiting for the next attention call of this thread or trace."""
-    return _notes.pending_layer is not None or (torch.compiler.is_dynamo_compiling() and _trace.layer is not None)
+    return bool(_notes.pending_layer or _notes.shared_layers) or (
+        torch.compiler.is_dynamo_compiling() and _trace.layer is not None
+    )
 
 
 def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:
@@ -83,6 +90,28 @@ def take_positions() -> Tensor | None:
     """Remove and return the positions of the pass that has begun, if its model has multimodal RoPE."""
     positions, _notes.positions = _notes.positions, None
     return positions
+
+
+def take_shared_layer(key: Tensor) -> AttentionCacheLayer | None:
+    """Return the layer whose keys `key` a later layer reads again, if there is one, and count the read.
+
+    Raises UnsupportedModelError if the keys were copied to another device.
+    """
+    for reference in _notes.shared_layers:
+        layer = reference()
+        if layer is None or layer.shared_key is None or layer.shared_key.shape != key.shape:
+            continue
+        if layer.shared_key.device != key.device:
+            raise UnsupportedModelError(
+                "layers on several devices share keys and values, which LKV cannot follow; load the model on one."
+            )
+        if layer.shared_key is key:
+            layer.reads_left -= 1
+            if not layer.reads_left:
+                layer.shared_key = None
+                _notes.shared_layers = tuple(other for other in _notes.shared_layers if other is not reference)
+            return layer
+    return None
 
 
 def note_traced_layer(cache: Any, layer: int) -> None:

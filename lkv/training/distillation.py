@@ -323,6 +323,11 @@ def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards:
             "student is 'full', which reads each continuation as one text with its context, but this model has "
             "recurrent states, which are kept at the end of the context; give student 'continuation'."
         )
+    if config.student == "full" and any(kind.readers for kind in kinds):
+        raise TrainingError(
+            "student is 'full', which computes layers again one by one, but layers of this model share keys and "
+            "values; give student 'continuation'."
+        )
     if config.contexts_per_forward > 1:
         if any(kind.other for kind in kinds) or is_rope_by_length(model):
             raise TrainingError(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import LayerKV
-from lkv.hf.spec import full_attention_modules
+from lkv.hf.spec import full_attention_modules, reader_modules
 from lkv.methods.replay import REQUEST, ReplayLayer, replay
 from lkv.utils.devices import full_precision
 from lkv.utils.prompts import encode_question
@@ -45,7 +45,8 @@ def measure_eviction_errors(
     Raises:
         PromptError: The prompt does not fit into the model's context twice.
     """
-    projections = (getattr(module, name) for module, name in full_attention_modules(model))
+    pairs = zip(full_attention_modules(model), reader_modules(model), strict=True)
+    projections = [[getattr(module, name) for module, name in (own, *readers)] for own, readers in pairs]
     layers = [_ErrorLayer(part, projection) for part, projection in zip(prompt, projections, strict=True)]
     repeated = encode_question(tokenizer, REQUEST) + ids
     out = replay(model, prompt, layers, repeated, hidden_states=True)
@@ -64,10 +65,10 @@ class _ErrorLayer(ReplayLayer):
 
     attention_dtype = torch.float32  # 1 - a must be accurate
 
-    def __init__(self, prompt: LayerKV, projection: nn.Module):
+    def __init__(self, prompt: LayerKV, projections: list[nn.Module]):
         super().__init__(prompt)
         self.squares = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
-        self._projection = projection
+        self._projections = projections  # of the layer, then of those that read its k and v too
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
@@ -76,7 +77,8 @@ class _ErrorLayer(ReplayLayer):
         heads, dim = value.shape[1], value.shape[-1]
         # Sharded weights are gathered only during the layer's pass, so products of them are made here.
         with full_precision(value.device):
-            products = _products_of_weights(self._projection, heads, query.shape[1] // heads, dim)
+            projection = self._projections[self.readers - self.reads_left]
+            products = _products_of_weights(projection, heads, query.shape[1] // heads, dim)
             self._value = self._prompt.value.float()[:, :, None]
             self._products = products.to(value.device)  # P [H, G, d, d]
             self._projected_value = self._value @ self._products  # v P [B, H, G, T, d]

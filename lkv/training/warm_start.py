@@ -50,7 +50,10 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
             inputs[layer].add(torch.cat([tokens.read_key(part), part.value], -1)[0], outer=False)
             if is_learned:
                 unrotated = part.required_rotation.unrotate(to_fp32(part.query))
-                queries[layer].add(unrotated[0, :, _FIRST_TOKENS:], outer=True)
+                # Layers that read k and v of this one count as more tokens of its own query heads.
+                heads, group = policy.spec.kv_heads, policy.spec.heads // policy.spec.kv_heads
+                grouped = unrotated[0, :, _FIRST_TOKENS:].unflatten(0, (heads, -1, group)).transpose(1, 2)
+                queries[layer].add(grouped.flatten(2, 3).flatten(0, 1), outer=True)
         if len(prompts) < _SCALING_TEXTS:
             prompts.append([replace(part, queries=None) for part in prompt])
     for layer, moments in enumerate(inputs):

@@ -33,7 +33,9 @@ def method_of(layers: int, heads: int) -> Method:
 
 def masked_logits(model, text: torch.Tensor, method: Method, monkeypatch) -> torch.Tensor:
     """Of the stock model, whose full-attention layers hide from rows beyond the prompt what a head gives up there."""
-    full = [index for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
+    kinds = [(index, kind) for index, kind in enumerate(decoder_kinds(model)) if kind.is_evicted]
+    # The number of each full-attention layer, and of the one whose k and v a layer reads.
+    full = {layer: number for number, (index, kind) in enumerate(kinds) for layer in (index, *kind.readers)}
     own = sys.modules[type(model).__module__]
     is_eager = model.config._attn_implementation.endswith("eager")
     original = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -42,7 +44,7 @@ def masked_logits(model, text: torch.Tensor, method: Method, monkeypatch) -> tor
         if module.layer_idx in full:
             gone = torch.zeros(key.shape[:3], dtype=torch.bool)
             table = score(key[:, :, :PROMPT], value[:, :, :PROMPT])
-            ratios = method.budget.ratios(full.index(module.layer_idx), key.shape[1], PROMPT)
+            ratios = method.budget.ratios(full[module.layer_idx], key.shape[1], PROMPT)
             for head, ratio in enumerate(ratios):
                 worst = table[:, head].argsort(-1)[:, : PROMPT - int(ratio * PROMPT + 1e-6)]
                 gone[:, head].scatter_(1, worst, True)
@@ -107,7 +109,7 @@ def check_training(model, policy: Policy, steps: int = 1) -> None:
     assert all(not torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
 
 
-@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.label)
 def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
     if family.missing:
         pytest.skip(family.missing)

@@ -50,7 +50,7 @@ def model(family: Family) -> Any:
     return family.build()
 
 
-@pytest.fixture(params=[*HYBRIDS, *MIXED], ids=lambda family: family.name)
+@pytest.fixture(params=[*HYBRIDS, *MIXED], ids=lambda family: family.label)
 def mixed(request, monkeypatch) -> Any:
     """A model with layers of several kinds."""
     if request.param.missing:
@@ -84,8 +84,12 @@ class Masked:
         own, self._ratios = sys.modules[type(model).__module__], method.budget
         kinds = decoder_kinds(model)
         self._places, self._layers = {*places}, sum(kind.is_evicted for kind in kinds)
+        # The number of the layer whose k and v a later layer reads.
+        evicted = [kind for kind in kinds if kind.is_evicted]
+        self._producers = {index: number for number, kind in enumerate(evicted) for index in kind.readers}
         names = "sliding_attention", "chunked_attention"
-        self._windows = {index for index, kind in enumerate(kinds) if kind.name in names}
+        windows = [(index, kind) for index, kind in enumerate(kinds) if kind.name in names]
+        self._windows = {layer for index, kind in windows for layer in (index, *kind.readers)}
         self._hidden: dict[int, Tensor] = {}  # of each layer, [B, H, T]
         self._calls = 0
         is_eager = model.config._attn_implementation.endswith("eager")
@@ -98,8 +102,11 @@ class Masked:
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         if getattr(module, "layer_idx", None) in self._windows:
             return self._stock(module, query, key, value, mask, **kwargs)
-        layer, self._calls = self._calls % self._layers, self._calls + 1
         batch, heads, tokens, _ = key.shape
+        if (producer := self._producers.get(getattr(module, "layer_idx", None))) is not None:
+            mask = self._mask(self._hidden[producer], query)
+            return self._stock(module, query, key, value, mask, **kwargs)
+        layer, self._calls = self._calls % self._layers, self._calls + 1
         start = tokens - query.shape[2]
         gone = self._hidden.get(layer, torch.zeros(batch, heads, 0, dtype=torch.bool))
         gone = torch.cat([gone, torch.zeros(batch, heads, tokens - gone.shape[2], dtype=torch.bool)], 2)
@@ -109,10 +116,14 @@ class Masked:
                 worst = table[:, head].argsort(-1)[:, : start - int(ratio * start + 1e-6)]
                 gone[:, head].scatter_(1, worst, True)
         self._hidden[layer] = gone
-        own = torch.arange(tokens)
-        hidden = gone[:, :, None] | (own[start:, None] < own)
+        return self._stock(module, query, key, value, self._mask(gone, query), **kwargs)
+
+    def _mask(self, gone: Tensor, query: Tensor) -> Tensor:
+        """The additive mask of the last tokens, from which the entries `gone` [B, H, T] are hidden."""
+        own = torch.arange(gone.shape[2])
+        hidden = gone[:, :, None] | (own[-query.shape[2] :, None] < own)
         mask = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, -torch.inf)
-        return self._stock(module, query, key, value, mask.repeat_interleave(query.shape[1] // heads, 1), **kwargs)
+        return mask.repeat_interleave(query.shape[1] // gone.shape[1], 1)
 
 
 def masked(
