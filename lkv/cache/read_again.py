@@ -1,6 +1,7 @@
 """A layer whose keys and values later layers read instead of their own (Gemma-3n, Gemma-4)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,9 +58,11 @@ class ReadAgainLayer(RaggedLayer):
             self._parts = []
             if self._waiting is not None:
                 prompt, padding = self._waiting
-                tokens, others = prompt.query.shape[2], [*self._reader_queries.values()]
+                queries = [prompt.query, *self._reader_queries.values()]
                 self._waiting, self._reader_queries = None, {}
-                super()._compress(join_queries(prompt, *(query[:, :, -tokens:] for query in others)), padding)
+                tokens = min(query.shape[2] for query in queries)
+                own, *others = (query[:, :, query.shape[2] - tokens :] for query in queries)
+                super()._compress(join_queries(replace(prompt, queries=own), *others), padding)
         return out
 
     @override
