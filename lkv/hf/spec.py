@@ -126,7 +126,9 @@ def local_kv_heads(model: PreTrainedModel) -> slice:
 
     Raises UnsupportedModelError if the heads cannot be divided evenly, or the model is split in another way.
     """
-    _, heads, _ = _attention_sizes(model, decoder_kinds(model))
+    text = model.config.get_text_config(decoder=True)
+    is_alike = not getattr(text, "is_heterogeneous", False)
+    heads = _kv_heads(text) if is_alike else _attention_sizes(model, decoder_kinds(model))[1]
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None or mesh.size() == 1:
         return slice(0, heads)
