@@ -302,9 +302,8 @@ class RaggedLayer(AttentionCacheLayer):
         appended = self.store.appended_tokens
         score = partial(self._score_entries, scale)
         store = evict_entries(self._context, self.store, limits, free_slots, score)
-        self.real_tokens = [real + appended for real in self.real_tokens]
+        self.real_tokens, self.store = [real + appended for real in self.real_tokens], store
         self.base_length += appended
-        self.store = store
         return store
 
     def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
