@@ -32,6 +32,7 @@ from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
+from lkv.utils.cpu_threads import adapt_threads
 from lkv.utils.prompts import encode_context
 
 _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
@@ -118,6 +119,7 @@ def compress(
     return compress_ids(model, text_tokenizer(tokenizer), ids, request, text, progress, inputs)
 
 
+@adapt_threads
 @torch.no_grad()
 def compress_ids(
     model: PreTrainedModel,

@@ -40,6 +40,7 @@ from lkv.hf.positions import check_frequencies
 from lkv.hf.spec import max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
+from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.files import as_path
 from lkv.utils.prompts import decode_tail, encode_continuation, encode_question
 
@@ -211,7 +212,7 @@ class Context:
             )
         check_frequencies(self.model.config.get_text_config(decoder=True), self.tokens, total)
         ids = torch.tensor([prefix + target], device=input_device(self.model))
-        with self.working_cache() as cache:
+        with adapted_threads(self.model.device), self.working_cache() as cache:
             logits = self.model(input_ids=ids, **pass_arguments(cache, ids)).logits[0]
         return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 

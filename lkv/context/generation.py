@@ -17,6 +17,7 @@ from lkv.hf.image_positions import following_positions
 from lkv.hf.position_hook import has_image_positions
 from lkv.hf.positions import frequency_change
 from lkv.hf.spec import max_positions, unwrap_model
+from lkv.utils.cpu_threads import adapt_threads
 
 _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that `ask` sets itself, or that change the type of its result.
@@ -103,6 +104,7 @@ def longest_answer(model: Any, tokens: int) -> int:
     return (limit if change is None or tokens > change else min(limit, change)) + 1 - tokens
 
 
+@adapt_threads
 def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int, cache: Any, **options: Any) -> Tensor:
     """Return the new ids [B, n] that `model.generate` gives, greedy unless the options sample.
 

@@ -24,6 +24,7 @@ from lkv.hf.spec import evaluation_mode
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
+from lkv.utils.cpu_threads import adapt_threads
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, MEMORY, Record, lock_journal
 from lkv.utils.prompts import encode
 from lkv.utils.provenance import collect_provenance
@@ -126,6 +127,7 @@ def evaluate(
         journal.finish(list(named))
 
 
+@adapt_threads
 @torch.no_grad()
 def run_example(
     model: "PreTrainedModel",

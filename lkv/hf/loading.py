@@ -28,6 +28,7 @@ from transformers import (
 
 from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.devices import find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder, is_path
@@ -141,9 +142,10 @@ def _load(
         if device is not None and device.type != "cpu" and find_spec("accelerate"):  # required by transformers
             placement = {"device_map": {"": device}}
     try:
-        loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
-            path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
-        )
+        with adapted_threads(torch.device("cpu")):
+            loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
+                path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
+            )
         model, report = loaded
         if missing := report["missing_keys"]:  # transformers initialises them randomly
             raise ValueError(f"its weights lack {min(missing)!r}, {len(missing)} tensors of the model in all")
