@@ -26,7 +26,8 @@ from lkv.policy.lookup import default_policy
 from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CompressionSettings, context_id
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 from lkv.utils.prompts import encode_context, encode_question
 
 _BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()

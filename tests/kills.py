@@ -116,7 +116,7 @@ STORED = [" ".join(f"{letter}{number}" for number in range(60)) for letter in "a
 def put_context(store: Any, model: Any, text: str) -> str:
     """Compress a text into a store; its id."""
     from lkv.serving.inputs import CompressionSettings, context_id
-    from lkv.serving.store import StoredContext
+    from lkv.serving.stored_context import StoredContext
 
     settings = CompressionSettings("knorm", 0.4, None, "model", "tokenizer")
     context = compress(model, Words(), text, method="knorm", retention=0.4)

@@ -2,8 +2,6 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,12 +21,10 @@ from lkv.cli.options import (
     load_pattern,
     log,
 )
+from lkv.cli.reading import show_reading
 from lkv.errors import DEFAULT_RETENTION, CacheError, DocumentError, LkvError
-from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
@@ -152,7 +148,7 @@ class Ask(PolicyOptions, RunOptions):
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
-        with _show_progress(model, len(encode_context(tokenizer, text)), readings):
+        with show_reading(model, len(encode_context(tokenizer, text)), readings):
             context = compress(
                 model,
                 tokenizer,
@@ -174,7 +170,10 @@ class Ask(PolicyOptions, RunOptions):
             f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
             f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}"
         )
-        return context, compress(model, tokenizer, text, method=FULL, chunk=chunk) if self.compare else None
+        if not self.compare:
+            return context, None
+        with show_reading(model, context.tokens, purpose=" for its full cache"):
+            return context, compress(model, tokenizer, text, method=FULL, chunk=chunk)
 
 
 def _describe_size(context: "Context") -> str:
@@ -182,29 +181,6 @@ def _describe_size(context: "Context") -> str:
 
     size, full = context.nbytes(), context.full_nbytes()
     return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB in {dtype_name(context.model.dtype)} ({size / full:.3f})"
-
-
-@contextmanager
-def _show_progress(model: "PreTrainedModel", tokens: int, readings: float) -> Iterator[None]:
-    """Print what the block will cost, and show how far the text is read in it by a bar if stderr is a terminal.
-
-    `readings`: its time, relative to one prefill of the text.
-    """
-    from tqdm import tqdm
-
-    from lkv.hf.progress import estimate_reading_seconds, full_cache_nbytes, report_progress
-
-    form = "{desc} {percentage:3.0f}% |{bar}| {n:,.0f} of {total:,} tokens, {rate_fmt}, {remaining} left"
-    bar = tqdm(total=tokens, desc="reading", unit=" tokens", bar_format=form, leave=False, disable=None)
-
-    def advance(count: float) -> None:
-        bar.update(min(count, tokens - bar.n))  # a second pass over the text does not count
-
-    duration = format_duration(readings * estimate_reading_seconds(model, tokens))
-    size = full_cache_nbytes(model, tokens) / 1e6
-    log(f"reading {tokens:,} tokens: {duration}; the full KV cache takes {size:,.1f} MB")
-    with bar, report_progress(model, advance):
-        yield
 
 
 def _warn_if_truncated(answers: "Context | Chat") -> None:

@@ -217,13 +217,13 @@ def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Exa
     ruler.check_sources(tasks, sources)
 
     def make_examples(tokenizer: Any) -> list[Example]:
-        from tqdm import tqdm
+        from lkv.utils.progress import ProgressBar
 
         grid = [(length, task) for length in dict.fromkeys(options.lengths) for task in dict.fromkeys(tasks)]
         count = options.samples or _RULER_SAMPLES
         return [
             example
-            for length, task in tqdm(grid, desc="making the samples", leave=False)
+            for length, task in ProgressBar(grid, desc="making the samples", leave=False)
             for example in ruler.make_examples(task, length, count, tokenizer, sources, options.seed)
         ]
 

@@ -34,10 +34,12 @@ class Fit(RunOptions):
         from lkv.training import fitting
         from lkv.training.datasets import open_texts
         from lkv.utils.devices import faster_dtype, find_device, torch_dtype
+        from lkv.utils.progress import ProgressBar
 
         started = fitting.clock()
         device = find_device(self.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         texts = open_texts((), self.data, self.against)  # reports invalid texts before the model is loaded
         dtype = torch_dtype(self.dtype) or faster_dtype(device)
-        model, tokenizer = load_model(self.model_name, dtype, self.revision, device)
+        with ProgressBar.without_total(f"loading {self.model_name}"):
+            model, tokenizer = load_model(self.model_name, dtype, self.revision, device)
         fitting.fit_to(texts, model, tokenizer, self.minutes, self.out, self.model_name, started)

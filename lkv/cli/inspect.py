@@ -22,6 +22,7 @@ from lkv.cli.options import (
     find_needs,
     log,
 )
+from lkv.cli.reading import show_reading
 from lkv.errors import DEFAULT_RETENTION, LkvError
 from lkv.policy.shipped import describe_card, named_policy
 from lkv.utils.durations import format_duration
@@ -168,7 +169,6 @@ def _write_page(options: Inspect, source: str) -> None:
         raise LkvError(f"the page would overwrite {out} itself; give another name with --out.")
     text = read_document(source)
     from lkv.context.inspection import inspect_text, is_page, render_page
-    from lkv.hf.progress import estimate_reading_seconds
     from lkv.methods.targets import MemoryTarget
     from lkv.utils.files import check_writable_file, strip_parent_dirs, write_text
     from lkv.utils.prompts import encode_context
@@ -179,10 +179,9 @@ def _write_page(options: Inspect, source: str) -> None:
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))
-    duration = format_duration(estimate_reading_seconds(model, tokens))
-    log(f"reading {tokens:,} tokens, to see what every head keeps of them: {duration}")
     started = time.perf_counter()
-    inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
+    with show_reading(model, tokens, purpose=", to see what every head keeps of them"):
+        inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
     full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
     memory = options.memory or DEFAULT_MEMORY
     share = options.retention or MemoryTarget.parse(memory).share_of(full)

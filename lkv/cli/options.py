@@ -76,8 +76,11 @@ class RunOptions(ModelOptions):
         """Load model and tokenizer; `device` is the default of --device."""
         from lkv.hf.loading import load_model
         from lkv.utils.devices import find_device, torch_dtype
+        from lkv.utils.progress import ProgressBar
 
-        return load_model(self.model_name, torch_dtype(self.dtype), self.revision, find_device(self.device or device))
+        dtype, place = torch_dtype(self.dtype), find_device(self.device or device)
+        with ProgressBar.without_total(f"loading {self.model_name}"):
+            return load_model(self.model_name, dtype, self.revision, place)
 
 
 class PolicyOptions(Command):

@@ -1,12 +1,13 @@
 """lkv serve: serve compressed contexts and chats over an OpenAI-compatible API."""
 
 import errno
+import logging
 import os
 import socket
 from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
-from lkv.cli.options import MethodName, PolicyOptions, Retention, RunOptions, check_methods
+from lkv.cli.options import MethodName, PolicyOptions, Retention, RunOptions, check_methods, log
 from lkv.errors import DEFAULT_RETENTION, LkvError, ServerError
 from lkv.serving import LOOPBACK
 from lkv.serving.settings import KEY_VARIABLE, ServiceSettings
@@ -15,7 +16,9 @@ from lkv.utils.files import short_name
 if TYPE_CHECKING:
     from lkv.serving.service import Service
 
-_NOT_FOR_VLLM = "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout".split()
+_NOT_FOR_VLLM = (
+    "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout --log-level".split()
+)
 
 
 class Serve(PolicyOptions, RunOptions, ServiceSettings):
@@ -50,6 +53,9 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
 
         from lkv.serving.app import make_app
 
+        # Other packages' messages from warnings on; uvicorn's in the same form.
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("lkv").setLevel(self.log_level.upper())
         service = self.make_service()
         app = make_app(service, key)
         print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
@@ -58,7 +64,8 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
             host=self.host,
             port=self.port,
             log_level="warning",
-            access_log=False,
+            log_config=None,
+            access_log=False,  # `RequestLog` has more
             timeout_graceful_shutdown=int(self.grace) + 1,
         )
 
@@ -68,6 +75,7 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         from lkv.policy.lookup import resolve_policy
         from lkv.serving.service import Service
 
+        log(f"loading {self.model_name}")
         model, tokenizer = self.load_model()
         policy = None
         if parse_method(self.method).needs_policy:

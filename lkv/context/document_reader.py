@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from lkv.context.text_decoding import decode_text
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason
+from lkv.utils.text_decoding import decode_text
 
 STDIN = "-"
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml", ".xht")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from lkv.errors import CacheError, DataError, PromptError
 from lkv.evaluation.comparison import Fidelity, MethodComparison, MethodGrid, RowPrediction
@@ -26,6 +25,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.cpu_threads import adapt_threads
 from lkv.utils.journal import FIDELITY_METRICS, JOURNAL_FORMAT, MEMORY, Record, lock_journal
+from lkv.utils.progress import ProgressBar
 from lkv.utils.prompts import encode
 from lkv.utils.provenance import collect_provenance
 from lkv.version import __version__
@@ -120,7 +120,7 @@ def evaluate(
         pending = {key: methods for key, methods in missing.items() if methods is not None}
         share = _share_of(list(pending), state.process_index, state.num_processes)
         with evaluation_mode(model):
-            for key in tqdm(share, desc=str(header["suite"]), unit="sample", disable=not state.is_main_process):
+            for key in ProgressBar(share, desc=str(header["suite"]), unit="sample", disable=not state.is_main_process):
                 line = journal.done.get(key)
                 measured = run_example(model, tokenizer, named[key], pending[key], config)
                 journal.add({"key": key} | (measured if line is None else _extend(line, measured)))

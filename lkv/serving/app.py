@@ -20,7 +20,8 @@ from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving import LOOPBACK
 from lkv.serving.answer import Answer
 from lkv.serving.middleware import RequestGuard
-from lkv.serving.routes import add_context_routes, add_error_handlers, read_body
+from lkv.serving.request_log import RequestLog, add_facts
+from lkv.serving.routes import add_context_routes, add_error_handlers, describe_model, read_body
 from lkv.serving.schemas import ChatRequest, error_object, parse_chat
 from lkv.serving.service import Service
 
@@ -45,7 +46,10 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
         await asyncio.to_thread(service.stop, settings.grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    registry = CollectorRegistry()  # of this service alone: several may run in one process
+    registry.register(service)
     app.add_middleware(RequestGuard, key=key, is_local=settings.host in LOOPBACK)
+    app.add_middleware(RequestLog, registry=registry)  # outermost: refused requests are logged too
     add_error_handlers(app, _ROUTES)
 
     @app.exception_handler(Exception)
@@ -57,7 +61,7 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
     add_context_routes(app, service)
     _add_chat(app, service)
     _add_models(app, service)
-    _add_state(app, service)
+    _add_state(app, service, registry)
     return app
 
 
@@ -139,6 +143,8 @@ class _AnswerResponse:
         }  # fmt: skip
         self._has_usage = body.stream_options is not None and body.stream_options.include_usage
         self._is_late = False
+        context = body.context or _context_name(service, body.model) or None
+        add_facts(request.scope, id=self._base["id"], context=context)
 
     async def whole(self) -> Any:
         """Return the whole answer, once it is complete."""
@@ -196,6 +202,9 @@ class _AnswerResponse:
     def cancel(self) -> None:
         """Generate no more of the answer."""
         self._service.answers.cancel(self._answer)
+        usage = self._usage()
+        counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+        add_facts(self._request.scope, **counts, finish=self._answer.reason)
 
     def _usage(self) -> dict[str, Any]:
         prompt, answer = len(self._answer.question) + self._context_tokens, len(self._answer.ids)
@@ -210,28 +219,22 @@ def _event(content: dict[str, Any]) -> str:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    def describe(name: str, created: float = 0) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": int(created), "owned_by": "lkv"}
-
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         stored = await asyncio.to_thread(service.store.list_contexts)
-        named = [describe(f"{service.name}:{context.id}", context.created) for context in stored]
-        return {"object": "list", "data": [describe(service.name), *named]}
+        named = [describe_model(f"{service.name}:{context.id}", context.created) for context in stored]
+        return {"object": "list", "data": [describe_model(service.name), *named]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         context = _context_name(service, name)
         if not context:
-            return describe(service.name)
+            return describe_model(service.name)
         found = await asyncio.to_thread(service.queue.find, context, service.store)
-        return describe(name, found.created)
+        return describe_model(name, found.created)
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    registry = CollectorRegistry()  # of this service alone: several may run in one process
-    registry.register(service)
-
+def _add_state(app: FastAPI, service: Service, registry: CollectorRegistry) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)

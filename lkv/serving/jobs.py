@@ -8,7 +8,9 @@ from typing import Any
 
 from lkv.errors import BusyError, ContextFileError, ContextPendingError, LkvError, UnknownContextError
 from lkv.serving.inputs import CompressionSettings, EncodedText
-from lkv.serving.store import ContextStore, StoredContext, unknown_context
+from lkv.serving.request_log import format_facts
+from lkv.serving.store import ContextStore, unknown_context
+from lkv.serving.stored_context import StoredContext
 
 _FAILED_JOBS = 256  # failed jobs that are still reported
 _LOG = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ class Job:
     settings: CompressionSettings
     created: float
     text: EncodedText | None = None  # where this process compresses it, until it has
+    skipped: list[str] | None = None  # what of a file is not in its text
     progress: float = 0.0
     error: str | None = None
     is_started: bool = False
@@ -44,6 +47,7 @@ class Job:
             "method": self.settings.method,
             "memory": self.settings.memory,
             "retention": None if self.settings.memory else self.settings.retention,
+            "skipped": self.skipped,
             **sizes,
         }
 
@@ -189,10 +193,13 @@ class JobQueue:
             return job
 
     def close(self) -> None:
-        """Take no more jobs, and cancel all."""
+        """Take no more jobs, cancel all, and log which texts get no context."""
         with self._changed:
             self.is_closed = True
             for job in self._jobs.values():
+                if job.error is None and not job.is_cancelled:
+                    facts = format_facts({"context": job.id, "name": job.title, "progress": round(job.progress, 3)})
+                    _LOG.warning("the server stops before a text is compressed, send it again: %s", facts)
                 job.is_cancelled = True
             self._changed.notify_all()
 

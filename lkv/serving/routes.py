@@ -12,8 +12,10 @@ from starlette.types import Receive
 
 from lkv.errors import LkvError, PromptError
 from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.request_log import add_facts
 from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 
 # Content Security Policy: same origin only, no framing.
 _POLICY = (
@@ -35,7 +37,7 @@ class ContextServer(Protocol):
     async def open_store(self) -> ContextStore:
         """Return the store. Raises LkvError if there can be none."""
 
-    async def create(self, body: ContextRequest) -> StoredContext | Job:
+    async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Return the stored context of a text, or the job that makes it. Raises LkvError if there can be none."""
 
     async def delete(self, name: str) -> None:
@@ -50,7 +52,8 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
         data = await read_body(request.receive, server.body_limit)
         kind = request.headers.get("content-type", "")
         body, skipped = await asyncio.to_thread(parse_context, data, kind, request.url.query)
-        context = await server.create(body)
+        context = await server.create(body, skipped)
+        add_facts(request.scope, context=context.id)
         about = context.as_object() | ({} if skipped is None else {"skipped": skipped})
         return JSONResponse(about, 200 if isinstance(context, StoredContext) else 202)
 
@@ -89,6 +92,11 @@ def add_error_handlers(app: FastAPI, other_routes: str = "") -> None:
         advice = _CONTEXT_METHODS if path.startswith("/v1/contexts") else other_routes
         message = f"{request.method} {path}: {error.detail}{advice and '; '}{advice}."
         return JSONResponse(error_object(message, "invalid_request_error"), error.status_code, error.headers)
+
+
+def describe_model(name: str, created: float = 0) -> dict[str, Any]:
+    """Return the JSON object of a model, or of `MODEL:CONTEXT`, made at `created`."""
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "lkv"}
 
 
 @functools.cache

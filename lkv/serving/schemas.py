@@ -99,6 +99,7 @@ Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Memory = Annotated[str | float, PlainValidator(_check_memory)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
+_MAX_SKIPPED, _MAX_SKIPPED_TEXT = 50, 200  # descriptions of skipped content, characters of each
 
 _Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest")
 _SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
@@ -245,7 +246,8 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
         return parse(ContextRequest, fields), None
     if "text" in fields:
         raise PromptError("the form has a file and a text; send one of them.")
-    return parse(ContextRequest, {"name": file_name, **fields, "text": document.text}), document.skipped
+    skipped = [text[:_MAX_SKIPPED_TEXT] for text in document.skipped[:_MAX_SKIPPED]]
+    return parse(ContextRequest, {"name": file_name, **fields, "text": document.text}), skipped
 
 
 def _parameter(header: str, name: str) -> str | None:

@@ -22,14 +22,17 @@ from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, CompressionSettings, encode_conversation, encode_text
 from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.request_log import format_facts
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ServiceSettings
-from lkv.serving.store import ContextStore, StoredContext, unknown_context
+from lkv.serving.store import ContextStore, unknown_context
+from lkv.serving.stored_context import StoredContext
 from lkv.utils.prompts import bos_ids
 
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
 _EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
+_LOG = logging.getLogger(__name__)
 
 
 class _CancelledError(Exception):
@@ -84,12 +87,16 @@ class Service:
         """Return the store."""
         return self.store
 
-    async def create(self, body: ContextRequest) -> StoredContext | Job:
+    async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Run `add` in a thread."""
-        return await asyncio.to_thread(self.add, body)
+        return await asyncio.to_thread(self.add, body, skipped)
 
-    def add(self, body: ContextRequest) -> StoredContext | Job:
+    def add(self, body: ContextRequest, skipped: list[str] | None = None) -> StoredContext | Job:
         """Compress a text in the background, unless it is stored already.
+
+        Args:
+            body: The text and its settings.
+            skipped: What of a file is not in its text; None for a text.
 
         Returns:
             The stored context, or the job that makes it.
@@ -102,7 +109,7 @@ class Service:
         settings = body.settings(self.compression)
         with self._tokenizing:
             text = encode_text(self.tokenizer, max_positions(self.model), body.text, settings)
-        job = Job(text.id, body.name, settings, time.time(), text)
+        job = Job(text.id, body.name, settings, time.time(), text, skipped)
         return self.queue.find_made(job, self.store, self.store.get) or self.queue.add(job)
 
     async def delete(self, name: str) -> None:
@@ -126,7 +133,7 @@ class Service:
                 if job is not None:
                     self._compress(job)
             except BaseException:  # the next text is compressed all the same
-                logging.getLogger(__name__).exception("a text could not be compressed")
+                _LOG.exception("a text could not be compressed")
             self._expire()
 
     def _expire(self) -> None:
@@ -134,10 +141,11 @@ class Service:
         try:
             self.store.expire(self.settings.keep_seconds)
         except Exception as error:  # whatever the file system answers
-            logging.getLogger(__name__).warning("expired contexts stay: %s", error)
+            _LOG.warning("expired contexts stay: %s", error)
 
     def _compress(self, job: Job) -> None:
         stored: StoredContext | None = None
+        start = time.perf_counter()
         try:
             stored = self._make_context(job)
         except _CancelledError:
@@ -147,6 +155,12 @@ class Service:
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         job.text = None
+        facts = {"context": job.id, "seconds": round(time.perf_counter() - start, 3)}
+        if stored is not None:
+            facts |= {"tokens": stored.tokens, "bytes": stored.nbytes}
+            _LOG.info("compressed %s", format_facts(facts))
+        elif job.error is not None:
+            _LOG.warning("not compressed %s", format_facts(facts | {"error": job.error}))
         if self.queue.finish(job, self.store, stored) and stored is not None:
             self.store.delete(job.id)  # the deletion came too early for it
 
@@ -166,7 +180,7 @@ class Service:
         self.store.check_quota()  # again: other texts were stored since the request
         if job.is_cancelled:
             raise _CancelledError
-        stored = StoredContext.describe(job.id, job.title, context, job.settings)
+        stored = StoredContext.describe(job.id, job.title, context, job.settings, job.created, job.skipped)
         self.store.put(stored, context)
         return stored
 

@@ -1,5 +1,7 @@
 """Settings of both servers: options of `lkv serve`, and the key `lkv` of vLLM's `--additional-config`."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from lkv.errors import DEFAULT_RETENTION
@@ -68,6 +70,9 @@ class ServiceSettings(ContextSettings):
     host: str = Field("127.0.0.1", description=f"address to listen on; other than localhost needs ${KEY_VARIABLE}")
     port: int = Field(8000, ge=1, le=65535, description="port to listen on")
     grace: float = Field(30.0, ge=0, le=86400, description="seconds that a shutdown waits for answers in flight")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="what goes to stderr; info has a line for each request and each text"
+    )
     vllm_args: str = Field(
         "",
         description="with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "

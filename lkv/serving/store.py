@@ -16,12 +16,11 @@ from weakref import WeakValueDictionary
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel, ConfigDict
 
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.hf.attention import patch_attention
-from lkv.serving.inputs import CompressionSettings
+from lkv.serving.stored_context import StoredContext
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
 
@@ -36,49 +35,6 @@ _ID = re.compile(r"[0-9a-f]{32}-[0-9a-f]{16}")
 def unknown_context(name: str) -> UnknownContextError:
     """Return the error for an id that is not stored; ids come from clients and may be long."""
     return UnknownContextError(f"there is no context {name[:80]!r}; GET /v1/contexts lists all contexts.")
-
-
-class StoredContext(BaseModel):
-    """The description of a stored context, read without loading it."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
-
-    id: str
-    name: str
-    created: float  # seconds since 1970
-    tokens: int
-    nbytes: int
-    full_nbytes: int
-    method: str
-    retention: float | None
-    realised_retention: float
-    memory: str | None = None
-    model: str = ""  # digest of its fingerprint
-
-    @classmethod
-    def describe(cls, name: str, title: str, context: Context, settings: CompressionSettings) -> "StoredContext":
-        """Return the description of a new context with the id `name`."""
-        return cls(
-            id=name,
-            name=title,
-            created=time.time(),
-            tokens=context.tokens,
-            nbytes=context.nbytes(),
-            full_nbytes=context.full_nbytes(),
-            method=settings.method,
-            retention=settings.retention if settings.memory is None else None,
-            memory=settings.memory,
-            realised_retention=round(context.realised_retention(), 6),
-        )
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the JSON object of a ready context."""
-        return {
-            "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
-            "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
-            "full_bytes": self.full_nbytes, "method": self.method, "retention": self.retention,
-            "memory": self.memory, "realised_retention": self.realised_retention, "error": None,
-        }  # fmt: skip
 
 
 def _is_file(file: dict[str, Any]) -> bool:

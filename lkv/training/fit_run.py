@@ -11,6 +11,7 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from lkv.errors import LkvError, TrainingError, TrainingStoppedError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
@@ -297,13 +298,14 @@ class FitRun:
         folder = _free_folder(self._job.folder) if self._job.keeps_earlier else self._job.folder
         policy.save_pretrained(folder, half=True)
         rmtree(self._job.folder / RUN, ignore_errors=True)
-        print(format_table(rows))
-        print(f"the policy is in {folder}, after {self._elapsed() / 60:.1f} minutes")
+        tqdm.write(format_table(rows))
+        tqdm.write(f"the policy is in {folder}, after {self._elapsed() / 60:.1f} minutes")
         for line in describe_better_baselines(better):
-            print(line)
+            tqdm.write(line)
         if self._job.keeps_earlier and not card["fit"]["preferred"]:
             cause = "SnapKV" if is_worse_than_snapkv else "the policy that was this model's default"
-            print(f"{cause} is better, so the new one is not the default; to use it, give it as the policy: {folder}")
+            better_one = f"{cause} is better, so the new one is not the default"
+            tqdm.write(f"{better_one}; to use it, give it as the policy: {folder}")
         return policy
 
     def _compare(self, policy: Policy, default: Policy | None) -> tuple[list[dict[str, Any]], list[int]]:
@@ -339,5 +341,5 @@ def _texts(count: int, kind: str = "") -> str:
 
 
 def log(line: str) -> None:
-    """Print a progress line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a progress line to stderr, above the bar if there is one."""
+    tqdm.write(line, file=sys.stderr)

@@ -29,6 +29,7 @@ from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
 from lkv.training.speed import seconds_per_token
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
+from lkv.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -137,7 +138,15 @@ def _run(job: FitJob, started: float) -> Policy:
     while True:
         config = config_for(positions, longest)
         try:
-            return FitRun(job, config, per_token, elapsed).run()
+            with ProgressBar(
+                total=int(job.seconds),
+                initial=int(elapsed()),
+                desc="fitting",
+                position_now=elapsed,
+                bar_format="{desc}: {percentage:3.0f}% |{bar:20}| {remaining} left",
+                leave=False,
+            ):
+                return FitRun(job, config, per_token, elapsed).run()
         except UselessStateError as error:
             kept = job.folder / f"{RUN}-unreadable"
             log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")

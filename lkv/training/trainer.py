@@ -33,6 +33,7 @@ from lkv.training.warm_start import calibrate
 from lkv.utils.devices import distributed_state
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_writable_folder
+from lkv.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,7 +97,7 @@ class Trainer:
             read_curve(self._folder)
             self._restore_or_initialize()
             first_step = self._loop.step
-            with tqdm(total=config.steps, initial=first_step, desc="training", disable=not is_main) as bar:
+            with ProgressBar(total=config.steps, initial=first_step, desc="training", disable=not is_main) as bar:
 
                 def finish_step(means: dict[str, float], seconds: float) -> None:
                     self._time_step(self._loop.step - first_step, seconds)
@@ -166,7 +167,9 @@ class Trainer:
         retentions = {"": self._config.retention_end}
         if self._config.retention_high:
             retentions["_third"] = self._config.retention_end / 3
-        samples = tqdm(self._validation, desc="validating", leave=False, disable=not self._process.is_main_process)
+        samples = ProgressBar(
+            self._validation, desc="validating", leave=False, disable=not self._process.is_main_process
+        )
         texts = (read_text(self._model, sample) for sample in samples)
         fidelities = measure_policy(self.policy, texts, [*retentions.values()])
         return {

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.kernels.softcap import log_expected_exp
@@ -20,6 +19,7 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.eviction_errors import longest_text, measure_eviction_errors
 from lkv.training.processes import all_reduce, average_gradients
 from lkv.utils.devices import distributed_state, has_float64
+from lkv.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -165,7 +165,7 @@ def warm_start(
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes
     rounds = max(1, contexts // count)
-    bar = tqdm(range(rounds), desc="warm start", leave=False, disable=index > 0)
+    bar = ProgressBar(range(rounds), desc="warm start", leave=False, disable=index > 0)
     texts = (samples(number * count + index).context for number in bar)
     targets = [regression_targets(model, tokenizer, policy, ids) for ids in texts]
     return fit_to_targets(policy, targets, is_shared=count > 1)

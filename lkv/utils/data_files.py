@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 from lkv.errors import DataError
 from lkv.utils.extras import optional_import
+from lkv.utils.text_decoding import decode_text
 
 Row = dict[str, Any]
 _MAX_FIELD_CHARS = 2**31 - 1  # a context may be a book
@@ -85,9 +87,18 @@ def replace_lone_surrogates(value: Any) -> Any:
     return value
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Read a text file, gzipped or not; bytes that are no text are replaced. Raises DataError."""
-    return _read_bytes(path).decode(encoding, errors="replace")
+def read_text(path: Path, encoding: str | None = None) -> str:
+    """Read a text file, gzipped or not, in `encoding` or the one that is detected; a guess is reported on stderr.
+
+    Raises DataError for a file that cannot be read, DocumentError for one that is no text.
+    """
+    data = _read_bytes(path)
+    if encoding is not None:
+        return data.decode(encoding, errors="replace")
+    text, uncertain = decode_text(data, str(path))
+    if uncertain:
+        print(f"{path}: uncertain: {'; '.join(uncertain)}", file=sys.stderr)
+    return text
 
 
 def read_member(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:

@@ -22,7 +22,8 @@ from lkv.serving.app import make_app
 from lkv.serving.inputs import encode_text
 from lkv.serving.jobs import Job
 from lkv.serving.schemas import ContextRequest
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.kills import STORED, put_context, run_and_kill, store_contexts, stored_answers

@@ -13,7 +13,7 @@ from lkv.serving import inputs
 from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import context_id
 from lkv.serving.schemas import ContextRequest
-from lkv.serving.store import StoredContext
+from lkv.serving.stored_context import StoredContext
 from tests.security.conftest import ready
 from tests.serving.server import OTHER, TEXT, serving
 

@@ -21,7 +21,7 @@ from lkv.integrations.vllm.http import ContextRoutes
 from lkv.serving.inputs import CompressionSettings
 from lkv.serving.jobs import Job
 from lkv.serving.settings import ContextSettings
-from lkv.serving.store import StoredContext
+from lkv.serving.stored_context import StoredContext
 from tests.serving.server import TEXT, until
 
 NAME = f"{'a' * 32}-{'b' * 16}"
@@ -395,3 +395,15 @@ def test_fields_that_are_too_many_or_too_long_to_be_compared_are_not(client, mon
     assert ask({"x" * 10**6: 1}).status_code == 404
     assert len(compared) < 3
     assert ask({"contexts": NAME}).status_code == 400
+
+
+def test_a_model_is_described_as_openais_clients_retrieve_it(contexts, routes, store, client):
+    name = store()
+    assert client.get("/v1/models/tiny").json() == {"id": "tiny", "object": "model", "created": 0, "owned_by": "lkv"}
+    found = client.get(f"/v1/models/tiny:{name}").json()
+    assert (found["id"], found["created"]) == (f"tiny:{name}", int(contexts.store.describe(name).created))
+    for unknown, said in (("other", "no model 'other'"), (f"other:{name}", "no model"), ("tiny:no", "no context 'no'")):
+        answer = client.get(f"/v1/models/{unknown}")
+        assert answer.status_code == 404 and said in answer.json()["error"]["message"]
+    local = TestClient(app_of(routes, host="127.0.0.1"), "http://evil.example")
+    assert local.get(f"/v1/models/tiny:{name}").status_code == 421

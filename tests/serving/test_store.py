@@ -16,7 +16,8 @@ from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings, context_id
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 from lkv.utils import tensor_file
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words

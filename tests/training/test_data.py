@@ -8,6 +8,7 @@ import random
 import pytest
 
 from experiments.data.folders import read_name_map
+from lkv.context.document_reader import read_document
 from lkv.errors import DataError, MissingPackageError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.facts import insert_sentences, make_fact
@@ -321,6 +322,35 @@ def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_pat
     assert needs.startswith("skipped (needs `pip install") and "documents" in needs
     with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*selectolax"):
         Mixture(tmp_path, (100, 200))
+
+
+ENCODED = {
+    "cp1252": "Die Brücke über den Fluß kostete 41 € und die Fähre „Möwe“ fährt weiter. " * 20,
+    "utf-16": "Die Brücke über den Fluß ist gesperrt. " * 20,
+    "utf-16-le": "The harbour of Lisse holds 41 boats. " * 20,  # without a mark
+    "shift_jis": "港には四十一隻の船があります。橋は閉まっています。" * 20,
+    "utf-8-sig": "Die Fähre fährt weiter. " * 20,
+}
+
+
+@pytest.mark.parametrize("encoding", ENCODED)
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py"])
+def test_own_texts_are_read_in_their_encoding_as_lkv_ask_reads_them(tmp_path, encoding, suffix, capsys):
+    path, text = tmp_path / f"note{suffix}", ENCODED[encoding]
+    path.write_bytes(text.encode(encoding))
+    (passage,) = read_dataset("text", [path], tmp_path)
+    assert passage.text == text == read_document(path)
+    # A guess is reported, by both.
+    assert capsys.readouterr().err.count("the encoding is a guess") == (0 if encoding in ("utf-16", "utf-8-sig") else 2)
+
+
+def test_own_files_that_are_no_text_are_left_out_by_name(tmp_path):
+    (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
+    (tmp_path / "image.txt").write_bytes(bytes(range(256)) * 20)
+    said = Mixture(tmp_path, (100, 200), skip_unknown=True).lines
+    assert "skipped (no text that can be read): image.txt" in said
+    with pytest.raises(DataError, match=r"image.txt cannot be read as text .*, or remove it from the folder"):
+        read_dataset("text", [tmp_path / "image.txt"], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])

@@ -47,6 +47,13 @@ def test_a_short_text_inside_an_evaluated_one_overlaps(tmp_path):
     assert overlap.clean("trec", items) == items[2:] and overlap.counts == {"trec": OverlapCounts(3, 2, 2)}
 
 
+@pytest.mark.parametrize(("name", "encoding"), [("old.txt", "cp1252"), ("wide.txt", "utf-16"), ("old.csv", "cp1252")])
+def test_an_evaluated_text_in_another_encoding_overlaps(tmp_path, name, encoding):
+    text = "Die Brücke über den Fluß ist für Fußgänger gesperrt, die Fähre fährt während der Bauzeit täglich weiter."
+    (tmp_path / name).write_text(f'text\n"{text}"\n', encoding=encoding)
+    assert NgramOverlap([tmp_path / name]).share(text) == 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

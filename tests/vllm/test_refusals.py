@@ -22,7 +22,8 @@ from lkv.integrations.vllm.requests import compress
 from lkv.integrations.vllm.runners import install_runners
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 from tests.vllm.lab import RETENTION, Lab, ask, asked, forget
 
 

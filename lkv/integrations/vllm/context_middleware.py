@@ -70,7 +70,7 @@ class ContextMiddleware:
             await self._routes.refresh_metrics()
         if self._routes.is_stopping and (scope["method"] == "POST" or path == "/health"):
             await _stopping_response()(scope, receive, send)
-        elif foreign is not None and path.startswith("/v1/contexts"):
+        elif foreign is not None and path.startswith(("/v1/contexts", "/v1/models/")):
             await foreign(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
             await self._ask(path, scope, receive, send, foreign)

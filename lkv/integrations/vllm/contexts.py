@@ -32,7 +32,8 @@ from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings, encode_text
 from lkv.serving.schemas import first_problem
 from lkv.serving.settings import ContextSettings
-from lkv.serving.store import ContextStore, StoredContext, unknown_context
+from lkv.serving.store import ContextStore, unknown_context
+from lkv.serving.stored_context import StoredContext
 
 _MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
 _MAX_WRITES = 256  # contexts whose write outcome is remembered
@@ -158,8 +159,9 @@ class VllmContexts:
         """Raise PromptError unless the request's text was announced; otherwise a client could replace any context."""
         announced = self._announced_texts.get(new_context.id)
         # Another client may have announced the same text under another name.
-        same = announced is not None and announced.model_copy(update={"name": new_context.name}).model_dump()
-        if announced is None or announced.ids != ids or same != new_context.model_dump():
+        own = {"name", "created", "skipped"}
+        same = announced is not None and announced.model_dump(exclude=own) == new_context.model_dump(exclude=own)
+        if announced is None or announced.ids != ids or not same:
             raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
         del self._announced_texts[new_context.id]
 
@@ -235,6 +237,8 @@ class NewContext(BaseModel):
     sha256: str
     protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps
     name: str = Field(default="", max_length=200)
+    created: float = Field(default_factory=time.time)  # seconds since 1970
+    skipped: list[str] | None = None  # what of a file is not in its text
     ids: list[int] = Field(default_factory=list, exclude=True)
 
     @classmethod
@@ -280,7 +284,9 @@ class Compression:
         metadata = describe_compression(cache, new_context.sha256)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.settings_of(new_context)
-        contexts.store.put(StoredContext.describe(new_context.id, new_context.name, context, settings), context)
+        text = new_context
+        stored = StoredContext.describe(text.id, text.name, context, settings, text.created, text.skipped)
+        contexts.store.put(stored, context)
 
 
 def unsupported_reason(vllm_config: Any) -> str | None:

@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from pydantic import ValidationError
 
-from lkv.errors import IntegrationError, LkvError, PromptError
+from lkv.errors import IntegrationError, LkvError, PromptError, UnknownContextError
 from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
 from lkv.integrations.vllm.context_middleware import COMPLETIONS, PREFIX, ContextMiddleware
 from lkv.integrations.vllm.contexts import NewContext, VllmContexts, loaded_contexts, plugin_settings
@@ -29,10 +29,11 @@ from lkv.integrations.vllm.requests import front_contexts, salt_of, split_salt
 from lkv.serving import LOOPBACK
 from lkv.serving.inputs import encode_conversation
 from lkv.serving.jobs import Job, JobQueue
-from lkv.serving.routes import add_context_routes, add_error_handlers
+from lkv.serving.routes import add_context_routes, add_error_handlers, describe_model
 from lkv.serving.schemas import ContextRequest, Message, first_problem
 from lkv.serving.settings import ContextSettings
-from lkv.serving.store import ContextStore, StoredContext
+from lkv.serving.store import ContextStore
+from lkv.serving.stored_context import StoredContext
 
 # vLLM ignores these fields for context chats.
 _UNUSED_FIELDS = (
@@ -77,6 +78,16 @@ class ContextRoutes:
         add_error_handlers(app)
         add_context_routes(app, self)
 
+        @app.get("/v1/models/{name:path}")
+        async def model(name: str) -> dict[str, Any]:  # which vLLM lacks
+            if name in self._models:
+                return describe_model(name)
+            before, _, context = name.rpartition(":")
+            if before not in self._models:
+                raise UnknownContextError(f"there is no model {name[:80]!r} here; GET /v1/models lists all.")
+            found = await asyncio.to_thread(self.queue.find, context, await self.open_store())
+            return describe_model(name, found.created)
+
     @property
     def body_limit(self) -> int:
         """The largest text that is sent, in bytes."""
@@ -118,7 +129,7 @@ class ContextRoutes:
         """Return the store."""
         return (await self.contexts()).store
 
-    async def create(self, body: ContextRequest) -> StoredContext | Job:
+    async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Return the stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
         settings = body.settings(contexts.compression)
@@ -127,11 +138,11 @@ class ContextRoutes:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len {self._length}."
             )
-        job = Job(new_context.id, body.name, settings, time.time(), is_started=True)
+        job = Job(new_context.id, body.name, settings, time.time(), skipped=skipped, is_started=True)
         made = await asyncio.to_thread(self.queue.find_made, job, contexts.store, contexts.tokens)
         made = made or self.queue.add(job)
         if made is job:
-            new_context.name = job.title
+            new_context.name, new_context.created, new_context.skipped = job.title, job.created, skipped
             contexts.announce(new_context)
             task = asyncio.create_task(self._compress(contexts, new_context, job))
             self._tasks.add(task)
