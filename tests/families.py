@@ -172,6 +172,23 @@ SERVED = [
         variant="E2B, E4B",
         since="5.24",
     ),
+    Family(
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 0, 1, 0],
+            "attention_chunk_size": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "interleave_moe_layer_step": 2,
+            "floor_scale": 16,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+        "Llama4TextConfig",
+        layers="full attention; chunked ones stay",
+        rotation="none: k as cached",
+    ),
     Family("Apertus"),
     Family("Arcee"),
     Family("BitNet"),
@@ -322,12 +339,11 @@ HYBRIDS = [
     Family("LaraMini", _DELTA, **_STATES, rotation=_UNROTATED),
 ]  # fmt: skip
 # Models with layers of several kinds, without states.
-MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "Gemma3n", "Gemma4", "GptOss")]
+MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "Gemma3n", "Gemma4", "GptOss", "Llama4")]
 REFUSED = [
     Family("Youtu", refused="no per-head key-value cache"),
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
-    Family("Llama4", _EXPERTS, "Llama4TextConfig", refused="layers of kind ['chunked_attention']"),
     Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
     Family(
         "MiniMax",

@@ -213,7 +213,8 @@ class LayerKind:
 
 
 # The storage of each kind of layer other than full attention.
-_OTHERS: dict[str, Callable[..., Any] | None] = {FULL: None, "sliding_attention": SlidingWindowLayer}
+_WINDOWS = ("sliding_attention", "chunked_attention")  # they differ in their masks only
+_OTHERS: dict[str, Callable[..., Any] | None] = {FULL: None} | dict.fromkeys(_WINDOWS, SlidingWindowLayer)
 if LinearAttentionLayer is not object:
     _OTHERS |= {"linear_attention": RecurrentLayer, "conv": RecurrentLayer, "hybrid": RecurrentLayer, "dummy": None}
 
@@ -229,8 +230,9 @@ def layer_kinds(config: Any) -> list[LayerKind]:
         names, options = get_layer_types_and_kwargs(config)
     kinds = []
     for name, own in zip(names, options, strict=True):
-        if name == "sliding_attention":  # a window as long as any text masks nothing
-            kinds.append(LayerKind(name, SlidingWindowLayer, {"sliding_window": window}) if window else LayerKind(FULL))
+        if name in _WINDOWS:  # a window as long as any text masks nothing
+            size = window if name == "sliding_attention" else config.attention_chunk_size
+            kinds.append(LayerKind(name, SlidingWindowLayer, {"sliding_window": size}) if size else LayerKind(FULL))
         else:
             kinds.append(LayerKind(name, _OTHERS.get(name), own))
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(kinds)

@@ -36,13 +36,14 @@ class Rotation:
         decoder = model.get_decoder()
         rotary = getattr(decoder, "rotary_emb", None) or getattr(decoder, "pos_emb", None)
         names = [] if apply is None else [*signature(apply).parameters]
-        if apply is None or rotary is None or "cos" not in names or names[names.index("cos") + 1] != "sin":
+        # Some models rotate queries and keys in one call, others in two.
+        self._takes_one = names[1:3] == ["cos", "sin"]
+        if apply is None or rotary is None or not (self._takes_one or names[2:4] == ["cos", "sin"]):
             raise UnsupportedModelError(
                 f"{type(model).__name__} has no rotary embedding that LKV can undo; use a model such as Llama, Qwen2, "
                 "Qwen3, Mistral, Phi-3 or Gemma-3, or a method that needs none, such as 'kvzip' or 'snapkv'."
             )
-        # Some models rotate queries and keys in one call, others in two.
-        self._apply, self._rotary, self._takes_one = apply, rotary, names.index("cos") == 1
+        self._apply, self._rotary = apply, rotary
         # Some attention modules pass only the rotated part of a head to `apply`, others the whole head.
         self._is_split_outside = hasattr(module, "rotary_ndims")
         self._kind = {"layer_type": "full_attention"} if "layer_type" in signature(rotary.forward).parameters else {}
