@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.cache_config import LayerContext
-from lkv.cache.ragged_store import KVStore, RaggedStore, slot_indices
+from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
+from lkv.methods import compensation
 from lkv.methods.base import check_shape, not_numbers, tier_counts
 from lkv.methods.budgets import Budget, drop_tokens
-from lkv.methods.compensation import compensate, reference_queries
 from lkv.utils.devices import stack_to_device
 
 
@@ -69,12 +69,17 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores, has_nan)
     if is_checked_late:
         shared.check_scores(index, selector, device)
-    for row, is_compensated in enumerate(config.method.compensates(batch)):
-        if is_compensated:
-            _compensate(store, row, prompt.select(slice(row, row + 1), slice(skipped[row], None)))
-    if not is_tiered:
-        return store
-    return TieredStore.from_ragged(store, config.split(lens, numbers), free_slots, is_centred=context.softcap is None)
+    is_compensated = config.method.compensates(batch)
+    single_rows = [slice(row, row + 1) for row in range(batch) if is_compensated[row]]
+    compensated = groups if all(is_compensated) else single_rows
+    fit = partial(_fit_values, prompt, compensated, skipped, store.lens) if compensated else None
+    if is_tiered:
+        split, is_centred = config.split(lens, numbers), context.softcap is None
+        return TieredStore.from_ragged(store, split, free_slots, is_centred=is_centred, fit_values=fit)
+    if fit is not None:
+        key, value = store.pack()
+        store.fill(key, fit(key, value))
+    return store
 
 
 def evict_entries(
@@ -262,20 +267,32 @@ def _check_counts(context: LayerContext, budget: Budget, counts: list[list[int]]
     )
 
 
-def _compensate(store: RaggedStore, row: int, prompt: LayerKV) -> None:
-    """Adjust the kept entries of one row by least squares; `prompt` has k, v and q of that row only."""
-    queries, tokens = reference_queries(prompt)[0], prompt.key.shape[2]
-    sinks: Any = [None] * len(queries)
-    if prompt.sinks is not None:
-        by_head = prompt.sinks.view(len(queries), -1)
-        sinks = by_head.repeat_interleave(queries.shape[1] // by_head.shape[1], 1)
-    for head, (query, sink) in enumerate(zip(queries, sinks, strict=True)):
-        key, value = store.head_entries(row, head)
-        if 0 < len(key) < tokens:
-            whole = prompt.key[0, head], prompt.value[0, head]
-            new_key, new_value = compensate(query, *whole, key, value, prompt.scale, sink, prompt.softcap)
-            key.copy_(new_key)
-            value.copy_(new_value)
+def _fit_values(
+    prompt: LayerKV, groups: Sequence[slice], padding: Sequence[int], lens: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """Return the values of kept entries, those of some rows compensated (`lkv.methods.compensation`).
+
+    Args:
+        prompt: The whole prompt with its queries.
+        groups: The rows to compensate; those of a group have the same padding.
+        padding: The left padding of each row, in tokens.
+        lens: The number of kept entries of each row and head, [B, H] on the CPU.
+        key: k of the kept entries as attention will read it, packed as in `RaggedStore.pack`, [N, d].
+        value: Their v, [N, dv].
+    """
+    fitted, starts, device = to_fp32(value).clone(), packed_starts(lens), value.device
+    for rows in groups:
+        part, counts = prompt.select(rows, slice(padding[rows.start], None)), lens[rows]
+        longest, queries = int(counts.max()), compensation.reference_queries(part)
+        if not longest or not queries.shape[3]:
+            continue
+        # Padded to equal lengths, so that all heads are one batch.
+        first, present = stack_to_device(device, starts[rows].flatten(), counts.flatten()).view(2, *counts.shape)
+        entries = (first[..., None] + torch.arange(longest, device=device)).clamp_(max=len(value) - 1)
+        new = compensation.fit_values(part, queries, key[entries], value[entries], present).flatten(0, 2)
+        padded_starts = torch.arange(counts.numel(), device="cpu").view_as(counts) * longest
+        fitted[slot_indices(starts[rows], counts, device)] = new[slot_indices(padded_starts, counts, device)]
+    return fitted
 
 
 def _concatenate(tables: list[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """A layer's compressed entries in quantised tiers of decreasing precision, and its unquantised entries."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.quantization import check_width, code_width, quantize, rotation, to_dtype
+from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation, to_dtype
 from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit
 from lkv.kernels import QUANTIZED_BITS
@@ -61,13 +62,26 @@ class TieredStore(KVStore):
 
     @classmethod
     def from_ragged(
-        cls, store: RaggedStore, tiers: TierSplit, free_slots: int, basis: KeyBasis | None = None,
+        cls,
+        store: RaggedStore,
+        tiers: TierSplit,
+        free_slots: int,
+        basis: KeyBasis | None = None,
         is_centred: bool = True,
-    ) -> "TieredStore":  # fmt: skip
+        fit_values: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> "TieredStore":
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
-        By default `basis` is measured on the entries; its mean is 0 unless `is_centred`. Raises CacheError if the head
-        size is not a multiple of 8, or if values are not finite.
+        Args:
+            store: The entries.
+            tiers: Their tiers.
+            free_slots: Free slots of each head for appended tokens.
+            basis: The coordinates of k; by default measured on the entries.
+            is_centred: Whether the mean of a basis that is measured is that of the entries; 0 otherwise.
+            fit_values: Returns new values of all entries, from k [N, d] as restored from the tiers and v [N, dv].
+
+        Raises:
+            CacheError: If the head size is not a multiple of 8, or if values are not finite.
         """
         key, value = store.pack()
         check_width(key.shape[-1], value.shape[-1])
@@ -75,6 +89,14 @@ class TieredStore(KVStore):
         wide = torch.promote_types(key.dtype, torch.float32)
         basis = basis or KeyBasis.of(key, heads, store.lens.shape, is_centred)
         key = basis.enter(key.to(wide), heads)
+        parts = list(zip(tiers.precisions, tiers.lens, tiers.entries(), strict=True))
+        key_codes = {each: quantize(key[entries], each.key_bits) for each, _, entries in parts if each.is_quantized}
+        if fit_values is not None:
+            restored = key.clone()
+            for precision, _, entries in parts:
+                if precision.is_quantized:
+                    restored[entries] = dequantize(*key_codes[precision], precision.key_bits, wide)
+            value = fit_values(basis.leave(restored, heads), value)
         value = value.to(wide) @ rotation(value.shape[-1], wide, value.device)
         slots = slot_indices(store.starts, store.lens, key.device)
         extras = (
@@ -82,14 +104,14 @@ class TieredStore(KVStore):
         )
         quantized_tiers = []
         rest = RaggedStore(torch.zeros_like(store.lens), free_slots, store.k, store.v, bool(extras))
-        for precision, lens, entries in zip(tiers.precisions, tiers.lens, tiers.entries(), strict=True):
-            parts = key[entries], value[entries], *(x[entries] for x in extras)
+        for precision, lens, entries in parts:
+            own_extras = [x[entries] for x in extras]
             if precision.is_quantized and int(lens.sum()):
-                codes = *quantize(parts[0], precision.key_bits), *quantize(parts[1], precision.value_bits)
-                quantized_tiers.append(Tier(precision, lens, codes, *parts[2:]))
+                codes = *key_codes[precision], *quantize(value[entries], precision.value_bits)
+                quantized_tiers.append(Tier(precision, lens, codes, *own_extras))
             elif not precision.is_quantized:
                 rest = RaggedStore(lens, free_slots, store.k, store.v, bool(extras))
-                rest.fill(*parts)
+                rest.fill(key[entries], value[entries], *own_extras)
         return cls(basis, tuple(quantized_tiers), rest)
 
     @property

@@ -74,7 +74,7 @@ def _print_table(entries: list[dict[str, Any]], width: int) -> None:
     notes = (
         f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR, except "
         f"those under which heads compete ({competing}) with those that rank each head by itself ({by_head}); "
-        f"METHOD{COMPENSATION} adjusts the kept keys and values by least squares, in the same memory. Queries and a "
+        f"METHOD{COMPENSATION} adjusts the kept values by least squares, in the same memory. Queries and a "
         "second pass come from the text itself; give --policy or --pattern, or use the shipped policy."
     )
     print("\n" + textwrap.fill(notes, width))

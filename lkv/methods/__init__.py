@@ -6,5 +6,5 @@
 * `method`: `Method`, a budget and a selector for one model;
 * `resolve`: `resolve_method`, which builds a `Method` from a request and a model;
 * `budgets`, `selectors`: the components, which register themselves;
-* `compensation`: adjusts the kept entries by least squares.
+* `compensation`: adjusts the kept values by least squares.
 """

@@ -1,37 +1,36 @@
-"""Least-squares compensation: adjust the kept keys and values to reproduce the attention output of the full cache.
+"""Least-squares compensation: change the kept values so that attention gives the output of the full cache.
 
 Beyond the paper; without training and at no extra memory. Future queries are approximated by reference queries: the
-prompt's own, rotated to the positions after the text. For each head, first the kept entries get weights that replace
-the attention of the evicted ones (non-negative least squares). The logarithm of a weight is added to k along the
-direction common to all reference queries, so that kernels need no change. Then v is changed by the least amount that
-gives these queries the full cache's output (ridge regression).
-"""
+prompt's own, rotated to the positions after the text. Their attention over the kept entries is computed with k as it
+will be restored from its bits.
 
-import math
+Changes that fit the reference queries need not fit other queries. So the queries of each half of the positions are
+fitted separately (ridge regression), and each fit is judged by the queries of the other half: each head gets that part
+of the mean of both changes which explains most of what the other half lacks. No value changes by more than a share of
+its norm: a query that attends to one entry alone would get the change in full.
+"""
 
 import torch
 from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV, to_fp32
-from lkv.kernels.softcap import cap_scores
 from lkv.utils.devices import full_precision
 
-MAX_QUERIES = 256  # reference queries per query head
-_MAX_ROWS = 1024  # reference queries per KV head, over its query heads
-_RIDGE, _DIRECTION_RIDGE = 0.1, 0.01  # relative to the mean of the diagonal
-_MIN_WEIGHT = 0.01
-_FISTA_STEPS = 30
+QUERIES = 256  # reference queries per KV head, over its query heads
+RIDGE = 0.1  # relative to the mean squared norm of an attention row
+LARGEST_CHANGE = 0.25  # of a value, relative to its norm
+_TINY = 1e-8  # for heads whose sinks take nearly all attention
 
 
 def reference_queries(prompt: LayerKV) -> Tensor:
-    """Return evenly spaced queries of the prompt's second half, rotated to positions after it: [B, H, G n, d].
+    """Return evenly spaced queries of the prompt's second half, rotated to positions after it: [B, H, G, n, d].
 
-    Raises UnsupportedModelError if queries cannot be rotated back, and CacheError if the prompt has none.
+    There is an even number of positions n, none for a prompt of less than three tokens. Raises UnsupportedModelError if
+    queries cannot be rotated back, and CacheError if the prompt has none.
     """
     tokens, heads, rotation = prompt.key.shape[2], prompt.key.shape[1], prompt.required_rotation
-    grouped = prompt.query.shape[1] // heads
     second = min(prompt.query.shape[2], tokens - tokens // 2)
-    count = min(MAX_QUERIES, max(1, _MAX_ROWS // grouped), second)
+    count = min(max(2, QUERIES * heads // prompt.query.shape[1]), second) // 2 * 2
     # The first, the last and evenly spaced ones between them, rounded.
     parts = max(1, count - 1)
     steps = (2 * torch.arange(count, device=prompt.query.device) * (second - 1) + parts) // (2 * parts)
@@ -39,97 +38,48 @@ def reference_queries(prompt: LayerKV) -> Tensor:
     with full_precision(prompt.key.device):
         positions = tokens - second + steps
         future = rotation.rerotate(to_fp32(chosen), positions, rotation.future_start(prompt.end, count))
-    return future.unflatten(1, (heads, -1)).flatten(2, 3)
+    return future.unflatten(1, (heads, -1))
 
 
 @torch.no_grad()
-def compensate(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kept_key: Tensor,
-    kept_value: Tensor,
-    scale: float,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute new k and v for the kept entries of one head.
+def fit_values(prompt: LayerKV, query: Tensor, kept_key: Tensor, kept_value: Tensor, lens: Tensor) -> Tensor:
+    """Compute new values for the kept entries of each head.
 
     Args:
-        query: The head's reference queries, [n, d].
-        key: k of all entries, [T, d].
-        value: v of all entries, [T, dv].
-        kept_key: k of the kept entries, [m, d].
-        kept_value: v of the kept entries, [m, dv].
-        scale: The attention scaling factor.
-        sinks: The attention sink of each reference query, [n].
-        softcap: The cap of attention scores.
+        prompt: The whole prompt.
+        query: Its reference queries, [B, H, G, n, d].
+        kept_key: k of the kept entries as attention will read it, [B, H, m, d].
+        kept_value: v of the kept entries, [B, H, m, dv].
+        lens: The number of entries that each head keeps, [B, H]; later ones in `kept_key` and `kept_value` are ignored.
 
     Returns:
-        New k and v, in the shapes and dtypes of the kept entries.
+        The new values, [B, H, m, dv], in at least float32.
     """
-    with full_precision(key.device):
-        query, v = to_fp32(query) * scale, to_fp32(kept_value)
-        logits = cap_scores(query @ to_fp32(key).T, softcap)
-        total = logits.logsumexp(-1, keepdim=True)
-        sink = None if sinks is None else to_fp32(sinks)[:, None]
-        # The share of all entries: with a sink less than 1.
-        whole = 1.0 if sink is None else (total - sink).sigmoid()[:, 0]
-        total = total if sink is None else torch.logaddexp(total, sink)
-        target = logits.sub_(total).exp_() @ to_fp32(value)
-        del logits  # for a long prompt larger than all later tensors
-        weights = _entry_weights((cap_scores(query @ to_fp32(kept_key).T, softcap) - total).exp(), whole)
-        # In the stored dtype, so that v compensates for the rounding of k.
-        new_key = (to_fp32(kept_key) + weights.log()[:, None] * _common_direction(query)).to(kept_key.dtype)
-        logits = cap_scores(query @ to_fp32(new_key).T, softcap)
-        attention = logits.softmax(-1)
-        if sink is not None:
-            attention = attention * (logits.logsumexp(-1, keepdim=True) - sink).sigmoid()
-        new_value = v + _smallest_change(attention, target - attention @ v)
-    return new_key, new_value.to(kept_value.dtype)
+    with full_precision(prompt.key.device):
+        target = _attention(prompt, query, prompt.key) @ to_fp32(prompt.value)
+        attention, value = _attention(prompt, query, kept_key, lens), to_fp32(kept_value)
+        half = attention.shape[2] // 2
+        missing = (target - attention @ value).unflatten(2, (2, half))
+        # In the dual form, whose size depends on the queries alone, heads of different lengths are one batch.
+        products = attention @ attention.mT
+        diagonal = products.diagonal(dim1=-2, dim2=-1)
+        diagonal += (RIDGE * diagonal.mean(-1, keepdim=True)).clamp(min=_TINY)
+        own = torch.stack([products[..., :half, :half], products[..., half:, half:]], 2)
+        other = torch.stack([products[..., :half, half:], products[..., half:, :half]], 2)
+        solution = torch.cholesky_solve(missing, torch.linalg.cholesky_ex(own).L)
+        predicted = other @ solution.flip(2)
+        agreement = (missing * predicted).sum((2, 3, 4)) / predicted.square().sum((2, 3, 4)).clamp(min=1e-30)
+        part = agreement.clamp(0, 1)[..., None, None] / 2
+        change = attention.mT @ (solution.flatten(2, 3) * part)
+        norm, limit = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (change, LARGEST_CHANGE * value))
+        return value + change * (limit / norm.clamp(min=1e-30)).clamp(max=1)
 
 
-def _entry_weights(share: Tensor, whole: Tensor | float = 1.0) -> Tensor:
-    """Return weights [m] with which the attention shares [n, m] sum to about `whole` (a number, or [n]) in each row.
-
-    Non-negative least squares by accelerated projected gradient (FISTA); no weight is below `_MIN_WEIGHT`.
-    """
-    ridge = _RIDGE * share.square().sum(0).mean()
-    # The eigenvalues of a non-negative matrix are bounded by the greatest (A x) / x, for any x > 0.
-    x = share.sum(1).clamp(min=1e-6)
-    for _ in range(3):
-        product = (share @ (share.T @ x)).clamp(min=1e-12)
-        bound = (product / x).amax()
-        x = (product / product.amax()).clamp(min=1e-6)
-    step = 1 / (bound + ridge).clamp(min=1e-6)  # for kept entries without any attention
-    weights = lookahead = torch.ones_like(share[0])
-    momentum = 1.0
-    for _ in range(_FISTA_STEPS):
-        gradient = share.T @ (share @ lookahead - whole) + ridge * (lookahead - 1)
-        new = (lookahead - step * gradient).clamp(min=_MIN_WEIGHT)
-        next_momentum = (1 + math.sqrt(1 + 4 * momentum * momentum)) / 2
-        lookahead = new + (momentum - 1) / next_momentum * (new - weights)
-        weights, momentum = new, next_momentum
-    return weights
-
-
-def _common_direction(query: Tensor) -> Tensor:
-    """Return the direction u [d] with q u near 1 for every row of `query` [n, d]."""
-    spread = query.T @ query / len(query)
-    ridge = (_DIRECTION_RIDGE * spread.diagonal().mean()).clamp(min=1e-6)
-    return _solve_ridge(spread, query.mean(0)[:, None], ridge)[:, 0]
-
-
-def _smallest_change(attention: Tensor, missing: Tensor) -> Tensor:
-    """Find the least change [m, dv] of v so that `attention` [n, m] gives `missing` [n, dv] (ridge regression)."""
-    rows, entries = attention.shape
-    ridge = _RIDGE * attention.square().sum() / rows
-    if entries < rows:
-        return _solve_ridge(attention.T @ attention, attention.T @ missing, ridge)
-    return attention.T @ _solve_ridge(attention @ attention.T, missing, ridge)
-
-
-def _solve_ridge(matrix: Tensor, right: Tensor, ridge: Tensor) -> Tensor:
-    """Solve (matrix + ridge I) x = right for a positive semi-definite matrix."""
-    matrix.diagonal().add_(ridge)
-    return torch.cholesky_solve(right, torch.linalg.cholesky_ex(matrix).L)
+def _attention(prompt: LayerKV, query: Tensor, key: Tensor, lens: Tensor | None = None) -> Tensor:
+    """Return attention weights [B, H, 2 G n / 2, m], by half of the positions, over the first `lens` keys of a head."""
+    logits = prompt.logits(query.flatten(2, 3), to_fp32(key))
+    if lens is not None:
+        is_free = torch.arange(key.shape[2], device=key.device) >= lens[..., None, None]
+        logits = logits.masked_fill_(is_free, torch.finfo(logits.dtype).min)
+    weights = prompt.softmax(logits.unflatten(2, query.shape[2:4]))
+    return weights.unflatten(3, (2, -1)).transpose(2, 3).flatten(2, 4)

@@ -1,51 +1,51 @@
 """Compensation: its least-squares problems against other solvers, its queries against the model, and the cache."""
 
 import math
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import optimize
 from torch import Tensor
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, LkvError, UnsupportedModelError
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.attention import patch_attention
-from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods import compensation
+from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.registry import parse_method, register_method
 from lkv.methods.selectors import SnapKV
-from tests.cache.helpers import RATIOS, OwnScores, ids, padded
+from lkv.methods.targets import Precision
+from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import tiny_llama
 from tests.families import SERVED, longrope_model
 
 SCALE = 0.35
 NORMED_LATE = ("HunYuanDenseV1", "HunYuanMoEV1")  # their norm of q comes after RoPE
 METHOD = Method("own+compensation", PerHead(RATIOS), OwnScores(), compensation=True)
-heads = given(
-    rows=st.integers(1, 40), tokens=st.integers(2, 60), share=st.floats(0.05, 0.95), seed=st.integers(0, 999)
+shapes = given(
+    group=st.integers(1, 3), half=st.integers(1, 8), tokens=st.integers(2, 60), seed=st.integers(0, 999)
 )  # fmt: skip
 
 
-def head(rows: int, tokens: int, share: float, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries with a mean, k and v of one head, and which of them are kept (one at least)."""
+def layer(group: int, half: int, tokens: int, seed: int) -> tuple[LayerKV, Tensor, Tensor]:
+    """A prompt of two rows and three heads, its reference queries, and how many of its first tokens each head keeps."""
     draw = torch.Generator().manual_seed(seed)
-    query = torch.randn(rows, 8, generator=draw, dtype=torch.float64) + torch.linspace(-2, 2, 8, dtype=torch.float64)
-    key, value = (torch.randn(tokens, 8, generator=draw, dtype=torch.float64) for _ in range(2))
-    kept = torch.randperm(tokens, generator=draw)[: max(1, int(share * tokens))].sort().values
-    return query, key, value, kept
+    query = torch.randn(2, 3, group, 2 * half, 8, generator=draw, dtype=torch.float64)
+    key, value = (torch.randn(2, 3, tokens, 8, generator=draw, dtype=torch.float64) for _ in range(2))
+    return LayerKV(key, value, SCALE), query, torch.randint(0, tokens + 1, (2, 3), generator=draw)
 
 
-def attention_of(query: Tensor, key: Tensor, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
-    """Attention weights [n, T] of one head; with a sink for each query they sum to less than 1."""
-    logits = query @ key.T * SCALE
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return logits.softmax(-1) if sinks is None else torch.cat([logits, sinks[:, None]], 1).softmax(-1)[:, :-1]
+def restored(key: Tensor) -> Tensor:
+    """k as a quantiser could restore it."""
+    return (key * 4).round() / 4
 
 
 def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
@@ -55,72 +55,108 @@ def ridged(matrix: np.ndarray, right: np.ndarray, ridge: float) -> np.ndarray:
     return np.linalg.lstsq(np.concatenate([matrix, below]), stacked, rcond=None)[0]
 
 
+def attention_of(prompt: LayerKV, query: Tensor, key: Tensor, head: int) -> Tensor:
+    """Attention weights [G, n, m] of queries [G, n, d] of one KV head; with a sink they sum to less than 1."""
+    logits = query @ key.T * prompt.scale
+    if prompt.softcap is not None:
+        logits = prompt.softcap * torch.tanh(logits / prompt.softcap)
+    weights = logits.exp()
+    group = len(query)
+    sinks = torch.zeros(group) if prompt.sinks is None else prompt.sinks[head * group : (head + 1) * group].exp()
+    return weights / (weights.sum(-1, keepdim=True) + sinks[:, None, None])
+
+
+def expected_change(
+    prompt: LayerKV, row: int, head: int, query: Tensor, kept_key: Tensor, kept_value: Tensor
+) -> np.ndarray:
+    """The change of one head's values, from its queries [G, n, d] and the kept entries [m, d]."""
+    full = attention_of(prompt, query, prompt.key[row, head], head) @ prompt.value[row, head]
+    attention = attention_of(prompt, query, kept_key, head)
+    missing = full - attention @ kept_value
+    ridge = compensation.RIDGE * float(attention.square().sum()) / (query.shape[0] * query.shape[1])
+    halves = [
+        (weights.flatten(0, 1).numpy(), lacked.flatten(0, 1).numpy())
+        for weights, lacked in zip(attention.chunk(2, 1), missing.chunk(2, 1), strict=True)
+    ]
+    changes = [ridged(*half, ridge) for half in halves]
+    # The part of each half's change that leaves least of what the other half lacks.
+    predicted = np.concatenate([(halves[1 - i][0] @ changes[i]).ravel() for i in (0, 1)])
+    lacked = np.concatenate([halves[1 - i][1].ravel() for i in (0, 1)])
+    part = np.linalg.lstsq(predicted[:, None], lacked, rcond=None)[0][0]
+    change = min(1, max(0, part)) * (changes[0] + changes[1]) / 2
+    norm, limit = np.linalg.norm(change, axis=1), compensation.LARGEST_CHANGE * np.linalg.norm(kept_value, axis=1)
+    return change * np.minimum(1, limit / np.maximum(norm, 1e-30))[:, None]
+
+
+def places(lens: Tensor) -> list[tuple[int, int, int]]:
+    """Row, head and number of kept entries of each head that keeps some."""
+    return [(row, head, int(lens[row, head])) for row in range(2) for head in range(3) if lens[row, head]]
+
+
 @pytest.mark.parametrize(("sink", "softcap"), [(None, None), (1.0, None), (None, 0.7), (1.0, 0.7)])
-@heads
-def test_v_moves_to_the_full_output_by_ridge_regression(sink, softcap, rows, tokens, share, seed):
-    query, key, value, kept = head(rows, tokens, share, seed)
-    softmax = None if sink is None else sink * torch.linspace(-1, 3, rows, dtype=torch.float64), softcap
-    new_key, new_value = compensation.compensate(query, key, value, key[kept], value[kept], SCALE, *softmax)
-    full = attention_of(query, key, *softmax) @ value
-    attention = attention_of(query, new_key, *softmax)
-    missing = (full - attention @ value[kept]).numpy()
-    ridge = 0.1 * float(attention.square().sum()) / rows
-    change = ridged(attention.numpy(), missing, ridge)
-    np.testing.assert_allclose((new_value - value[kept]).numpy(), change, atol=1e-8)
-    # What these queries get is nearer to the full cache's than with v as it was.
-    assert np.square(full.numpy() - (attention @ new_value).numpy()).sum() <= np.square(missing).sum() + 1e-12
+@shapes
+def test_v_moves_by_what_one_half_of_the_queries_finds_and_the_other_confirms(
+    sink, softcap, group, half, tokens, seed
+):  # fmt: skip
+    prompt, query, lens = layer(group, half, tokens, seed)
+    sinks = None if sink is None else sink * torch.linspace(-1, 3, 3 * group, dtype=torch.float64)
+    prompt = replace(prompt, sinks=sinks, softcap=softcap)
+    new = compensation.fit_values(prompt, query, restored(prompt.key), prompt.value, lens)
+    for row, head, kept in places(lens):
+        key, value = restored(prompt.key)[row, head, :kept], prompt.value[row, head, :kept]
+        change = expected_change(prompt, row, head, query[row, head], key, value)
+        np.testing.assert_allclose((new[row, head, :kept] - value).numpy(), change, atol=1e-6)
 
 
-@heads
-def test_weights_make_up_for_the_evicted_attention(rows, tokens, share, seed):
-    query, key, _, kept = head(rows, tokens, share, seed)
-    sinks = torch.linspace(-1, 3, rows, dtype=torch.float64)
-    attention = attention_of(query, key, sinks)
-    shares, whole = attention[:, kept].numpy(), attention.sum(-1)
-    ridge = 0.1 * np.square(shares).sum(0).mean()
-    stacked = np.concatenate([shares, np.sqrt(ridge) * np.eye(len(kept))])
-    right = np.concatenate([whole.numpy(), np.full(len(kept), np.sqrt(ridge))])
-    best = optimize.lsq_linear(stacked, right, bounds=(0.01, np.inf), tol=1e-12).x
-
-    def loss(weights: np.ndarray) -> float:
-        return float(np.square(stacked @ weights - right).sum())
-
-    found = compensation._entry_weights(torch.tensor(shares), whole).numpy()
-    assert found.min() >= 0.01
-    start = loss(np.ones(len(kept)))
-    assert loss(found) - loss(best) <= 0.02 * (start - loss(best)) + 1e-9
+@shapes
+def test_heads_do_not_depend_on_each_other_or_on_what_follows_their_entries(group, half, tokens, seed):
+    prompt, query, lens = layer(group, half, tokens, seed)
+    key, value = restored(prompt.key), prompt.value
+    new = compensation.fit_values(prompt, query, key, value, lens)
+    for row, head, kept in places(lens):
+        one = slice(row, row + 1), slice(head, head + 1)
+        alone = LayerKV(prompt.key[one], prompt.value[one], SCALE)
+        found = compensation.fit_values(alone, query[one], key[one][:, :, :kept], value[one][:, :, :kept], lens[one])
+        torch.testing.assert_close(found[0, 0], new[row, head, :kept], atol=1e-8, rtol=0)
 
 
-@heads
-def test_k_moves_along_one_direction_by_the_logarithms_of_the_weights(rows, tokens, share, seed):
-    query, key, value, kept = head(rows, tokens, share, seed)
-    new_key, _ = compensation.compensate(query, key, value, key[kept], value[kept], SCALE)
-    scaled = query.numpy() * SCALE
-    spread = scaled.T @ scaled / rows
-    direction = np.linalg.solve(spread + 0.01 * np.diag(spread).mean() * np.eye(8), scaled.mean(0))
-    shares = (query @ key.T * SCALE).softmax(-1)[:, kept]
-    moved = compensation._entry_weights(shares).log()[:, None].numpy() * direction
-    np.testing.assert_allclose((new_key - key[kept]).numpy(), moved, atol=1e-9)
+@shapes
+def test_what_is_whole_stays_as_it_is(group, half, tokens, seed):
+    prompt, query, lens = layer(group, half, tokens, seed)
+    new = compensation.fit_values(prompt, query, prompt.key, prompt.value, torch.full_like(lens, tokens))
+    torch.testing.assert_close(new, prompt.value, atol=1e-9, rtol=0)
 
 
-@heads
-def test_what_is_whole_stays_as_it_is(rows, tokens, share, seed):
-    query, key, value, _ = head(rows, tokens, share, seed)
-    new_key, new_value = compensation.compensate(query, key, value, key, value, SCALE)
-    torch.testing.assert_close(new_key, key, atol=1e-9, rtol=0)
-    torch.testing.assert_close(new_value, value, atol=1e-9, rtol=0)
+def test_nothing_changes_if_the_other_half_contradicts():
+    """Each half of the queries attends to an evicted token of its own; the only kept one has other values."""
+    query = torch.ones(1, 1, 1, 10, 8, dtype=torch.float64)
+    query[:, :, :, 5:] = -1
+    key, value = (torch.zeros(1, 1, 3, 8, dtype=torch.float64) for _ in range(2))
+    key[:, :, 1], key[:, :, 2] = 1, -1
+    prompt, kept = LayerKV(key, value, SCALE), (key[:, :, :1], value[:, :, :1], torch.tensor([[1]]))
+    value[..., 0, :] = torch.tensor([9.0, -9.0] * 4)
+    value[..., 1, :], value[..., 2, :] = value[..., 0, :] + 1, value[..., 0, :] - 1
+    assert torch.equal(compensation.fit_values(prompt, query, *kept), kept[1])
+    # Now both lack the same: the ridge alone shrinks the change, and then the limit.
+    share = float((query[0, 0, 0] @ key[0, 0].T * SCALE).softmax(-1)[0, 1:].sum())
+    for difference in (1, 100):
+        value[..., 1:, :] = value[..., :1, :] + difference
+        expected = min(difference * share * 5 / (5 + compensation.RIDGE), 9 * compensation.LARGEST_CHANGE)
+        change = compensation.fit_values(prompt, query, *kept) - kept[1]
+        torch.testing.assert_close(change, torch.full_like(change, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_extreme_heads_stay_numbers(dtype):
-    # Kept tokens that no query looks at, equal tokens, zeros, and far outliers.
-    query, key, value = torch.randn(3, 30, 8).to(dtype)
+    # Kept tokens that no query looks at, equal tokens, zeros, far outliers, and a sink that takes all attention.
+    query, key, value = torch.randn(3, 1, 1, 30, 8).to(dtype)
     cases = [(query * 0, key, value), (query, key * 0, value), (query * 50, key, value), (query, key, value * 0)]
-    cases.append((query, torch.cat([key[:15] + 40 * query.mean(0), key[15:]]), value * 1000))
-    for q, k, v in cases:
-        new_key, new_value = compensation.compensate(q, k, v, k[20:], v[20:], SCALE)
-        assert new_key.dtype == new_value.dtype == dtype
-        assert bool(new_key.isfinite().all()) and bool(new_value.isfinite().all())
+    outliers = key[:, :, :15] + 40 * query.mean(2, keepdim=True)
+    cases.append((query, torch.cat([outliers, key[:, :, 15:]], 2), value * 1000))
+    for (q, k, v), sinks in product(cases, (None, torch.tensor([200.0]))):
+        prompt = LayerKV(k, v, SCALE, sinks=sinks)
+        new = compensation.fit_values(prompt, q.float()[:, :, None], k[:, :, 20:], v[:, :, 20:], torch.tensor([[10]]))
+        assert new.dtype == torch.float32 and bool(new.isfinite().all())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +164,7 @@ def test_extreme_heads_stay_numbers(dtype):
 )
 @torch.no_grad()
 def test_references_are_the_models_own_queries_rotated_behind_the_text(family):
-    model, text = family.build(), ids(1, 21)
+    model, text = family.build(), ids(1, 20)
     for weight in model.parameters():  # norms of q and k, for one, that no rotation goes past
         if weight.dim() == 1:
             torch.nn.init.uniform_(weight, 0.2, 2.2)
@@ -137,10 +173,10 @@ def test_references_are_the_models_own_queries_rotated_behind_the_text(family):
             RaggedCache(model, method="knorm+compensation")
         return
     prompt = read_prompt(model, text, queries=True)
-    # Hidden states depend on distances alone. Token 10 + i of the second half is turned to 21 + i.
-    elsewhere = read_at(model, text, 11)[0].query[:, :, 10:]
+    # Hidden states depend on distances alone. Token 10 + i of the second half is turned to 20 + i.
+    elsewhere = read_at(model, text, 10)[0].query[:, :, 10:]
     found = compensation.reference_queries(prompt[0])
-    expected = elsewhere.unflatten(1, (prompt[0].key.shape[1], -1)).flatten(2, 3)
+    expected = elsewhere.unflatten(1, (prompt[0].key.shape[1], -1))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
@@ -166,17 +202,47 @@ def test_the_cache_holds_the_compensated_entries():
     for either in (plain, cache):
         model(text, past_key_values=either)
     prompt = read_prompt(model, text, queries=True)
-    for layer, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
+    for number, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
         assert torch.equal(before.lens, after.lens)
-        queries = compensation.reference_queries(prompt[layer])[0]
-        for number in range(2):
-            k, v = before.store.head_entries(0, number)
+        for head in range(2):
+            k, v = before.store.head_entries(0, head)
+            new_k, new_v = after.store.head_entries(0, head)
+            assert torch.equal(new_k, k)
             if 0 < len(k) < 40:
-                whole = prompt[layer].key[0, number], prompt[layer].value[0, number]
-                k, v = compensation.compensate(queries[number], *whole, k, v, prompt[layer].scale)
-            for mine, expected in zip(after.store.head_entries(0, number), (k, v), strict=True):
-                torch.testing.assert_close(mine, expected, atol=1e-9, rtol=0)
+                change = change_of(prompt[number], head, k, v)
+                np.testing.assert_allclose((new_v - v).numpy(), change, atol=1e-9)
     assert cache.nbytes() == plain.nbytes()
+
+
+def change_of(prompt: LayerKV, head: int, kept_key: Tensor, kept_value: Tensor) -> np.ndarray:
+    queries = compensation.reference_queries(prompt)[0, head]
+    return expected_change(prompt, 0, head, queries, kept_key, kept_value)
+
+
+@torch.no_grad()
+def test_the_fit_knows_keys_as_their_bits_restore_them():
+    model, text = tiny_llama(), ids(1, 60)
+    tiers = (
+        TierBudget(Precision(8, 8), PerHead([[0.2, 0.1]] * 3)),
+        TierBudget(Precision(3, 8), PerHead([[0.6, 0.4]] * 3)),
+    )
+    plain, cache = (
+        RaggedCache(model, method=Method("own", tiers[-1].budget, OwnScores(), tiers=tiers, compensation=each))
+        for each in (False, True)
+    )
+    for either in (plain, cache):
+        model(text, past_key_values=either)
+    prompt = read_prompt(model, text, queries=True)
+    for number, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
+        for head in range(2):
+            k, new_v = after.store.restore().head_entries(0, head)
+            best = score(prompt[number].key, prompt[number].value)[0, head].argsort(descending=True)[: len(k)]
+            parts = best.split([int(tier.lens[0, head]) for tier in before.store.tiers])
+            tokens = torch.cat([part.sort().values for part in parts])
+            exact_k, exact_v = prompt[number].key[0, head, tokens], prompt[number].value[0, head, tokens]
+            change = (new_v - exact_v).numpy()
+            found, unaware = (np.abs(change - change_of(prompt[number], head, x, exact_v)).max() for x in (k, exact_k))
+            assert found < 0.05 * float(exact_v.abs().max()) and found < 0.5 * unaware
 
 
 @torch.no_grad()
