@@ -110,7 +110,7 @@ def rows_at(
     for name in methods:
         runs[name] = partial(one_token, model, cache.fork(), "auto" if name == "lkv" else "loop")
     # Without the compiled backend a layer's entries would be restored at every step.
-    tiers = RaggedCache(model, policy=policy, memory=min(1.0, retention * 2 / model.dtype.itemsize))
+    tiers = RaggedCache(model, policy=policy, memory=retention)
     tiers.fill(prompt)
     nbytes, tiers_nbytes = cache.nbytes(), tiers.nbytes()  # before the steps append to them
     runs |= {"lkv, tiers": partial(one_token, model, tiers)} if automatic != "loop" else {}

@@ -115,7 +115,7 @@ def invent(random_source: random.Random, sentences: int) -> str:
 @torch.no_grad()
 def measure(subject: Subject, options: Any, number: int, names: Sequence[str]) -> Sample:
     """Which instructions each method follows at each budget, with and without protection."""
-    model, tokenizer, half = subject.model, subject.tokenizer, 2 / subject.model.dtype.itemsize
+    model, tokenizer = subject.model, subject.tokenizer
     source = random.Random(options.seed * 100_000 + number)
     words = [source.choice(INSTRUCTIONS[name].words) for name in names]
     body = invent(source, options.sentences)
@@ -140,7 +140,7 @@ def measure(subject: Subject, options: Any, number: int, names: Sequence[str]) -
         for memory in options.memory:
             for protected in ([], spans):
                 request = CompressionRequest(
-                    method=name, memory=memory * half, policy=subject.policy, protected=tuple(protected)
+                    method=name, memory=memory, policy=subject.policy, protected=tuple(protected)
                 )
                 method = resolve_method(request, model, tokenizer)
                 # A second pass over the text serves all budgets.

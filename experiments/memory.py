@@ -82,7 +82,7 @@ def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: C
     model = subject.model
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
     rows, skipped = grid.bind(ids, prompt)
-    full_nbytes = sum(layer.key.nbytes + layer.value.nbytes for layer in prompt)
+    full_nbytes = sum(2 * (layer.key.numel() + layer.value.numel()) for layer in prompt)  # in 16 bits a value
     full = MethodComparison(model, ids, prompt, [rows[0].method])
     predictions = [full.predict(target, skip).row(0) for target, skip in continuations]
     sample: Sample = {"tokens": len(ids), "rows": [], "held": [], "kept": [], "measured": [[] for _ in continuations]}
@@ -101,8 +101,11 @@ def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: C
 
 
 def own_share(name: str, dtype: torch.dtype) -> float:
-    """The bytes of a row's entries by those of a 16-bit cache, by their share of the bytes of a cache in `dtype`."""
-    return 1.0 if name.endswith(UNQUANTIZED_ROW) else 2 / dtype.itemsize
+    """The share of the 16-bit cache's bytes in `dtype` for each share that a row stands for.
+
+    Unquantised rows keep the entries that would fit in 16 bits, and hold them in `dtype`.
+    """
+    return dtype.itemsize / 2 if name.endswith(UNQUANTIZED_ROW) else 1.0
 
 
 def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:

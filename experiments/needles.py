@@ -26,7 +26,6 @@ from experiments.common import (
 from experiments.heldout import make_needles
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.registry import FULL
 from lkv.utils.prompts import encode_question
 
 METHODS = ["lkv", "kvzip", "lkv-h+expected", "snapkv"]
@@ -43,10 +42,11 @@ def main() -> None:
     subject = subject_of(options)
     model, tokenizer = subject.model, subject.tokenizer
     options.out = options.out or subject.results(options.name)
-    scale = 2 / model.dtype.itemsize if options.by_memory else 1
     if options.by_memory:
-        shares, tables = [share * scale for share in options.retention], {"": None}
-        grids = {"": MethodGrid(model, tokenizer, options.methods, shares, subject.policy, tier_tables=tables)}
+        tables = {"": None}
+        grids = {
+            "": MethodGrid(model, tokenizer, options.methods, options.retention, subject.policy, tier_tables=tables)
+        }
     else:
         grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
@@ -69,8 +69,7 @@ def main() -> None:
             kept += comparison.realised_retentions()
             answers = comparison.generate(question, 24, last=True)
             found += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-        named = [(name, round(budget / scale, 4) if name != FULL else budget) for name, budget, _ in rows]
-        return {"rows": named, "found": found, "realised": kept}
+        return {"rows": [row[:2] for row in rows], "found": found, "realised": kept}
 
     def summarise(samples: dict[str, dict]) -> list[dict]:
         groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}

@@ -56,7 +56,7 @@ def measure_tiers(
         divergences = {}
         for budget in bits:
             for table in CANDIDATES:
-                share = min(1.0, budget / (8 * model.dtype.itemsize))
+                share = min(1.0, budget / 16)
                 method = resolve_method(CompressionRequest(memory=share, policy=policy), model, tier_table=table)
                 cache = RaggedCache(model, method=method)
                 cache.fill(prompt)

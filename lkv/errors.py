@@ -121,7 +121,8 @@ class BusyError(LkvError):
     """The engine or server is at its request limit; retry later."""
 
 
-DEFAULT_RETENTION = 0.15  # the share of the KV cache that is kept, as in the paper
+DEFAULT_MEMORY = "10%"  # the share of the 16-bit cache's bytes that is kept
+DEFAULT_RETENTION = 0.15  # the share of the entries that is kept where all have one precision, as in the paper
 
 
 def check_retention(retention: float) -> float:

@@ -36,7 +36,7 @@ class Report(Command):
     weights: bool = option("memory figure: include the weights in the peak, as in Fig. 5", False)
     methods: tuple[str, ...] = option("only these methods (and the full cache)", ())
     retention: tuple[Retention, ...] = option("only these retentions", ())
-    memory: tuple[Memory, ...] = option("only these shares of the full cache's bytes, as `lkv eval --memory` had", ())
+    memory: tuple[Memory, ...] = option("only these shares of the 16-bit cache's bytes, as `lkv eval --memory` had", ())
     against: str = option("method that differences are computed against (default: lkv)", "")
     min_full: float = option("only tasks where the full cache scores at least this much", 0.0)
     published: _Model | None = option(  # type: ignore[valid-type]

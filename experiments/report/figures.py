@@ -145,7 +145,7 @@ def _plot_curves(table: Table) -> "Figure":
     cells = table.cells.assign(place=table.cells.column.map(places)).dropna(subset=["value", "place"])
     requested, is_memory = cells.place if table.name == "sweep" else cells.retention, table.amount == MEMORY
     by_budget = cells.assign(x=requested if is_memory else cells.realised.fillna(requested))
-    budget = "memory (of the full cache's bytes)" if is_memory else "retention (kept / all entries)"
+    budget = "memory (of the 16-bit cache's bytes)" if is_memory else "retention (kept / all entries)"
     panels = [("", by_budget)]
     if table.name == "ruler":
         last = list(places)[-1]

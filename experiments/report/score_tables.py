@@ -96,7 +96,7 @@ def build_table(name: str, results: Results, request: TableRequest = _ALL) -> Ta
 
 def _describe_memory(results: Results, pairs: Sequence[Pair]) -> list[str]:
     """Notes on budgets of bytes."""
-    notes = ["memory is the share of the full cache's bytes, kept that of its entries, in fewer bits each."]
+    notes = ["memory is the share of the 16-bit cache's bytes, kept that of its entries, in fewer bits each."]
     shares = results.frame.groupby(["method", "retention"])["bytes"].mean()
     excesses = [
         f"{method} {shares[method, budget]:.3g} at {budget:g}"

@@ -62,7 +62,11 @@ class CacheConfig:
     def resolve(
         cls, request: CompressionRequest, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None
     ) -> "CacheConfig":
-        """Resolve a request for `model`; `tokenizer` for methods with a second pass. Raises as `resolve_method`."""
+        """Resolve a request for `model`; `tokenizer` for methods with a second pass. Raises as `resolve_method`.
+
+        A request that says neither how much to keep nor in how many bits keeps `DEFAULT_MEMORY`.
+        """
+        request = request.with_budget()
         return cls(resolve_method(request, model, tokenizer), request)
 
     @property

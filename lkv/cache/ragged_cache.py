@@ -57,16 +57,16 @@ class RaggedCache(BaseCache):
     Args:
         model: The model that the cache is used with. LKV patches its attention (`lkv.unpatch_attention` undoes it).
         retention: The share of the prompt's entries to keep, in (0, 1], 1 - kvpress's `compression_ratio`. Defaults to
-            0.15 if `budget_tokens` and `memory` are not given either.
+            0.15 if only `bits` are given.
         method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", or a `Method` of your own, whose budget then
             replaces `retention`.
         policy: For learned methods: a `Policy`, its folder or its hub id. The default is the policy shipped for the
             model.
         budget_tokens: The average number of tokens to keep per head, instead of a share of the prompt.
         memory: The memory budget of the prompt's k and v in full-attention layers, instead of `retention`: a share of
-            their full cache in the model's dtype (0.1 or "10%"), or bytes per batch row (200_000_000 or "200MB"). The
-            best entries are stored in more bits, others in fewer. Tokens after the prompt (in the model's dtype), an
-            explicit `slack` and sliding windows are not included.
+            their full cache in 16 bits a value (0.1 or "10%", the default), or bytes per batch row (200_000_000 or
+            "200MB"). The best entries are stored in more bits, others in fewer. Tokens after the prompt (in the model's
+            dtype), an explicit `slack` and sliding windows are not included.
         slack: Free slots of each head for appended tokens. The default depends on the number of entries.
         prompt_tokens: The length of the prompt in tokens, padding included. Required for chunked prefill
             (`prefill_chunk_size`), and if one pass contains more than the prompt (assisted decoding).

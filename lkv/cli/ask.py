@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lkv.cli.command import option
 from lkv.cli.options import (
-    DEFAULT_MEMORY,
     PATTERN_FILE,
     Memory,
     MethodName,
@@ -22,13 +21,14 @@ from lkv.cli.options import (
     log,
 )
 from lkv.cli.reading import show_reading
-from lkv.errors import DEFAULT_RETENTION, CacheError, DocumentError, LkvError
+from lkv.errors import DEFAULT_MEMORY, DEFAULT_RETENTION, CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:
     from lkv.context.chat import Chat
     from lkv.context.context import Context
 
 _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
+_NEARLY_ALL = 0.9  # of the KV entries
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect compare".split()
 
@@ -48,7 +48,7 @@ class Ask(PolicyOptions, RunOptions):
     chunk: PositiveInt | None = option("read the text in chunks of this many tokens")
     streaming: bool = option("evict after every chunk: for texts too long for memory", False)
     memory: Memory | None = option(
-        "what k and v may take: 10% of the full cache's bytes, or 200MB (default: "
+        "what k and v may take: 10% of the 16-bit cache's bytes, or 200MB (default: "
         f"{DEFAULT_MEMORY} without --retention and --bits)"
     )
     retention: Retention | None = option(
@@ -136,6 +136,7 @@ class Ask(PolicyOptions, RunOptions):
         text = read_document(self.words[0])
         from lkv.context.compression import compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
+        from lkv.methods.targets import REFERENCE_ITEMSIZE
         from lkv.policy.lookup import policy_for
         from lkv.utils.prompts import encode_context
 
@@ -165,10 +166,14 @@ class Ask(PolicyOptions, RunOptions):
             )
         seconds = time.perf_counter() - started
         requested = ", in fewer bits" if memory else f", {retention or 1.0:g} requested"
+        if memory and context.realised_retention() > _NEARLY_ALL:
+            requested += " (nearly everything: methods hardly differ in what they keep)"
+        whole = context.full_nbytes() * REFERENCE_ITEMSIZE / model.dtype.itemsize / 1e6
+        allowed = f", {memory} of {whole:.1f} MB in 16 bits allowed" if memory else ""
         log(
             f"{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
             f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
-            f"{_describe_size(context)}{f', {memory} allowed' if memory else ''}"
+            f"{_describe_size(context)}{allowed}"
         )
         if not self.compare:
             return context, None

@@ -48,7 +48,7 @@ class Eval(PolicyOptions, RunOptions):
     samples: PositiveInt | None = option(f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)")
     methods: tuple[MethodName, ...] = option("names from `lkv methods`", ("lkv", "snapkv"))
     retention: tuple[Retention, ...] = option("fractions of the KV entries to keep (default: 0.15)", ())
-    memory: tuple[Memory, ...] = option("shares of the full cache's bytes (0.1 or 10%), instead of --retention", ())
+    memory: tuple[Memory, ...] = option("shares of the 16-bit cache's bytes (0.1 or 10%), instead of --retention", ())
     ladder: bool = option(f"retentions {', '.join(map(str, LADDER))}", False)
     preset: Literal["kvpress"] | None = option("retentions and protocol of a leaderboard")
     protocol: _Protocol | None = option("how prompts are made (default: kvpress)")  # type: ignore[valid-type]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lkv.cli.command import option
 from lkv.cli.options import (
-    DEFAULT_MEMORY,
     Memory,
     MethodName,
     PolicyOptions,
@@ -23,7 +22,7 @@ from lkv.cli.options import (
     log,
 )
 from lkv.cli.reading import show_reading
-from lkv.errors import DEFAULT_RETENTION, LkvError
+from lkv.errors import DEFAULT_MEMORY, DEFAULT_RETENTION, LkvError
 from lkv.policy.shipped import describe_card, named_policy
 from lkv.utils.durations import format_duration
 from lkv.utils.extras import optional_import
@@ -55,7 +54,7 @@ class Inspect(PolicyOptions, RunOptions):
         "answers keep of the KV entries, instead of --memory"
     )
     memory: Memory | None = option(
-        "what the answers keep, where the slider starts: 10% of the full cache's bytes, or 2MB (default: "
+        "what the answers keep, where the slider starts: 10% of the 16-bit cache's bytes, or 2MB (default: "
         f"{DEFAULT_MEMORY} without --retention)",
         group=_PAGE,
     )
@@ -182,9 +181,8 @@ def _write_page(options: Inspect, source: str) -> None:
     started = time.perf_counter()
     with show_reading(model, tokens, purpose=", to see what every head keeps of them"):
         inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
-    full = len(inspected.pieces) * inspected.layers * inspected.heads * inspected.entry_bytes()
     memory = options.memory or DEFAULT_MEMORY
-    share = options.retention or MemoryTarget.parse(memory).share_of(full)
+    share = options.retention or MemoryTarget.parse(memory).share_of(inspected.shape, len(inspected.pieces))
     budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
     seconds = time.perf_counter() - started
     answers = _answer(options, model, tokenizer, text, policy, budget, seconds) if options.question else {}

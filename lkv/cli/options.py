@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from lkv.cli.command import Command, option
 from lkv.errors import LkvError, PolicyFileError, check_retention
-from lkv.methods.targets import MemoryTarget
+from lkv.methods.targets import check_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lkv.policy.policy import Policy
 
 _KVPRESS_PIECE = 4096  # tokens per piece of a text whose pattern is estimated as kvpress does
-DEFAULT_MEMORY = "10%"
 _DEVICE = "device the model runs on, such as cpu, cuda, cuda:1 or mps"
 
 
@@ -29,12 +28,6 @@ def check_method(name: str) -> str:
     if name != FULL:
         parse_method(name)
     return name
-
-
-def check_memory(value: str) -> str:
-    """Return `value` if it is a memory budget such as 10% or 200MB; raise RetentionError otherwise."""
-    MemoryTarget.parse(value)
-    return value
 
 
 def log(line: str) -> None:

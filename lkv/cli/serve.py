@@ -7,8 +7,8 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
-from lkv.cli.options import MethodName, PolicyOptions, Retention, RunOptions, check_methods, log
-from lkv.errors import DEFAULT_RETENTION, LkvError, ServerError
+from lkv.cli.options import MethodName, PolicyOptions, RunOptions, check_methods, log
+from lkv.errors import LkvError, ServerError
 from lkv.serving import LOOPBACK
 from lkv.serving.settings import KEY_VARIABLE, ServiceSettings
 from lkv.utils.files import short_name
@@ -25,9 +25,6 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
     """Serve contexts and chats over an OpenAI-compatible API."""
 
     method: MethodName = option("a name from `lkv methods`, except full", "lkv")
-    retention: Retention = option(
-        "fraction of the KV entries to keep, where a request names no budget", DEFAULT_RETENTION
-    )
     engine: Literal["lkv", "vllm"] = option(
         f"lkv's own small server, or vLLM's with the plugin (extra vllm), which refuses {', '.join(_NOT_FOR_VLLM)}",
         "lkv",

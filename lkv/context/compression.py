@@ -61,11 +61,12 @@ def compress(
         model: A decoder model of transformers.
         tokenizer: Its tokenizer, or its processor, which images need.
         text: The text itself, not a path; `lkv.read_document` reads files.
-        memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in the
-            model's dtype (0.1 or "10%"), or bytes (200_000_000 or "200MB"). The best entries are stored in more bits,
-            others in fewer, the rest are evicted. Sliding windows and an explicit `slack` are not included.
-        retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype; 0.15
-            if neither is given. It is 1 - compression_ratio of kvpress.
+        memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in
+            16 bits a value (0.1 or "10%", the default), or bytes (200_000_000 or "200MB"). The best entries are stored
+            in more bits, others in fewer, the rest are evicted. Sliding windows and an explicit `slack` are not
+            included.
+        retention: Instead of `memory`, the share of the KV entries to keep, in (0, 1], all in the model's dtype, or in
+            `bits`. It is 1 - compression_ratio of kvpress.
         method: A name that `lkv methods` lists, a `Method` of your own, or "full" for the uncompressed cache.
         policy: A Policy, its folder or its hub id; by default the one shipped for the model. Only learned methods use
             it.

@@ -36,7 +36,7 @@ class InspectionResult:
     pieces: list[str]  # the text of each token, [T]
     ranks: np.ndarray  # of each token in each head, 0 for the highest score: uint16 or uint32 [T, L * H]
     counts: np.ndarray  # how many tokens each head keeps in a precision and all better ones, [R, P, L * H]
-    shares: tuple[float, ...]  # the budgets [R], of the full cache's bytes or of its entries
+    shares: tuple[float, ...]  # the budgets [R], of the 16-bit cache's bytes or of its entries
     by_memory: bool  # whether they are shares of the bytes
     precisions: tuple[Precision, ...]  # [P], best first
     layers: int  # L
@@ -69,7 +69,7 @@ def inspect_text(
         text: The text.
         method: A method that evicts layer by layer and needs no pattern.
         policy: As in `lkv.compress`.
-        shares: Budgets: shares of the full cache's bytes, or of its entries.
+        shares: Budgets: shares of the 16-bit cache's bytes, or of its entries.
         by_memory: Whether they are shares of the bytes.
 
     Raises:

@@ -74,7 +74,7 @@ class MethodGrid:
             policy: The policy of methods that read one.
             pattern: DuoAttention's score of each head, [layers][KV heads].
             policies: Further policies by name.
-            tier_tables: If given, `retentions` are memory budgets, shares of the full cache's bytes, and each method is
+            tier_tables: If given, `retentions` are shares of the 16-bit cache's bytes, and each method is
                 a row for each of these ways to spend them, named "METHOD (NAME)"; "METHOD" for the name "". None is
                 that of the method's policy.
 
@@ -126,7 +126,7 @@ class MethodGrid:
         return grid
 
     def _build_tiers(self, spec: MethodSpec, memory: float, table: TierTable | None) -> tuple[TierBudget, ...]:
-        """Return the tiers of a method within a share of the full cache's bytes."""
+        """Return the tiers of a method within a share of the 16-bit cache's bytes."""
         inputs = self._inputs[memory, spec.policy_name]
         learned = inputs.policy if spec.needs_policy else None
         return build_tiers(spec, inputs, MemoryTarget(share=memory), table or tier_table_of(learned))

@@ -48,7 +48,7 @@ class EvaluationConfig:
         policy: The policy of the methods without "@NAME" that read one.
         policies: Further policies by name.
         pattern: DuoAttention's score of each head, [layers][KV heads].
-        by_memory: Whether `retentions` are shares of the full cache's bytes, spent on tiers of precision.
+        by_memory: Whether `retentions` are shares of the 16-bit cache's bytes, spent on tiers of precision.
         pattern_source: Where the pattern is from, for tables ("estimated on ...").
         model_name: What the results call the model (default: its own name).
         seed: The seed that made the examples; recorded only.

@@ -28,7 +28,7 @@ def summarize(path: Path) -> str:
             rows[row["method"], row["retention"]][sample["task"], sample.get("length")].append(row)
     lines = [_COLUMNS, *(_summarize_rows(method, kept, tasks) for (method, kept), tasks in rows.items())]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    budget = "of the full cache's bytes" if header.get("budget") == MEMORY else "of the KV entries"
+    budget = "of the 16-bit cache's bytes" if header.get("budget") == MEMORY else "of the KV entries"
     text = ["  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([f"{header['suite']}, {header['model']}; kept: the share {budget}", "", *text]) + "\n"
 

@@ -1,10 +1,10 @@
 """`CompressionRequest`: the compression settings, validated once for all entry points."""
 
 import os
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, fields, replace
 from typing import Any, Self
 
-from lkv.errors import BudgetError, CacheError, PolicyFileError, PromptError, RetentionError
+from lkv.errors import DEFAULT_MEMORY, BudgetError, CacheError, PolicyFileError, PromptError, RetentionError
 from lkv.kernels import QUANTIZED_BITS
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL, parse_method
@@ -21,8 +21,8 @@ class CompressionRequest:
     Attributes:
         method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", a `Method` of your own, or "full" for the
             uncompressed cache.
-        memory: The memory budget of the prompt's k and v: a share of their full cache (0.1 or "10%"), or bytes
-            ("200MB").
+        memory: The memory budget of the prompt's k and v: a share of their full cache in 16 bits a value (0.1 or
+            "10%"), or bytes ("200MB").
         retention: The share of the prompt's KV entries to keep, in (0, 1].
         budget_tokens: The average number of tokens to keep per head.
         policy: For learned methods: a `Policy`, its folder or its hub id.
@@ -119,6 +119,11 @@ class CompressionRequest:
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
         if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
             raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
+
+    def with_budget(self) -> Self:
+        """Return the request with the default memory, if it says neither how much to keep nor in how many bits."""
+        is_open = self.memory is None and self.retention is None and self.budget_tokens is None and self.bits is None
+        return replace(self, memory=DEFAULT_MEMORY) if is_open and isinstance(self.method, str) else self
 
     def _check_own_budget(self, method: Method) -> None:
         """Raise BudgetError, RetentionError or CacheError for an option that conflicts with a `Method` object."""

@@ -1,5 +1,7 @@
 """How much of the cache to keep: a retention, or the bytes of a memory budget. Does not import torch.
 
+Shares of memory are of the cache in 16 bits a value, whatever the model's dtype is.
+
 Within a memory budget the best entries are stored in more bits, the next in fewer, the rest are evicted. One ranking
 is enough for this: LKV's selections are nested, so entries kept at a low retention are also kept at a higher one.
 """
@@ -14,11 +16,12 @@ from lkv.errors import DEFAULT_RETENTION, PolicyFileError, RetentionError, check
 from lkv.kernels import QUANTIZED_BITS
 
 NORM_BITS = 16  # of an entry's k, and of its v
+REFERENCE_ITEMSIZE = 2  # bytes of a value in the full cache that shares of memory refer to
 BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
 SCORE_BITS = 64  # of an entry's score and position, for later evictions
 _BYTE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY_TEXT = re.compile(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*")
-_MEMORY_HELP = "give a share of the full cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
+_MEMORY_HELP = "give a share of the 16-bit cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def as_target(target: float | RetentionTarget) -> RetentionTarget:
 
 @dataclass(frozen=True)
 class MemoryTarget:
-    """A memory budget of k and v: a share of the full cache in the model's dtype, or a number of bytes."""
+    """A memory budget of k and v: a share of the full cache in 16 bits a value, or a number of bytes."""
 
     share: float | None = None
     nbytes: int | None = None
@@ -89,18 +92,24 @@ class MemoryTarget:
         is_whole = isinstance(value, int) if unit is None else unit or number % 1 == 0
         if unit == "%" or not 1 <= number < 2**60 or not is_whole:
             raise RetentionError(
-                f"memory is {value!r}, more than the full cache or no number of bytes; {_MEMORY_HELP}."
+                f"memory is {value!r}, more than the 16-bit cache or no number of bytes; {_MEMORY_HELP}."
             )
         if number <= 100 and not unit:  # a percentage without its sign
             raise RetentionError(f"memory is {value!r}, which would be bytes; {_MEMORY_HELP}.")
         return cls(nbytes=int(number))
 
-    def share_of(self, full: float) -> float:
-        """Return the share of a full cache of `full` bytes."""
-        return self.share if self.share is not None else (self.nbytes or 0) / full
+    def share_of(self, shape: "KVShape", tokens: int) -> float:
+        """Return the share of the 16-bit cache of a text of `tokens` tokens."""
+        return self.share if self.share is not None else (self.nbytes or 0) / shape.reference_nbytes(tokens)
 
     def __str__(self) -> str:
         return f"memory {self.share:.4g}" if self.share is not None else f"memory {self.nbytes} bytes"
+
+
+def check_memory(value: str) -> str:
+    """Return `value` if it is a memory budget such as 10% or 200MB; raise RetentionError otherwise."""
+    MemoryTarget.parse(value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -210,6 +219,10 @@ class KVShape:
             return 16 * self.itemsize * self.head_dim + self.extra_bits
         return (precision.key_bits + precision.value_bits) * self.head_dim + 2 * NORM_BITS + self.extra_bits
 
+    def reference_nbytes(self, tokens: int) -> int:
+        """Return the bytes of the full cache of a text in 16 bits a value, of which memory shares are parts."""
+        return 2 * REFERENCE_ITEMSIZE * self.head_dim * self.heads * tokens
+
     @property
     def basis_bits(self) -> int:
         """Return the bits shared by all quantised entries of a head."""
@@ -258,7 +271,8 @@ class TierTarget(RetentionTarget):
         shape, memory, precisions = self.shape, self.memory, self.table.precisions
         whole = max(1, tokens + self.protected)
         full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head in the model's dtype
-        bits = memory.share * full if memory.share is not None else 8 * (memory.nbytes or 0) / max(1, shape.heads)
+        nbytes = memory.nbytes or 0 if memory.share is None else memory.share * shape.reference_nbytes(whole)
+        bits = 8 * nbytes / max(1, shape.heads)
         if bits >= full:
             return precisions[0], {precisions[0]: 1.0}
         bits = max(0.0, bits - shape.basis_bits)

@@ -23,12 +23,12 @@ class CompressionSettings(NamedTuple):
     """All settings of a compression: equal texts with equal settings share one stored context."""
 
     method: str
-    retention: float
+    retention: float | None  # instead of the memory
     policy: str | None  # digest
     model: str  # digest of its fingerprint
     tokenizer: str  # digest of its template and its behaviour
     system: str | None = None
-    memory: str | None = None  # instead of the retention: a share of the full cache's bytes, or bytes
+    memory: str | None = None  # a share of the 16-bit cache's bytes, or bytes
     protect: tuple[Span, ...] | None = None  # what every head keeps
 
     @classmethod
@@ -42,8 +42,9 @@ class CompressionSettings(NamedTuple):
             policy: The policy, for methods that need one.
         """
         digest = None if policy is None else policy.digest()
-        retention = check_retention(settings.retention)
-        return cls(settings.method, retention, digest, spec.digest(), tokenizer_digest(tokenizer))
+        is_named = settings.retention is None or "memory" in settings.model_fields_set
+        compression = cls(settings.method, None, digest, spec.digest(), tokenizer_digest(tokenizer))
+        return compression.for_text(settings.retention, settings.memory if is_named else None, None)
 
     def for_text(
         self, retention: float | None, memory: str | float | None, system: str | None, protect: Sequence[Span] = ()
@@ -51,8 +52,9 @@ class CompressionSettings(NamedTuple):
         """Return the settings of one text.
 
         Args:
-            retention: The share of its KV entries to keep; by default as these settings.
-            memory: Instead of `retention`, a share of the full cache's bytes, or bytes, as in `lkv.compress`.
+            retention: The share of its KV entries to keep.
+            memory: Instead of `retention`, a share of the 16-bit cache's bytes, or bytes, as in `lkv.compress`. Without
+                either, the text keeps as much as these settings say.
             system: A system prompt before the text.
             protect: What every head keeps.
 
@@ -62,18 +64,19 @@ class CompressionSettings(NamedTuple):
         """
         if memory is not None and retention is not None:
             raise PromptError("memory and retention both say how much to keep; give one of them.")
-        share = self.retention if retention is None else check_retention(retention)
-        budget = None
-        if memory is not None:  # one text for equal budgets, however they are written
+        budget = self.memory, self.retention
+        if retention is not None:
+            budget = None, check_retention(retention)
+        elif memory is not None:  # one text for equal budgets, however they are written
             target = MemoryTarget.parse(memory)
-            budget = f"{target.nbytes}B" if target.share is None else str(target.share)
-        return self._replace(retention=share, system=system, memory=budget, protect=tuple(protect) or None)
+            budget = f"{target.nbytes}B" if target.share is None else str(target.share), None
+        return self._replace(system=system, memory=budget[0], retention=budget[1], protect=tuple(protect) or None)
 
     def request(self, policy: Policy | None, protected: Sequence[int] = ()) -> CompressionRequest:
         """Return the request that compresses a text with these settings; `protected` are positions of its tokens."""
         return CompressionRequest(
             method=self.method,
-            retention=self.retention if self.memory is None else None,
+            retention=self.retention,
             memory=self.memory,
             policy=policy,
             protected=tuple(protected),

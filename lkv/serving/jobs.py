@@ -46,7 +46,7 @@ class Job:
             "error": self.error,
             "method": self.settings.method,
             "memory": self.settings.memory,
-            "retention": None if self.settings.memory else self.settings.retention,
+            "retention": self.settings.retention,
             "skipped": self.skipped,
             **sizes,
         }

@@ -59,7 +59,7 @@ class Service:
         self._policy = policy
         spec = patch_attention(model).spec
         self.compression = CompressionSettings.of_server(settings, spec, tokenizer, policy)
-        memory_bytes = settings.memory_bytes
+        memory_bytes = settings.contexts_bytes
         self.store = ContextStore(
             settings.store_url, model, tokenizer, self.compression.policy, memory_bytes, settings.store_bytes
         )

@@ -1,10 +1,11 @@
 """Settings of both servers: options of `lkv serve`, and the key `lkv` of vLLM's `--additional-config`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from lkv.errors import DEFAULT_RETENTION
+from lkv.errors import DEFAULT_MEMORY, check_retention
+from lkv.methods.targets import check_memory
 
 KEY_VARIABLE = "LKV_API_KEY"
 _MIB = 2**20
@@ -20,8 +21,15 @@ class ContextSettings(BaseModel):
     )
     method: str = Field("lkv", description="how texts are compressed")
     policy: str | None = Field(None, description="the policy (default: the model's, shipped or fitted)")
-    retention: float = Field(DEFAULT_RETENTION, gt=0, le=1, description="fraction of the KV entries to keep")
-    memory: float = Field(1024, ge=0, le=2**40, description="MiB of contexts in memory")
+    memory: Annotated[str, AfterValidator(check_memory)] = Field(
+        DEFAULT_MEMORY,
+        description="what k and v of a text may take, where a request does not say: 10% of the 16-bit cache's bytes, "
+        "or 2MB",
+    )
+    retention: Annotated[float, AfterValidator(check_retention)] | None = Field(
+        None, description="instead of memory: fraction of the KV entries to keep, all in one precision"
+    )
+    contexts_memory: float = Field(1024, ge=0, le=2**40, description="MiB of contexts in memory")
     max_upload: float = Field(16, gt=0, le=2**40, description="MiB per request")
     max_store: float = Field(65536, gt=0, le=2**40, description="MiB of all saved contexts")
     max_tokens: int = Field(
@@ -39,9 +47,9 @@ class ContextSettings(BaseModel):
         return self.store or str(cache_folder() / "contexts")
 
     @property
-    def memory_bytes(self) -> int:
+    def contexts_bytes(self) -> int:
         """Bytes of contexts in memory."""
-        return int(self.memory * _MIB)
+        return int(self.contexts_memory * _MIB)
 
     @property
     def upload_bytes(self) -> int:

@@ -55,7 +55,7 @@ class StoredContext(BaseModel):
             nbytes=context.nbytes(),
             full_nbytes=context.full_nbytes(),
             method=settings.method,
-            retention=settings.retention if settings.memory is None else None,
+            retention=settings.retention,
             memory=settings.memory,
             realised_retention=round(context.realised_retention(), 6),
             skipped=skipped,

@@ -16,7 +16,7 @@ from lkv.utils.file_lock import exclusive_lock
 from lkv.utils.files import check_writable_file, error_reason, write_text
 
 JOURNAL_FORMAT = 1  # of the files that `lkv eval` writes
-MEMORY = "memory"  # `budget` of a header whose retentions are shares of the full cache's bytes
+MEMORY = "memory"  # `budget` of a header whose retentions are shares of the 16-bit cache's bytes
 FIDELITY_METRICS = ("kl", "agreement", "hidden_error")
 ROW_METRICS = ("score", *FIDELITY_METRICS)  # of one method at one retention on one sample
 

@@ -47,7 +47,7 @@ def compressed(model, tokens: int, method: str, seed: int = 0, **options) -> Con
 
 def full_nbytes(model, tokens: int) -> int:
     spec = inspect_model(model)
-    return spec.layers * spec.kv_heads * tokens * 2 * spec.head_dim * model.dtype.itemsize
+    return spec.layers * spec.kv_heads * tokens * 2 * spec.head_dim * 2
 
 
 @settings(max_examples=20)
@@ -68,7 +68,7 @@ def test_the_budget_is_used_and_never_exceeded(name, tokens, memory, in_bytes, m
     context = compressed(model, tokens, method, seed, memory=allowed if in_bytes else memory)
     used = sum(layer.store.nbytes() for layer in context.cache.ragged_layers)
     assert used == context.cache.nbytes() <= allowed
-    assert context.cache.full_nbytes() == full
+    assert context.cache.full_nbytes() == full * model.dtype.itemsize // 2
     kept = [count for layer in context.cache.kept_counts() for count in layer]
     # Beside a tenth of it, all that may be left is what one entry a head would take that is rounded off each tier.
     if sum(kept) > 8 * heads:
@@ -113,7 +113,7 @@ def test_better_entries_have_more_bits(tokens, memory, name, method):
             assert (counts - plain.store.lens).abs().max() <= 1  # r t is rounded once more
 
 
-@pytest.mark.parametrize(("tokens", "memory"), [(500, 0.2), (500, 0.5), (900, 0.12)])
+@pytest.mark.parametrize(("tokens", "memory"), [(500, 0.4), (500, 1.0), (900, 0.24)])
 def test_the_windows_of_duo_are_in_all_precisions(tokens, memory):
     """What a retention of all precisions together keeps, within the bytes, though the best one alone has less."""
     model, text = build("float32"), ids(1, tokens)[0].tolist()
@@ -137,7 +137,7 @@ def test_the_windows_of_duo_are_in_all_precisions(tokens, memory):
 def test_the_values_of_a_better_tier_are_nearer():
     model = build("float32")
     text = ids(1, 400)
-    plain, tiered = RaggedCache(model, method="knorm", retention=1.0), RaggedCache(model, method="knorm", memory=0.12)
+    plain, tiered = RaggedCache(model, method="knorm", retention=1.0), RaggedCache(model, method="knorm", memory=0.24)
     for cache in (plain, tiered):
         model(text, past_key_values=cache, use_cache=True)
     for one, other in zip(plain.ragged_layers, tiered.ragged_layers, strict=True):
@@ -159,7 +159,7 @@ def test_the_values_of_a_better_tier_are_nearer():
             assert done == int(other.store.lens[0, head]) - int(other.store._rest.lens[0, head])
 
 
-@pytest.mark.parametrize("memory", [0.05, 0.2, 0.7])
+@pytest.mark.parametrize("memory", [0.1, 0.4, 0.9])
 @pytest.mark.parametrize(
     "options", [{"streaming": True}, {"decode_eviction": True}, {"streaming": True, "decode_eviction": True}], ids=str
 )
@@ -180,7 +180,7 @@ def test_the_budget_holds_while_a_text_is_streamed_and_evicted_from(memory, opti
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "memory", "quantized"), [("float32", 0.2, 2), ("one head", "16KB", 4)])
+@pytest.mark.parametrize(("name", "memory", "quantized"), [("float32", 0.4, 2), ("one head", "16KB", 4)])
 def test_rows_of_unequal_length_have_budgets_of_their_own(name, memory, quantized):
     """By bytes, the longer row has fewer bits a value, and other precisions."""
     model = build(name)
@@ -218,13 +218,13 @@ def test_rows_slack_and_windows_come_on_top_of_a_budget():
         return cache
 
     model = build("float32")
-    allowed = full_nbytes(model, 300) // 5
+    allowed = 2 * full_nbytes(model, 300) // 5
     one, four = read(model, memory=allowed), read(model, 4, memory=allowed)
     assert one.nbytes() <= allowed and 3 * allowed < four.nbytes() <= 4 * allowed
     assert read(model, memory=allowed, slack=10).nbytes() - one.nbytes() == 6 * 10 * 2 * 8 * 4
     mixed = read(build_family("Gemma3", torch.float32), memory=0.1)
     windows, used, full = mixed.other_nbytes(), mixed.nbytes(), mixed.full_nbytes()
-    assert used - windows <= 0.1 * (full - windows) < 0.1 * full < used
+    assert used - windows <= 0.05 * (full - windows) < 0.05 * full < used
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,8 @@ def test_too_little_memory_is_named(model, memory):
         assert "\n" not in said
 
 
-def test_all_of_the_memory_keeps_all_as_the_model_computes_it(model):
+def test_all_of_the_memory_keeps_all_as_the_model_computes_it():
+    model = build("bfloat16")
     plain, whole = RaggedCache(model, method="knorm", retention=1.0), RaggedCache(model, method="knorm", memory=1.0)
     text = ids(1, 60)
     found = []
@@ -364,16 +365,17 @@ def test_a_method_with_tiers_of_its_own_is_one_too(model):
 @given(
     bits=st.floats(0.05, 16),
     width=st.sampled_from([8, 64, 128]),
+    itemsize=st.sampled_from([2, 4]),
     tokens=st.integers(1, 100_000),
     table=st.sampled_from(
         [None, TierTable.single(Precision(8, 8)), TierTable.single(Precision(4, 4)), TierTable.single(Precision(3, 3))]
     ),
 )
-def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
+def test_shares_of_tiers_cost_what_is_allowed(bits, width, itemsize, tokens, table):
     """Over all lengths: the bits of the tiers add up to the budget, less the basis, or to the whole text."""
     from lkv.methods.targets import BASIS_BITS, DEFAULT_TABLE, TierTarget
 
-    table, shape = table or DEFAULT_TABLE, KVShape(6, width, 2)
+    table, shape = table or DEFAULT_TABLE, KVShape(6, width, itemsize)
     memory = MemoryTarget(share=bits / 16)
     targets = [TierTarget(memory=memory, shape=shape, table=table, precision=p) for p in table.precisions]
     shares = [target.share(tokens) for target in targets]
@@ -382,7 +384,7 @@ def test_shares_of_tiers_cost_what_is_allowed(bits, width, tokens, table):
     assert sum(part > 0 for part, p in zip(own, table.precisions, strict=True) if p.is_quantized) <= 2
     spent = tokens * sum(part * shape.entry_bits(p) for part, p in zip(own, table.precisions, strict=True))
     allowed = memory.share * 16 * 2 * width * tokens
-    if memory.share == 1:
+    if memory.share == 1 and itemsize == 2:
         assert shares[0] == 1
         return
     spent += BASIS_BITS * width if spent else 0

@@ -128,15 +128,14 @@ def test_memory_is_what_is_given_and_told(folder, asked, tmp_path, words, amount
     saved = tmp_path / "text.kv"
     status, out, said = asked(folder / "text.md", "When?", *words, "--save", saved)
     assert status == 0 and ("allowed" in said) == (allowed is not None) != ("requested" in said)
-    if allowed:
-        assert f", {allowed} allowed]" in said
     context = Context.load(saved, *load_model(str(folder / "model")))
-    used, full = context.cache.nbytes(), len(TEXT) * 3 * 2 * 2 * 8 * 4
+    used, full = context.cache.nbytes(), len(TEXT) * 3 * 2 * 2 * 8 * 2
     if amount is not None:
         assert out.strip() == answer(folder, "When?", **amount) and context.metadata["bits"] == amount.get("bits")
         assert context.metadata["retention"] == amount.get("retention")
     if allowed:
         limit = {"10%": 0.1 * full, "0.3": 0.3 * full, "30KB": 30_000, "12.5%": 0.125 * full}[allowed]
+        assert f", {allowed} of {full / 1e6:.1f} MB in 16 bits allowed]" in said
         free = sum(layer.store.free_slots for layer in context.cache.ragged_layers) * 2 * 2 * 8 * 4
         assert used - free <= limit and context.metadata["memory"].startswith("memory ")
 

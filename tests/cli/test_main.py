@@ -30,7 +30,7 @@ MISTAKES = {
     "ask book.txt why? --policy nowhere": "there is no policy folder 'nowhere'",
     "ask book.txt why? --memory 0": "memory is '0'; give a share",
     "ask book.txt why? --memory 5TB": "memory is '5TB'; give a share",
-    "ask book.txt why? --memory 110%": "memory is '110%', more than the full cache",
+    "ask book.txt why? --memory 110%": "memory is '110%', more than the 16-bit cache",
     "ask why? --load x.kv --memory 10%": "leave --memory out",
     "ask book.txt --chunk 1.5": "--chunk is 1.5, but must be a valid integer",
     "ask book.txt --dtype int8": "--dtype is int8, but must be 'float32', 'bfloat16' or 'float16'",

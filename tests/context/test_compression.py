@@ -184,7 +184,12 @@ def test_prediction_is_teacher_forced(model, policy):
     [
         ("  \n", {}, PromptError, "the text is empty"),
         ("a\0b", {}, PromptError, "the text holds NUL characters, the first at 1"),
-        ("one two three", {}, PromptError, r"has 3 tokens: at retention 0\.15 nothing .* kept\. Give at least 7"),
+        (
+            "one two three",
+            {"retention": 0.15},
+            PromptError,
+            r"has 3 tokens: at retention 0\.15 nothing .* kept\. Give at least 7",
+        ),
         ("word " * 600, {}, PromptError, "has 600 tokens, but the model reads at most 512"),
         (TEXT, {"retention": 1.5}, RetentionError, "retention is 1.5"),
         (TEXT, {"prompt_tokens": 100}, PromptError, "the whole text is the prompt here"),
@@ -293,7 +298,9 @@ def test_a_context_tells_how_it_was_compressed(model, policy):
         return {name: found[name] for name in ("retention", "budget_tokens", "policy")}
 
     digest = policy.digest()
-    assert about("lkv") == {"retention": 0.15, "budget_tokens": None, "policy": digest}
+    assert about("lkv") == {"retention": None, "budget_tokens": None, "policy": digest}
+    assert compress(model, Words(), TEXT, policy=policy).metadata["memory"] == "memory 0.1"
+    assert about("lkv", bits=4) == {"retention": 0.15, "budget_tokens": None, "policy": digest}
     assert about("knorm", retention=0.3) == {"retention": 0.3, "budget_tokens": None, "policy": None}
     for method, own in [("lkv", digest), ("lkv-h+kvzip", digest), ("kvzip", None)]:
         assert about(method, budget_tokens=9) == {"retention": None, "budget_tokens": 9, "policy": own}

@@ -81,7 +81,7 @@ def test_bytes_are_spent_as_the_policy_of_a_method_says(model, policy, tmp_path)
         cache = RaggedCache(model, policy=learned, memory=0.03, method=name)
         cache.fill(prompt)
         assert rows[name]["realised"] == pytest.approx(cache.realised_retention(), abs=1e-6)
-        assert 0.02 < rows[name]["nbytes"] / rows[name]["full_nbytes"] < 0.032
+        assert 0.005 < rows[name]["nbytes"] / rows[name]["full_nbytes"] < 0.008
     # The default has fewer bits, so more entries.
     assert rows["lkv"]["realised"] < 0.8 * rows["snapkv"]["realised"]
     del policy.card["tiers"]
@@ -101,7 +101,7 @@ def test_sliding_windows_count_in_no_budget(tmp_path):
     examples = make_examples(1, ["alpha"], tokens=200)
     (line,) = run(model, None, tmp_path / "x.jsonl", examples, ["knorm"], [0.1], by_memory=True)[1]
     (row,) = (row for row in line["rows"] if row["method"] == "knorm")
-    assert 0.05 < row["nbytes"] / row["full_nbytes"] < 0.11
+    assert 0.0125 < row["nbytes"] / row["full_nbytes"] < 0.0275
 
 
 def test_fidelity_is_measured_by_teacher_forcing_the_true_answer(model, policy, tmp_path):

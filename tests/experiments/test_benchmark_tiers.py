@@ -35,7 +35,7 @@ def test_the_divergence_is_that_of_the_stock_model():
     whole = model(torch.tensor([CONTEXT + CONTINUATION[:-1]])).logits[0]
     expected = log_probabilities(whole[len(CONTEXT) + SKIP - 1 :])
     table = TierTable.single(Precision(8, 8))
-    method = resolve_method("lkv", model, memory=2.4 / 32, policy=policy, tier_table=table)
+    method = resolve_method("lkv", model, memory=2.4 / 16, policy=policy, tier_table=table)
     cache = RaggedCache(model, method=method)
     model(torch.tensor([CONTEXT]), past_key_values=cache, use_cache=True)
     found = model(torch.tensor([CONTINUATION[:-1]]), past_key_values=cache, use_cache=True).logits[0, SKIP - 1 :]

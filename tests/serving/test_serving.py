@@ -359,7 +359,7 @@ def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
     [
         (["--host", "0.0.0.0"], "set LKV_API_KEY"), (["--method", "full"], "cannot be stored"),
         (["--retention", "2"], "must lie in (0, 1]"), (["--grace", "nan"], "--grace is nan"),
-        (["--grace", "inf"], "--grace is inf"), (["--memory", "inf"], "--memory is inf"),
+        (["--grace", "inf"], "--grace is inf"), (["--contexts-memory", "inf"], "--contexts-memory is inf"),
         (["--timeout", "inf"], "--timeout is inf"),
         (["--store", "nosuch://place", "--method", "knorm", "--model", "{model}"], "Protocol not known"),
         (["--model", "{nothing}"], "could be loaded"), (["--vllm-args=--enforce-eager"], "needs --engine vllm"),

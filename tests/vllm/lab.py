@@ -44,7 +44,7 @@ class Lab:
         torch.nn.init.normal_(self.policy.heads.embeddings, std=20.0)
         self.policy.save_pretrained(folder / "policy")
         self.settings = {
-            "store": str(self.store), "policy": str(folder / "policy"), "retention": RETENTION, "memory": 64.0,
+            "store": str(self.store), "policy": str(folder / "policy"), "retention": RETENTION, "contexts_memory": 64.0,
         }  # fmt: skip
 
     @contextmanager

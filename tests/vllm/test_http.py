@@ -68,7 +68,7 @@ def serving_lab(lab, *options: str, length: int = 1024):
     """The lab's model behind a server."""
     arguments = [
         *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
-        *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--memory", "64"),
+        *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--contexts-memory", "64"),
         *("--max-upload", "1", "--max-tokens", "16"),
         *("--dtype", "float32", "--max-requests", "8", "--vllm-args", f"--enforce-eager --max-model-len {length}"),
         *options,

@@ -233,7 +233,7 @@ def test_longrope_beyond_its_change_is_refused(lab):
 
 
 def test_memory_of_contexts_is_taken_from_that_of_pages(lab):
-    config = lab.config({"memory": 3.0})
+    config = lab.config({"contexts_memory": 3.0})
     worker = SimpleNamespace(vllm_config=config)
     for size, extra, left in (
         (None, config.additional_config, 7),

@@ -63,7 +63,7 @@ def server_command(
     if model == DEFAULT:
         load_config(DEFAULT)  # converts it at the first use
         model = str(cache_folder() / DEFAULT)
-    plugin = settings.model_dump(include=set(ContextSettings.model_fields), exclude_none=True)
+    plugin = settings.model_dump(include=set(ContextSettings.model_fields), exclude_unset=True)
     options = {
         "--model": model,
         "--served-model-name": name,

@@ -103,7 +103,7 @@ class VllmContexts:
             raise IntegrationError(f"lkv.method is {settings.method!r}, which takes no lkv.policy; leave it out.")
         self.compression = CompressionSettings.of_server(settings, patched.spec, self.tokenizer, self.policy)
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
-        self.store = self.open_store(settings.memory_bytes if memory_bytes is None else memory_bytes)
+        self.store = self.open_store(settings.contexts_bytes if memory_bytes is None else memory_bytes)
         self._announced_texts: dict[str, NewContext] = {}
         self._checked_files: dict[str, tuple[float, ...]] = {}
         self._checking = threading.Lock()
@@ -232,7 +232,7 @@ class NewContext(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     id: str
-    retention: float
+    retention: float | None = None
     memory: str | None = None  # instead of the retention
     sha256: str
     protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps

@@ -130,7 +130,7 @@ def compress(
         retention: The share of its KV entries to keep; by default as the plugin's settings say.
         name: A title for lists; a stored text takes it too.
         system: A system prompt before the text.
-        memory: Instead of `retention`, the share of the full cache's bytes (0.1 or "10%"), or bytes ("2MB"), to keep.
+        memory: Instead of `retention`, the share of the 16-bit cache's bytes (0.1 or "10%"), or bytes ("2MB"), to keep.
         protect: Parts of the text that every head keeps, as in `lkv.compress`.
 
     Returns:

@@ -50,7 +50,7 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     extra = config.additional_config
     if config.cache_config.kv_cache_memory_bytes is not None or not isinstance(extra, dict) or "lkv" not in extra:
         return available
-    reserved = plugin_settings(config).memory_bytes
+    reserved = plugin_settings(config).contexts_bytes
     _LOG.info("%.2f GiB of the KV cache's memory are reserved for contexts", reserved / 2**30)
     return available - reserved
 
