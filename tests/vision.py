@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.families import SHAPE
 
+IS_NEW = Version(transformers.__version__) >= Version("5.24")
 _SPECIAL = {
     "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>",
     "vision_start_token": "<vs>", "vision_end_token": "<ve>", "start_image_token": "<boi>", "end_image_token": "<eoi>",
@@ -77,11 +79,12 @@ class VisionFamily:
     image: str = "<image>"
     template: str = _TEMPLATE
     text: dict[str, Any] | None = None
+    needs_new: bool = False
 
     @property
     def missing(self) -> str:
         """Why this version of transformers cannot run it with LKV, if it cannot."""
-        return "" if hasattr(transformers, "Qwen2VLImageProcessorPil") else "images need transformers 5.24"
+        return f"images of {self.name} need transformers 5.24" if self.needs_new and not IS_NEW else ""
 
     def build(self, dtype: torch.dtype = torch.float64) -> Any:
         """A tiny random model."""
@@ -126,28 +129,33 @@ def _without_videos(name: str, *parts: Any, **settings: Any) -> Any:
     return type(name, (base,), {"check_argument_for_proper_class": check})(*parts, None, **settings)
 
 
+def _pixels(name: str, **settings: Any) -> Any:
+    """An image processor that needs no torchvision."""
+    return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**settings)
+
+
 def _qwen(name: str) -> Any:
     pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     size = {"shortest_edge": 64, "longest_edge": 4096}
-    images = transformers.Qwen2VLImageProcessorPil(**pixels, size=size)
+    images = _pixels("Qwen2VLImageProcessor", **pixels, size=size)
     return _without_videos(f"{name}Processor", images, tokenizer())
 
 
 def _gemma() -> Any:
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    images = _pixels("Gemma3ImageProcessor", size={"height": 16, "width": 16})
     return transformers.Gemma3Processor(images, tokenizer(), image_seq_length=4)
 
 
 def _smolvlm() -> Any:
     size = {"longest_edge": 16}
     # SmolVLM's own processor is this one with videos, which need a package of their own.
-    images = transformers.Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+    images = _pixels("Idefics3ImageProcessor", size=size, max_image_size=size, do_image_splitting=False)
     return transformers.Idefics3Processor(images, tokenizer(), image_seq_len=4)
 
 
 def _internvl() -> Any:
     size = {"height": 16, "width": 16}
-    images = transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=False)
+    images = _pixels("GotOcr2ImageProcessor", size=size, crop_to_patches=False)
     return _without_videos("InternVLProcessor", images, tokenizer(), image_seq_length=4)
 
 
@@ -165,6 +173,7 @@ VISION = [
         {"vision_config": _QWEN_VISION | {"window_size": 16, "fullatt_block_indexes": [1]}} | _QWEN_TOKENS,
         lambda: _qwen("Qwen2_5_VL"),
         "<vs><image><ve>",
+        needs_new=True,  # its rotary embedding takes three tables before
         text={"rope_parameters": _MROPE},
     ),
     VisionFamily(
@@ -194,6 +203,7 @@ VISION = [
             "image_token_id": TOKENS["<image>"], "image_seq_length": 4,
         },
         _internvl,
+        needs_new=True,  # the processor needs NumPy 1 before
         text={"model_type": "qwen2"},
     ),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.image_positions import ImageOffset
-from lkv.hf.position_hook import take_image_positions
+from lkv.hf.position_hook import has_image_positions, take_image_positions
 from lkv.hf.positions import check_frequencies
 from lkv.hf.progress import report_progress
 from lkv.hf.prompt_kv import read_prompt
@@ -222,10 +222,11 @@ def _prefill(
     `progress` is as in `compress`, `images` as in `compress_ids`.
     """
     parts = ids.split(min(chunk or ids.shape[1], ids.shape[1]), 1)
+    is_explicit = not images and has_image_positions(model)
     for number, part in enumerate(parts):
         if progress is not None:
             cache.on_layer_start = lambda layer, done=number: progress((done + layer / len(cache.layers)) / len(parts))
-        unwrap_model(model).base_model(input_ids=part, **pass_arguments(cache, part), **images or {})
+        unwrap_model(model).base_model(input_ids=part, **pass_arguments(cache, part, is_explicit), **images or {})
     cache.on_layer_start = None
 
 

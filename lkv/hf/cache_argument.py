@@ -17,13 +17,14 @@ def cache_argument(cache: Any) -> dict[str, Any]:
     return {_NAME: cache}
 
 
-def pass_arguments(cache: Any, ids: Tensor) -> dict[str, Any]:
+def pass_arguments(cache: Any, ids: Tensor, is_explicit: bool = False) -> dict[str, Any]:
     """Return the arguments of a pass of `ids` [B, T]: `cache`, and positions if it has already read tokens.
 
-    Without explicit positions some models count from 0 in every pass.
+    Without explicit positions some models count from 0 in every pass. With `is_explicit` the first pass has them, too:
+    in models with multimodal RoPE older versions of transformers shift those of a text as for the images read last.
     """
     start, offset = cache.get_seq_length(), getattr(cache, "image_offset", None)
-    positions = {"position_ids": following_positions(offset, None, start, ids)} if start else {}
+    positions = {"position_ids": following_positions(offset, None, start, ids)} if start or is_explicit else {}
     return cache_argument(cache) | positions | {"use_cache": True}
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
-from lkv.hf.cache_argument import cache_argument
+from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.other_layers import FULL, LayerKind, OtherLayer, join_layers, make_layers
 from lkv.hf.position_hook import take_image_positions
@@ -178,8 +178,8 @@ def read_prompt(
     layers, others = make_layers(patched.kinds, full)
     embeddings: list[Tensor] = []
     with _recorded_embeddings(model, embeddings) if images else nullcontext():
-        cache = cache_argument(BaseCache(layers, others))
-        unwrap_model(model).base_model(input_ids=ids, **cache, **images or {}, use_cache=True)
+        arguments = pass_arguments(BaseCache(layers, others), ids, not images and patched.position_hook is not None)
+        unwrap_model(model).base_model(input_ids=ids, **arguments, **images or {})
     positions = take_image_positions(*ids.shape) if patched.position_hook else None
     rotated = (
         replace(

@@ -22,7 +22,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import RATIOS, OwnScores, score
 from tests.hf.test_families import check_training
-from tests.vision import PARAMS, TOKENS, VisionFamily, picture
+from tests.vision import IS_NEW, PARAMS, TOKENS, VisionFamily, picture
 
 TEXT = "Two pictures, and what they show to those who look at them for long."
 OTHER = "Another text with one picture."
@@ -139,6 +139,8 @@ def test_turns_forks_and_rewinds_equal_the_masked_model(family, model, monkeypat
             cache.rewind()
             assert_close(read(model, cache, more, [6]), logits)
     assert 0 < caches[0].nbytes() < caches[0].full_nbytes()
+    if not IS_NEW:
+        return  # older versions of transformers shift the positions of a text alone, as for the last images
     caches[0].reset()
     prefill(model, caches[0], {"input_ids": ids(1, 40)})
     alone = masked(model, method, {"input_ids": ids(1, 40)}, more, monkeypatch)
@@ -234,7 +236,7 @@ def test_images_after_the_prompt_are_refused(family, model):
     with pytest.raises(CacheError, match="images must be in the first pass of a prompt: leave pixel_values out"):
         model.generate(**more, past_key_values=cache, **OPTIONS)
     # Without generate(), what the model itself passes on tells.
-    if "token_type_ids" in other:
+    if "token_type_ids" in other and IS_NEW:
         types = torch.cat([inputs["token_type_ids"], other["token_type_ids"]], 1)
         with pytest.raises(PromptError, match="lets tokens see later ones, as within an image in Gemma-3"):
             prefill(model, cache, {"input_ids": other["input_ids"], "token_type_ids": types})
@@ -242,7 +244,7 @@ def test_images_after_the_prompt_are_refused(family, model):
         for options in ({"streaming": True, "prompt_tokens": tokens}, {"prompt_tokens": 8}):
             with pytest.raises(PromptError, match="give all images in the first pass of the prompt, without streaming"):
                 prefill(model, RaggedCache(model, method=cache.config.method, **options), inputs)
-    if "image_grid_thw" in other:
+    if "image_grid_thw" in other and IS_NEW:
         positions, _ = model.model.get_rope_index(
             other["input_ids"], other["mm_token_type_ids"], image_grid_thw=other["image_grid_thw"]
         )
