@@ -18,6 +18,7 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import full_attention_modules
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
+from lkv.methods.selectors.expected_attention import ExpectedAttention
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import RATIOS, OwnScores, score
@@ -176,17 +177,33 @@ def test_generation_equals_the_masked_model(family, model, monkeypatch):
 def test_a_batch_of_pictures_equals_its_rows_alone(family, model):
     texts = [(TEXT, [picture(), picture(1, 48)]), (OTHER, [picture(2, 16, 48)])]
     rows, batch = [family.encode(*text) for text in texts], family.encode_batch(texts)
-    options = OPTIONS | {"output_logits": True, "return_dict_in_generate": True}
     for method in (method_of(model), "expected"):
-        retention = None if isinstance(method, Method) else 0.5
-        cache = RaggedCache(model, method=method, retention=retention)
-        out = model.generate(**batch, past_key_values=cache, **options)
-        for number, inputs in enumerate(rows):
-            own = RaggedCache(model, method=method, retention=retention)
-            alone = model.generate(**inputs, past_key_values=own, **options)
-            assert torch.equal(out.sequences[number, -5:], alone.sequences[0, -5:])
-            for found, expected in zip(out.logits, alone.logits, strict=True):
-                torch.testing.assert_close(found[number : number + 1], expected, atol=2e-4, rtol=2e-4)
+        _compare_rows(model, method, rows, batch)
+    # Two texts of equal length, whose images have other shapes, are not padded.
+    texts = [(TEXT, [picture(0, 64, 8)]), (TEXT, [picture(1)])]
+    _compare_rows(model, "expected", [family.encode(*text) for text in texts], family.encode_batch(texts))
+
+
+def _compare_rows(model: Any, method: Method | str, rows: list[dict[str, Tensor]], batch: dict[str, Tensor]) -> None:
+    options = OPTIONS | {"output_logits": True, "return_dict_in_generate": True}
+    retention = None if isinstance(method, Method) else 0.5
+    cache = RaggedCache(model, method=method, retention=retention)
+    out, others = model.generate(**batch, past_key_values=cache, **options), []
+    for number, inputs in enumerate(rows):
+        own = RaggedCache(model, method=method, retention=retention)
+        others.append(own)
+        alone = model.generate(**inputs, past_key_values=own, **options)
+        assert torch.equal(out.sequences[number, -5:], alone.sequences[0, -5:])
+        for found, expected in zip(out.logits, alone.logits, strict=True):
+            # Their padding makes sums of the vision model's and the window's blocks other than those of a row alone.
+            torch.testing.assert_close(found[number : number + 1], expected, atol=1e-5, rtol=1e-5)
+    if cache.others or len({inputs["input_ids"].shape[1] for inputs in rows}) > 1:
+        return
+    cache.batch_select_indices(torch.tensor([1, 0]))
+    more = ids(1, 3)
+    found = read(model, cache, more.expand(2, -1), [3])
+    for number, own in enumerate(reversed(others)):
+        torch.testing.assert_close(found[number : number + 1], read(model, own, more, [3]), atol=1e-5, rtol=1e-5)
 
 
 def test_evicted_answers_equal_the_masked_model(family, model, monkeypatch):
@@ -219,6 +236,36 @@ def test_keys_are_unrotated_exactly(family, model):
         torch.testing.assert_close(layer.rotation.unrotate(layer.key), key, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer.rotation.unrotate(layer.query), query, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer.rotation.rotate(key), layer.key, atol=1e-5, rtol=1e-5)
+    selector = ExpectedAttention(model, future=8, value_norm=False)
+    positions = read_positions(model, inputs).max() + 1 + torch.arange(8)
+    expected = expected_scores(model, own, layers[0], *bare[0], positions)
+    torch.testing.assert_close(selector.scores(0, layers[0])[..., 4:], expected, atol=1e-6, rtol=1e-4)
+
+
+def read_positions(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """The positions of a prompt, from transformers."""
+    ids = inputs["input_ids"]
+    if not hasattr(model.model, "get_rope_index"):
+        return torch.arange(ids.shape[1])
+    options = {name: inputs[name] for name in ("image_grid_thw", "mm_token_type_ids") if name in inputs}
+    return model.model.get_rope_index(ids, **options)[0]
+
+
+def expected_scores(model: Any, own: Any, layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> Tensor:
+    """Expected Attention from q and k before their rotary embedding: the mean over future queries, at `positions`."""
+    rotary, width = model.get_decoder().rotary_emb, query.shape[-1]
+    kind = {"layer_type": "full_attention"} if type(model).__name__.startswith("Gemma3") else {}
+    cos, sin = rotary(query, positions[None], **kind)
+    basis = torch.eye(width, dtype=torch.float64)[None, :, None].expand(1, width, len(positions), width)
+    mean_rotation = own.apply_rotary_pos_emb(basis, basis, cos, sin)[0].mean(2)[0]
+    future = query[:, :, 4:] @ mean_rotation
+    groups, scores = query.shape[1] // key.shape[1], []
+    for head in range(query.shape[1]):
+        samples, keys = future[0, head], layer.key[0, head // groups, 4:]
+        mean, spread = samples.mean(0), torch.cov(samples.T, correction=0)
+        logits = keys @ mean * layer.scale + ((keys @ spread) * keys).sum(-1) * layer.scale**2 / 2
+        scores.append(torch.softmax(logits, -1))
+    return torch.stack(scores).unflatten(0, (-1, groups)).mean(1)[None]
 
 
 def test_policies_are_trained_on_text(family):
