@@ -11,6 +11,7 @@ from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
+from lkv.hf.state import PatchedModel
 from lkv.methods.base import TierBudget, check_numbers
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
@@ -155,6 +156,12 @@ class SharedState:
     pending_nan_checks: list[Tensor] = field(default_factory=list)
     nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of_model(cls, patched: PatchedModel) -> "SharedState":
+        """Return the state of a new cache."""
+        has_states = any(kind.is_recurrent for kind in patched.kinds)
+        return cls(len(patched.rotations) - 1, has_states, patched.position_hook is not None)
+
     def fork(self) -> "SharedState":
         """Return the state of a copy of the cache."""
         return SharedState(self.last_layer, self.has_states, self.has_image_positions, self.positions)
@@ -207,6 +214,12 @@ class LayerContext:
     def prompt_rotation(self) -> Rotation | None:
         """`rotation` at the positions of the prompt."""
         return self.rotation and self.rotation.at_positions(self.shared.positions)
+
+
+def layer_contexts(config: CacheConfig, shared: SharedState, patched: PatchedModel) -> list[LayerContext]:
+    """Return the context of each evicting layer of a new cache."""
+    pairs = enumerate(zip(patched.rotations, patched.sinks, strict=True))
+    return [LayerContext(index, config, shared, *own, patched.softcap) for index, own in pairs]
 
 
 def mean_entries(counts: Tensor) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
+from lkv.cache.cache_config import CacheConfig, SharedState, layer_contexts
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
@@ -147,14 +147,11 @@ class RaggedCache(BaseCache):
         self.on_layer_start: Callable[[int], None] | None = None
         self.history = TokenHistory()
         self.at_prompt_end: dict[int, OtherLayer] = {}
-        has_states, has_images = any(kind.is_recurrent for kind in patched.kinds), patched.position_hook is not None
-        self.shared = shared = SharedState(self.spec.layers - 1, has_states, has_images)
+        self.shared = SharedState.of_model(patched)
         self.ragged_layers = [
-            (ReadAgainLayer if kind.readers else RaggedLayer)(
-                LayerContext(index, self.config, shared, rotation, sinks, patched.softcap)
-            )
-            for index, (kind, rotation, sinks) in enumerate(
-                zip(evicted_kinds(patched.kinds), patched.rotations, patched.sinks, strict=True)
+            (ReadAgainLayer if kind.readers else RaggedLayer)(own)
+            for kind, own in zip(
+                evicted_kinds(patched.kinds), layer_contexts(config, self.shared, patched), strict=True
             )
         ]
         super().__init__(*make_layers(patched.kinds, self.ragged_layers))
@@ -330,6 +327,7 @@ class RaggedCache(BaseCache):
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RaggedCache":
+        # The model and the policy are shared with the copy.
         return self.fork()
 
     def rewind(self) -> None:
