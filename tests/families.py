@@ -340,11 +340,17 @@ HYBRIDS = [
 ]  # fmt: skip
 # Models with layers of several kinds, without states.
 MIXED = [family for family in SERVED if family.name in ("Gemma2", "Gemma3", "Gemma3n", "Gemma4", "GptOss", "Llama4")]
+_LATENT = "multi-head latent attention (MLA)"
 REFUSED = [
-    Family("Youtu", refused="no per-head key-value cache"),
+    Family("Youtu", refused=_LATENT),
+    Family("DeepseekV2", _ROUTED, refused=_LATENT),
+    Family("Glm4MoeLite", _ROUTED, refused=_LATENT),
+    Family("LongcatFlash", refused=_LATENT),
+    Family("MiniCPM3", refused=_LATENT),
+    Family("Mistral4", _ROUTED, refused=_LATENT),
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
-    Family("DeepseekV3", _ROUTED, refused="no per-head key-value cache"),
+    Family("DeepseekV3", _ROUTED, refused=_LATENT),
     Family(
         "MiniMax",
         {
@@ -354,8 +360,8 @@ REFUSED = [
         },
         refused="a cache of its own",
     ),
-    Family("KimiLinear", {"layer_types": _LINEAR[:3], "kv_lora_rank": 16}, refused="no per-head key-value cache"),
-    Family("BailingHybrid", refused="no per-head key-value cache"),
+    Family("KimiLinear", {"layer_types": _LINEAR[:3], "kv_lora_rank": 16}, refused=_LATENT),
+    Family("BailingHybrid", refused=_LATENT),
     Family("RecurrentGemma", refused="keeps recurrent states outside of its cache", since="5.24"),
 ]
 
