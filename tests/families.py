@@ -88,6 +88,7 @@ class Family:
     rotation: str = "yes"
     refused: str = ""
     drop: tuple[str, ...] = ()
+    fits: bool = True  # whether policies can be trained for it
     variant: str = ""  # what models of this shape there are
     since: str = ""  # the version of transformers from which on LKV serves it, where older ones have it too
 
@@ -95,6 +96,11 @@ class Family:
     def label(self) -> str:
         """The name, with the variant."""
         return f"{self.name} ({self.variant})" if self.variant else self.name
+
+    @property
+    def is_served_in_vllm(self) -> bool:
+        """Whether LKV's plugin for vLLM takes contexts of it."""
+        return self.layers == "all"
 
     @property
     def missing(self) -> str:
@@ -312,6 +318,7 @@ HYBRIDS = [
             "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4,
         },
         **_STATES,
+        fits=False,
         rotation=_UNROTATED,
     ),
     Family("Bamba", _MAMBA | {"attn_layer_indices": [1, 3]}, **_STATES),
@@ -333,6 +340,7 @@ HYBRIDS = [
             "attention_head_dim": 16,
         },
         **_STATES,
+        fits=False,
         rotation=_UNROTATED,
     ),
     Family("OlmoHybrid", _DELTA | {"linear_num_key_heads": 4, "head_dim": 8}, **_STATES),
@@ -368,10 +376,15 @@ REFUSED = [
 
 def table() -> str:
     """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
-    lines = ["| family | evicted from | k un-rotated for the scorer |", "|---|---|---|"]
+    lines = [
+        "| family | evicted from | stays | k un-rotated for the scorer | `lkv fit` | vLLM |",
+        "|---|---|---|---|---|---|",
+    ]
     for family in SERVED + HYBRIDS:
         name = f"{family.label} (transformers {family.since} or newer)" if family.since else family.label
-        lines.append(f"| {name} | {family.layers} | {family.rotation} |")
+        evicted, _, rest = family.layers.partition("; ")
+        fits, vllm = ("yes" if is_so else "no" for is_so in (family.fits, family.is_served_in_vllm))
+        lines.append(f"| {name} | {evicted} | {rest.removesuffix(' stay')} | {family.rotation} | {fits} | {vllm} |")
     lines += ["", "| refused | it has |", "|---|---|"]
     lines += [f"| {family.name} | {family.refused} |" for family in REFUSED]
     return "\n".join(lines) + "\n"

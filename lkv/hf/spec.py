@@ -69,8 +69,8 @@ def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
     heads, kv_heads = (getattr(text, "num_attention_heads", None), _kv_heads(text)) if is_alike else (1, 1)
     if getattr(text, "kv_lora_rank", None):
         raise UnsupportedModelError(
-            f"{name} has multi-head latent attention (MLA): its cache has one small latent vector a token for all heads, "
-            "so there is nothing to evict by head; use a model with multi-head or grouped-query attention."
+            f"{name} has multi-head latent attention (MLA): its cache has one small latent vector a token for "
+            "all heads, so there is nothing to evict by head; use a model with multi-head or grouped-query attention."
         )
     if not isinstance(kv_heads, int) or not isinstance(heads, int):
         raise UnsupportedModelError(

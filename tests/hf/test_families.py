@@ -116,6 +116,9 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
     model = family.build()
     spec = patch_attention(model).spec
     assert spec.layers == (2 if family.layers.startswith("full") else model.config.num_hidden_layers)
+    patched = patch_attention(model)
+    is_plain = patched.softcap is None and all(sinks is None for sinks in patched.sinks)
+    assert family.is_served_in_vllm == (is_plain and not any(kind.other for kind in patched.kinds))
     with torch.no_grad():
         check_generation(model, method_of(spec.layers, spec.kv_heads), monkeypatch)
         check_rotations(model, family.rotation)

@@ -251,7 +251,9 @@ def test_policies_are_trained_as_the_cache_computes(family, model):
     policy, text = Policy(patch_attention(model).spec).requires_grad_(False), ids(1, PROMPT)
     target = ids(1, 20, 1)
     run = SampleDistillation(model, TokenizedSample("random", text[0].tolist(), [(target[0].tolist(), 4)]))
-    if any(kind.is_stepwise for kind in patch_attention(model).kinds):
+    assert family.fits != any(kind.is_stepwise for kind in patch_attention(model).kinds)
+    assert not family.is_served_in_vllm
+    if not family.fits:
         with torch.no_grad(), pytest.raises(CacheError, match="several tokens after a text wrongly in this model"):
             run.run(None)
         return
