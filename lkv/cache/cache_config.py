@@ -216,7 +216,7 @@ class LayerContext:
         return self.rotation and self.rotation.at_positions(self.shared.positions)
 
 
-def layer_contexts(config: CacheConfig, shared: SharedState, patched: PatchedModel) -> list[LayerContext]:
+def list_contexts(config: CacheConfig, shared: SharedState, patched: PatchedModel) -> list[LayerContext]:
     """Return the context of each evicting layer of a new cache."""
     pairs = enumerate(zip(patched.rotations, patched.sinks, strict=True))
     return [LayerContext(index, config, shared, *own, patched.softcap) for index, own in pairs]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lkv.cache.cache_config import CacheConfig, SharedState, layer_contexts
+from lkv.cache.cache_config import CacheConfig, SharedState, list_contexts
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
@@ -150,9 +150,7 @@ class RaggedCache(BaseCache):
         self.shared = SharedState.of_model(patched)
         self.ragged_layers = [
             (ReadAgainLayer if kind.readers else RaggedLayer)(own)
-            for kind, own in zip(
-                evicted_kinds(patched.kinds), layer_contexts(config, self.shared, patched), strict=True
-            )
+            for kind, own in zip(evicted_kinds(patched.kinds), list_contexts(config, self.shared, patched), strict=True)
         ]
         super().__init__(*make_layers(patched.kinds, self.ragged_layers))
         self.reads_all_queries = method.reads_queries and any(kind.readers for kind in patched.kinds)

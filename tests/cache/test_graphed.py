@@ -9,11 +9,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
+from lkv.hf.cache_argument import pass_arguments
 from lkv.kernels.ragged_attention import cpp
 from lkv.utils import devices
 from lkv.utils.cpp_compiler import find_compiler
 from tests.cache.helpers import ids
 from tests.conftest import tiny_llama
+from tests.vision import VISION, picture
 
 if find_compiler() is None:
     pytest.skip("there is no C++ compiler for attention that appends by itself", allow_module_level=True)
@@ -23,15 +25,15 @@ STEPS = 12
 @torch.library.custom_op("lkv_tests::append_and_attend", mutates_args=("k_pool", "v_pool", "lens"))
 def append_and_attend(
     q: Tensor, key: Tensor, value: Tensor, k_pool: Tensor, v_pool: Tensor, starts: Tensor, lens: Tensor, scale: float,
-    codes: list[Tensor], bits: list[int], basis: list[Tensor],
+    codes: list[Tensor], bits: list[int], basis: list[Tensor], softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The operator of the backend as one that a recording sees."""
-    given = (q, k_pool, v_pool, starts, lens, scale, True, False, key, value, codes, bits, basis)
+    given = (q, k_pool, v_pool, starts, lens, scale, True, False, key, value, codes, bits, basis, softcap)
     return torch.ops.lkv.ragged_attention(*given)[0]
 
 
-def append_by_operator(q, key, value, kv, scale, buffers):
-    return append_and_attend(q, key, value, *kv[:4], scale, *cpp._lists(kv))
+def append_by_operator(q, key, value, kv, scale, buffers, softcap=None):
+    return append_and_attend(q, key, value, *kv[:4], scale, *cpp._lists(kv), softcap)
 
 
 @pytest.fixture
@@ -89,6 +91,25 @@ def test_replayed_steps_equal_the_model(replays, policy, options):
     torch.testing.assert_close(found, expected)
     assert caches[1].get_seq_length() == caches[0].get_seq_length()
     assert torch.equal(caches[1].history.ids, caches[0].history.ids)
+
+
+@torch.no_grad()
+def test_replayed_steps_follow_the_positions_of_images(replays):
+    """Also without positions from generate(): the model itself would take those of the images that it read last."""
+    family = VISION[0]
+    model, texts = family.build(torch.float32), (("A picture, then a text.", [picture()]), ("Other.", [picture(1, 64)]))
+    inputs, other = (
+        {name: x.float() if x.is_floating_point() else x for name, x in family.encode(*text).items()} for text in texts
+    )
+    caches, tokens = [RaggedCache(model, method="knorm", retention=0.4) for _ in range(2)], ids(1, STEPS).T[:, :, None]
+    for cache in caches:
+        model(**inputs, past_key_values=cache, use_cache=True)
+    model(**other, use_cache=False)
+    expected = [model(token, **pass_arguments(caches[0], token)).logits for token in tokens]
+    with caches[1].graphed(model, max_new_tokens=STEPS):
+        found = [model(token, past_key_values=caches[1]).logits for token in tokens]
+    assert len(replays) == STEPS
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
 
 
 def test_replayed_steps_of_padded_rows_and_of_a_second_turn(replays, policy):
