@@ -26,3 +26,9 @@ def store_rows(x, row_at, rows, is_row, channel_at, is_channel):
     """Store `rows` [rows, channels] in the dtype of `x`."""
     rows = rows.to(x.dtype.element_ty)
     tl.store(x + row_at[:, None] + channel_at[None, :], rows, mask=is_row[:, None] & is_channel[None, :])
+
+
+@triton.jit
+def cap(scores, SOFTCAP: tl.constexpr):  # noqa: N803 (constants are in capitals)
+    """Return SOFTCAP tanh(scores / SOFTCAP), or `scores` if it is 0."""
+    return SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1) if SOFTCAP > 0 else scores

@@ -103,7 +103,8 @@ class Compiler:
 
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             kernel = plain(self, *args, grid=grid, warmup=True, **options)
-            rows.append({"kernel": self.__name__, "limit": limit, "grid": [int(n) for n in grid]} | facts(kernel, arch))
+            row = {"kernel": self.__name__, "limit": limit, "grid": [int(n) for n in grid]}
+            rows.append(row | {"bits": options.get("BITS", ())} | facts(kernel, arch))
             return kernel
 
         jit.JITFunction.run = run
@@ -111,6 +112,26 @@ class Compiler:
 
     def __exit__(self, *_: Any) -> None:
         jit.JITFunction.run = self._run
+
+
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.]*)(.*?);", re.MULTILINE)
+
+
+def product_loops(sass: str) -> list[dict[str, int]]:
+    """Of each innermost loop with matrix products, in the order of the code: warp instructions of a pass, and those of
+    them that restoring in registers does without."""
+    found = [(int(at, 16), name, rest) for at, name, rest in INSTRUCTION.findall(sass)]
+    targets = [(at, re.search(r"0x([0-9a-f]+)", rest)) for at, name, rest in found if name.startswith("BRA")]
+    loops = sorted({(int(target[1], 16), at) for at, target in targets if target and int(target[1], 16) < at})
+    rows = []
+    for low, high in loops:
+        if any((low, high) != other and low <= other[0] and other[1] <= high for other in loops):
+            continue
+        names = [name for at, name, _ in found if low <= at <= high]
+        if any(name.startswith("HMMA") for name in names):
+            row = {"instructions": len(names), "byte_loads": sum(name.startswith("LDS.U8") for name in names)}
+            rows.append(row | {"wide_stores": sum(name.startswith("STS.128") for name in names)})
+    return rows
 
 
 @functools.cache
@@ -124,7 +145,7 @@ def facts(kernel: Any, arch: int) -> dict[str, Any]:
             [DUMP, "--dump-resource-usage", "--dump-sass", file.name], capture_output=True, text=True, check=True
         ).stdout
     used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", shown)}
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)", shown, re.MULTILINE)
+    names = [name for _, name, _ in INSTRUCTION.findall(shown)]
     counted = Counter(name.split(".")[0] for name in names)
     copies = [name for name in names if name.startswith("LDGSTS")]
     threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
@@ -138,6 +159,7 @@ def facts(kernel: Any, arch: int) -> dict[str, Any]:
         "traps": len(re.findall(r"\btrap;", ptx)),
         "asynchronous": ptx.count("cp.async.c") + ptx.count("cp.async.bulk"),
         "instructions": len(names),
+        "loops": product_loops(shown),
         "copies": len(copies),
         "wide_copies": sum(bool(re.search(r"\.128(\.|$)", name)) for name in copies),
         "local": counted["LDL"] + counted["STL"],
@@ -219,6 +241,8 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
         elif kernels == "decode":
             for new in (1, 16, 64):
                 decode_rows(dim, numbers, new)
+        elif kernels == "tiers":
+            decode_rows(dim, numbers, tiers=TIERS[1])
         elif kernels == "training":
             stated = training_rows(dim, numbers)
             if arch == 90:  # for which the tiles state what they need
@@ -278,7 +302,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument(
-        "--kernels", nargs="+", default=["attention"], choices=("attention", "decode", "training", "eviction")
+        "--kernels", nargs="+", default=["attention"], choices=("attention", "decode", "tiers", "training", "eviction")
     )
     options = parser.parse_args()
     if options.table:

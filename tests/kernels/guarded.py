@@ -7,12 +7,14 @@ import ctypes
 import itertools
 import mmap
 import sys
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from lkv.kernels.ragged_attention import QuantizedKV, RaggedKV, append_and_attend, ragged_attention
 from tests.kernels.pools import TIERS, assert_near, coded_pools, split_randomly
+from tests.kernels.ptx import ptx_interpreted
 
 _MAPS = []
 
@@ -70,4 +72,5 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with ptx_interpreted() if sys.argv[1] == "triton" else nullcontext():
+        main(sys.argv[1])

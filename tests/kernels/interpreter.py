@@ -59,7 +59,7 @@ class Memory:
         return getattr(self._plain, name)
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        for area, numbers in self._numbers(pointers, mask):
+        for area, numbers in self._numbers(pointers, mask, np.dtype(dtype).itemsize):
             self._check_writers(area, numbers)
             area.read_at[self.program, numbers] = self._clock[self.program]
             # What the launch wrote itself does not come from memory.
@@ -94,17 +94,22 @@ class Memory:
             self._traffic.fetched += int(area.is_fetched.sum()) * area.size
             self._traffic.stored += int(area.is_stored.sum()) * area.size
 
-    def _numbers(self, pointers: Any, mask: Any) -> Iterator[tuple[Area, np.ndarray]]:
-        """The numbers that lanes which are not masked off touch, by the areas in which they lie."""
+    def _numbers(self, pointers: Any, mask: Any, width: int = 1) -> Iterator[tuple[Area, np.ndarray]]:
+        """The numbers that lanes which are not masked off touch, by the areas in which they lie.
+
+        A lane touches `width` bytes, but at least one number.
+        """
         addresses = np.asarray(pointers).astype(np.int64)
         addresses = addresses[np.broadcast_to(np.asarray(mask).astype(bool), addresses.shape)]
         self._traffic.accesses += len(addresses)
         left = len(addresses)
         for area in self.areas:
-            inside = (addresses >= area.low) & (addresses < area.high)
+            size = max(width, area.size)
+            inside = (addresses >= area.low) & (addresses + size <= area.high)
             if inside.any():
                 left -= int(inside.sum())
-                yield area, (addresses[inside] - area.low) // area.size
+                first = (addresses[inside] - area.low) // area.size
+                yield area, (first[:, None] + np.arange(size // area.size)).ravel()
         assert not left, f"program {self.program} touches {left} numbers outside of the tensors"
 
     def _check_writers(self, area: Area, numbers: np.ndarray) -> None:

@@ -181,11 +181,11 @@ def test_no_offset_overflows(case, layout):
     tickets = torch.zeros(spans * launch.tiles + 1, dtype=torch.int32)
     tickets[0] = tickets[-2] = slices - 1
     tickets[-1] = programs * launch.tiles - 2 if rows == 1 else 0
-    options = launch.slice_options | ragged._tier_options(launch, q.dtype, ())
     with unlimited_memory():
         ragged.kernels.slice_kernel[(programs, launch.tiles, 1)](
             q, key, value, k, v, starts, lens, out, lse, parts, extremes, tickets, spans, heads, rows, 0, 0.1, *of_q,
-            *of_q, *of_new[:2], *of_new[:2], *[None] * 10, **options | {"CAUSAL": True, "NEW": int(rows == 1)},
+            *of_q, *of_new[:2], *of_new[:2], *[None] * 10,
+            **launch.slice_options | {"CAUSAL": True, "NEW": int(rows == 1)},
         )  # fmt: skip
     assert not tickets.any()
 

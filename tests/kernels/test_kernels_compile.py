@@ -29,9 +29,8 @@ def compiled(arch, dim, dtype, *kernels):
 
 
 def compile_attention(arch, dim, dtype, kernels):
-    """The rows of `kernels`, or of those of both tests where both compile for a GPU, so that one process does."""
-    is_shared = (arch, dim, dtype) in ((89, 128, "bfloat16"), (90, 128, "bfloat16"))
-    return compiled(arch, dim, dtype, *(("attention", "decode") if is_shared else (kernels,)))
+    """The rows of `kernels`, or of those of both slow tests where both compile for a GPU, so that one process does."""
+    return compiled(arch, dim, dtype, *(("attention", "decode") if (arch, dim) == (89, 128) else (kernels,)))
 
 
 # One head size a GPU and precision, the ones nearest to a limit; `python -m tests.kernels.compile_kernels` takes all.
@@ -80,6 +79,8 @@ def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
     for new, row in zip((1, 16, 64), steps, strict=True):
         # Joining the parts, once a head, may spill a few registers before sm_90.
         assert row["stack"] <= (0 if arch >= 90 else 40) and row["local"] <= row["stack"]
+        # Warp instructions of an entry; 4 warps share 64 entries.
+        assert arch != 90 or new > 1 or round(row["loops"][0]["instructions"] / 16) <= 20
         # All entries are copied asynchronously, 16 bytes at a time.
         assert row["copies"] == row["wide_copies"] >= 32
         # With 100 KiB of shared memory a multiprocessor holds one program of many tokens.
@@ -87,6 +88,28 @@ def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
         # Blocks of 128 entries in three stages would take 136 KiB, of one program.
         assert arch != 90 or row["programs"] * row["shared"] > 200 * 1024
         assert row["barriers"] <= 40
+
+
+# Warp instructions of an entry of 256 values, by the bits of k and v; 87 to 156 without restoring in registers.
+MOST = {(8, 8): 45, (8, 4): 36, (4, 4): 36, (4, 3): 36, (3, 3): 36}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "kernels"), [(80, "tiers"), (90, "attention"), (100, "attention"), (120, "tiers")], ids=str
+)
+def test_codes_are_restored_in_registers(arch, kernels):
+    """What the loops over tiers and pools execute on each generation of GPUs."""
+    rows = [row for row in compile_attention(arch, 128, "bfloat16", kernels) if row["bits"]]
+    assert [len(row["bits"]) for row in rows] == ([4] if kernels == "tiers" else [4, 4, 2])
+    for row in rows:
+        *tiers, pools = row["loops"]
+        for at, loop in enumerate(tiers):
+            # A warp attends to 32 entries at once, and 16 of the pools.
+            assert loop["instructions"] / 32 <= MOST[tuple(row["bits"][2 * at : 2 * at + 2])]
+        assert len(tiers) == len(row["bits"]) // 2 and pools["instructions"] / 16 <= 24
+        assert not any(loop["byte_loads"] or loop["wide_stores"] for loop in row["loops"])
+        assert row["stack"] <= 128 and row["programs"] >= 2
 
 
 @pytest.mark.slow

@@ -35,6 +35,8 @@ _PROGRAMS_WITHOUT_GPU = 7
 _OWN_SHARED_MEMORY = 4096
 # What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
+# Whether codes are restored by PTX, which Triton's interpreter does not know.
+_ALLOWS_PTX = not triton_devices.is_interpreted()
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
@@ -159,7 +161,8 @@ def _attend(
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
-    launch = _launch_for(q, starts, value_dim, packed)
+    bits = tuple(number for tier in quantized for number in tier[5:])
+    launch = _launch_for(q, starts, value_dim, packed, bits=bits)
     # Only what a decode step needs is worth keeping.
     places = (launch.programs + spans - 1) * packed
     parts, extremes = _work_space(q, places, value_dim, buffers if new == _SINGLE else None)
@@ -168,7 +171,6 @@ def _attend(
     strides = q.stride(), key.stride(), value.stride()
     (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
     codes = [x for tier in quantized for x in tier[:5]]
-    bits = tuple(number for tier in quantized for number in tier[5:])
     arguments: tuple[Any, ...] = (
         q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
         _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
@@ -179,10 +181,8 @@ def _attend(
         kernels.slice_kernel,
         (launch.programs, launch.tiles, 1),
         arguments,
-        launch.slice_options
-        | _tier_options(launch, q.dtype, bits)
-        | {"CAUSAL": causal, "NEW": new, "SOFTCAP": (softcap or 0.0) * LOG2_E.value},
-        (kv_heads, new, strides, bits, causal, lse is None, softcap),
+        launch.slice_options | {"CAUSAL": causal, "NEW": new, "SOFTCAP": (softcap or 0.0) * LOG2_E.value},
+        (kv_heads, new, strides, causal, lse is None, softcap),
         _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
     )
     return out
@@ -219,24 +219,32 @@ def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
     return buffer
 
 
-def _launch_for(q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int | None = None) -> Launch:
+def _launch_for(
+    q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int | None = None, bits: tuple[int, ...] = ()
+) -> Launch:
     """Return the launch parameters for the queries `q` with `packed` rows a span; see `_launch`."""
     spans, kv_heads = starts.numel(), starts.shape[1]
-    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, dim or q.shape[-1], value_dim)
+    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, dim or q.shape[-1], value_dim, bits)
 
 
 @functools.lru_cache(maxsize=256)
 def _launch(
-    device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int
-) -> Launch:
-    """Return the launch parameters for `spans` with `packed` rows each; cached by shape."""
+    device: torch.device, dtype: torch.dtype, packed: int, spans: int, group: int, dim: int, value_dim: int,
+    bits: tuple[int, ...] = (),
+) -> Launch:  # fmt: skip
+    """Return the launch parameters for `spans` with `packed` rows each and tiers of `bits`; cached by shape."""
     memory = _memory(device)
-    # More rows of float32 than that do not fit a program's registers.
-    block_m = min(128 // dtype.itemsize, 64, max(16, triton.next_power_of_2(packed)))
+    # More rows than that do not fit a program's registers.
+    most = 16 if bits else min(128 // dtype.itemsize, 64)
+    block_m = min(most, max(16, triton.next_power_of_2(packed)))
     while not pipeline_stages(block_m, dim, value_dim, dtype, memory):
         block_m //= 2
     blocks, stages = _blocks(dim, value_dim, dtype), pipeline_stages(block_m, dim, value_dim, dtype, memory)
-    tiles = -(-packed // block_m)
+    wide = max(blocks["BLOCK_D"], blocks["BLOCK_V"]) > 128
+    # Over tiers each warp has sums of its own, for which it has no registers otherwise.
+    rows = max(8, min(8 if wide else 16, triton.next_power_of_2(packed))) if bits else block_m
+    tiles = -(-packed // rows)
+    warps = 8 if block_m * blocks["BLOCK_V"] > 8192 else 4
     programs = 2 * _multiprocessors(device) if triton_devices.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # With 16-bit operands, three TF32 products are as accurate as float32, and faster.
@@ -255,27 +263,21 @@ def _launch(
             "GROUP": group,
             "SPANS": triton.next_power_of_2(spans),
             "LEAST": _MIN_SLICE,
+            "BITS": bits,
+            "ALLOWS_PTX": _ALLOWS_PTX,
+            "WARPS": warps,
+            "STAGES": 2 if wide else min(3, stages),
+            "ROWS": rows,
             "BLOCK_M": block_m,
             "BLOCK_N": blocks["BLOCK_N"],
             "JOIN_M": join_m,
             "BLOCK_S": max(1, _JOINED_AT_ONCE // (join_m * blocks["BLOCK_V"])),
-            "num_warps": 8 if block_m * blocks["BLOCK_V"] > 8192 else 4,
+            "num_warps": warps,
             "num_stages": stages,
         },
         sizes | rotated | {"GROUP": group},
         rotated | {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"]},
     )
-
-
-def _tier_options(launch: Launch, dtype: torch.dtype, bits: tuple[int, ...]) -> dict[str, Any]:
-    """Further launch options of the slice kernel for tiers of key and value `bits`, one pair after another."""
-    names = ("KEY_BITS_0", "VALUE_BITS_0", "KEY_BITS_1", "VALUE_BITS_1")
-    tiers = {"TIERS": len(bits) // 2} | dict(zip(names, (*bits, 0, 0, 0, 0), strict=False))
-    options = launch.slice_options
-    # Codes and what they are restored to take registers too.
-    if not bits or dtype.itemsize * max(options["BLOCK_D"], options["BLOCK_V"]) < 512:
-        return tiers
-    return tiers | {"BLOCK_N": max(16, options["BLOCK_N"] // 2), "num_warps": 8}
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:

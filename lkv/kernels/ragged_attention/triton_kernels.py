@@ -12,14 +12,10 @@ parts.
 import triton
 import triton.language as tl
 
-from lkv.kernels.ragged_attention.arguments import LEVELS
-from lkv.kernels.triton_helpers import IS_INTERPRETED, load_rows, split_heads, store_rows
+from lkv.kernels.ragged_attention.tier_kernels import attend_tier, sum_channels
+from lkv.kernels.triton_helpers import IS_INTERPRETED, cap, load_rows, split_heads, store_rows
 
 LN_2 = tl.constexpr(0.6931471805599453)
-# Code c stands for u (slope + cubic u^2), u = c - (2^bits - 1) / 2.
-SLOPE_8, CUBIC_8 = tl.constexpr(LEVELS[8][0]), tl.constexpr(LEVELS[8][1])
-SLOPE_4, CUBIC_4 = tl.constexpr(LEVELS[4][0]), tl.constexpr(LEVELS[4][1])
-SLOPE_3, CUBIC_3 = tl.constexpr(LEVELS[3][0]), tl.constexpr(LEVELS[3][1])
 
 
 @triton.jit
@@ -38,102 +34,59 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _cap(scores, SOFTCAP: tl.constexpr):
-    """Return SOFTCAP tanh(scores / SOFTCAP), or `scores` if it is 0."""
-    return SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1) if SOFTCAP else scores
-
-
-@triton.jit
-def _attend_block(query, key, value, value_norm, seen, scale, state, SOFTCAP: tl.constexpr):
-    """Add a block of entries to the running maximum, weight and sums of rows, `state`.
-
-    `scale` scales all scores, or each entry [1, N]; `value_norm` scales the entries of v.
-    """
-    highest, weight, sums = state
-    scores = _cap(tl.dot(query, key, input_precision="ieee") * scale, SOFTCAP)
-    scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(highest, tl.max(scores, 1))
-    # Avoid inf - inf for a row without visible entries so far.
-    base = tl.where(new == float("-inf"), 0.0, new)
-    shrink = tl.exp2(highest - base)
-    share = tl.exp2(scores - base[:, None])
-    sums = sums * shrink[:, None] + tl.dot((share * value_norm).to(value.dtype), value, input_precision="ieee")
-    return new, weight * shrink + tl.sum(share, 1), sums
-
-
-@triton.jit
 def _attend_pools(
-    query, k_span, v_span, begin, end, visible, axes, scale, state,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    query, k_span, v_span, begin, end, visible, axes, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Run `_attend_block` over the entries `begin` to `end` of a span; each row sees entries up to `visible`."""
+    """Return maximum, weight and sums of rows over the entries `begin` to `end` of a span's pools.
+
+    Each row sees entries up to `visible`.
+    """
     dims, real, value_dims, value_real = axes
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in range(begin, end, BLOCK_N):
         entry = at + tl.arange(0, BLOCK_N)
         inside = entry < end
         key_at = k_span + entry[None, :].to(tl.int64) * DIM + dims[:, None]
         key = tl.load(key_at, mask=inside[None, :] & real[:, None], other=0.0).to(query.dtype)
         value = load_rows(v_span, entry.to(tl.int64) * VALUE_DIM, inside, value_dims, value_real).to(query.dtype)
+        scores = cap(tl.dot(query, key, input_precision="ieee") * scale, SOFTCAP)
         is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        state = _attend_block(query, key, value, 1.0, is_visible, scale, state, SOFTCAP)
-    return state
+        scores = tl.where(is_visible, scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        # Avoid inf - inf for a row without visible entries so far.
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(highest - base)
+        share = tl.exp2(scores - base[:, None])
+        sums = sums * shrink[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+        highest, weight = new, weight * shrink + tl.sum(share, 1)
+    return highest, weight, sums
 
 
 @triton.jit
-def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
-    """Return the levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
-
-    Every lane reads the bytes that hold its own code (the layout is that of `lkv.cache.quantization`), so that channels
-    come in their natural order; lanes that share a byte find it in the cache.
-    """
-    at = codes + entry * (DIM * BITS // 8)
-    if BITS == 8:
-        code = tl.load(at + channel, mask=inside, other=0).to(tl.int32)
-    elif BITS == 4:
-        byte = tl.load(at + channel % (DIM // 2), mask=inside, other=0).to(tl.int32)
-        code = byte >> channel // (DIM // 2) * 4 & 15
-    else:
-        word = channel % (DIM // 4)
-        low = tl.load(at + word, mask=inside, other=0).to(tl.int32)
-        halves = tl.load(at + DIM // 4 + word % (DIM // 8), mask=inside, other=0).to(tl.int32)
-        code = (low | (halves >> word // (DIM // 8) * 4 & 15) << 8) >> channel // (DIM // 4) * 3 & 7
-    slope: tl.constexpr = SLOPE_8 if BITS == 8 else SLOPE_4 if BITS == 4 else SLOPE_3
-    cubic: tl.constexpr = CUBIC_8 if BITS == 8 else CUBIC_4 if BITS == 4 else CUBIC_3
-    centred = code.to(tl.float32) - (2**BITS - 1) / 2
-    return centred * (slope + cubic * (centred * centred))
-
-
-@triton.jit
-def _attend_tier(
-    query, codes, first_code, coded, after, begin, end, visible, axes, scale, state, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+def _store_part(
+    parts, extremes, slot, is_row, state, channels, is_channel, has_earlier, VALUE_DIM: tl.constexpr
 ):  # fmt: skip
-    """As `_attend_pools` over the entries `coded` to `after` of a span, which are quantised in one tier.
-
-    `codes` are codes and norms of k, then of v; the span's first ones are at the number that `first_code` points to.
-    """
-    k_codes, k_norms, v_codes, v_norms = codes
-    dims, real, value_dims, value_real = axes
-    shift = tl.load(first_code).to(tl.int64) - coded
-    last = tl.minimum(end, after)
-    for at in range(tl.maximum(begin, coded), last, BLOCK_N):
-        entry = at + tl.arange(0, BLOCK_N)
-        inside = entry < last
-        code_at = shift + entry
-        key_here, value_here = inside[None, :] & real[:, None], inside[:, None] & value_real[None, :]
-        key = _load_levels(k_codes, code_at[None, :], dims[:, None], key_here, DIM, KEY_BITS)
-        value = _load_levels(v_codes, code_at[:, None], value_dims[None, :], value_here, VALUE_DIM, VALUE_BITS)
-        key, value = key.to(query.dtype), value.to(query.dtype)
-        # Norms scale scores and weights rather than all values of k and v.
-        key_norm = tl.load(k_norms + code_at, mask=inside, other=0.0).to(tl.float32)
-        value_norm = tl.load(v_norms + code_at, mask=inside, other=0.0).to(tl.float32)
-        if query.dtype == tl.float16:
-            value_norm = tl.minimum(value_norm, 65504.0)
-        is_visible = inside[None, :] & (entry[None, :] <= visible[:, None])
-        key_scale = scale * key_norm[None, :]
-        state = _attend_block(query, key, value, value_norm[None, :], is_visible, key_scale, state, SOFTCAP)
-    return state
+    """Store what a program found for rows [M] of a span, merged with the part that it stored there before, if any."""
+    highest, weight, sums = state
+    if has_earlier:
+        # Other threads have stored what this one loads, and load what it stores.
+        tl.debug_barrier()
+        peak = tl.load(extremes + 2 * slot, mask=is_row, other=float("-inf"))
+        share = tl.load(extremes + 2 * slot + 1, mask=is_row, other=0.0)
+        earlier = load_rows(parts, slot * VALUE_DIM, is_row, channels, is_channel)
+        tl.debug_barrier()
+        new = tl.maximum(highest, peak)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        shrink, factor = tl.exp2(highest - base), tl.exp2(peak - base)
+        weight = weight * shrink + share * factor
+        sums = sums * shrink[:, None] + earlier * factor[:, None]
+        highest = new
+    tl.store(extremes + 2 * slot, highest, mask=is_row)
+    tl.store(extremes + 2 * slot + 1, weight, mask=is_row)
+    store_rows(parts, slot * VALUE_DIM, sums, is_row, channels, is_channel)
 
 
 @triton.jit
@@ -179,7 +132,7 @@ def _attend_new(
     fresh_value = tl.load(
         value + batch * v_strides[0] + kv_head * v_strides[1] + value_dims, mask=value_real, other=0.0
     )
-    score = _cap(tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
+    score = cap(tl.sum(query.to(tl.float32) * fresh.to(tl.float32)[None, :], 1) * scale, SOFTCAP)
     new = tl.maximum(highest, score)
     shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
     weight = weight * shrink + factor
@@ -196,15 +149,15 @@ def slice_kernel(
     scale, out_batch, out_head, out_row, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, k_codes_0,
     k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
     NEW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
-    LEAST: tl.constexpr, CAUSAL: tl.constexpr, TIERS: tl.constexpr, KEY_BITS_0: tl.constexpr,
-    VALUE_BITS_0: tl.constexpr, KEY_BITS_1: tl.constexpr, VALUE_BITS_1: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    LEAST: tl.constexpr, CAUSAL: tl.constexpr, BITS: tl.constexpr, ALLOWS_PTX: tl.constexpr, WARPS: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
 
-    The first entries of a span are quantised in TIERS tiers, those of the first before those of the second; only the
-    others are in the pools. `tables` [2, spans] of a tier: how many entries of a span are in it, and the first of them.
+    The first entries of a span are quantised, those of the first tier before those of the second; only the others are
+    in the pools. BITS are the bits of k, then of v, of each tier. `tables` [2, spans] of a tier: how many entries of a
+    span are in it, and the first of them.
 
     SOFTCAP caps scores, in base 2 as they are (0: none).
 
@@ -223,18 +176,22 @@ def slice_kernel(
     size = tl.maximum(tl.cdiv(total, tl.num_programs(0)), LEAST)
     low = tl.program_id(0) * size
     high = tl.minimum(low + size, total)
-    first_row, packed_rows = tl.program_id(1) * BLOCK_M, tl.cast(rows * GROUP, tl.int64)
+    first_row, packed_rows = tl.program_id(1) * ROWS, tl.cast(rows * GROUP, tl.int64)
+    after_rows = tl.minimum(first_row + ROWS, rows * GROUP)
     packed = first_row + tl.arange(0, BLOCK_M)
-    token, within = packed // GROUP, packed < rows * GROUP
-    latest = tl.minimum((first_row + BLOCK_M - 1) // GROUP, rows - 1)  # the tile's last token
+    token, within = packed // GROUP, packed < after_rows
+    latest = (after_rows - 1) // GROUP  # the tile's last token
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     real, value_real = dims < DIM, value_dims < VALUE_DIM
     axes = dims, real, value_dims, value_real
     q_strides, out_strides = (q_batch, q_head, q_row), (out_batch, out_head, out_row)
+    tiers = (k_codes_0, k_norms_0, v_codes_0, v_norms_0), (k_codes_1, k_norms_1, v_codes_1, v_norms_1)
+    all_tables = tables_0, tables_1
     if low < high:
         first = tl.sum((ends <= low).to(tl.int32), 0)
         last = tl.sum((ends < high).to(tl.int32), 0)
-        for span in range(first, last + 1):
+        # Addresses of all tiers, hoisted out of this loop, would not fit the registers.
+        for span in tl.range(first, last + 1, disable_licm=len(BITS) > 0):
             length = _pick(all_lengths, span, SPANS)
             after = _pick(ends, span, SPANS)
             before = after - tl.maximum(length, 1)
@@ -246,40 +203,44 @@ def slice_kernel(
                 end = tl.minimum(end, length - rows + latest + 1)
                 visible = length - rows + token
             start = _pick(all_starts, span, SPANS).to(tl.int64)
-            query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
-            # The interpreter knows bfloat16 as bits, and would multiply those.
-            query = query.to(tl.float32) if IS_INTERPRETED and query.dtype == tl.bfloat16 else query
-            state = (
-                tl.full([BLOCK_M], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_M], tl.float32),
-                tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
-            )
-            coded = begin * 0
-            if TIERS > 0:
-                after_tier = coded + tl.load(tables_0 + span)
-                state = _attend_tier(
-                    query, (k_codes_0, k_norms_0, v_codes_0, v_norms_0), tables_0 + spans + span, coded,
-                    after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_0, VALUE_BITS_0,
-                    BLOCK_N, SOFTCAP,
-                )  # fmt: skip
-                coded = after_tier
-            if TIERS > 1:
-                after_tier = coded + tl.load(tables_1 + span)
-                state = _attend_tier(
-                    query, (k_codes_1, k_norms_1, v_codes_1, v_norms_1), tables_1 + spans + span, coded,
-                    after_tier, begin, end, visible, axes, scale, state, DIM, VALUE_DIM, KEY_BITS_1, VALUE_BITS_1,
-                    BLOCK_N, SOFTCAP,
-                )  # fmt: skip
-                coded = after_tier
-            highest, weight, sums = _attend_pools(
-                query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible, axes,
-                scale, state, DIM, VALUE_DIM, BLOCK_N, SOFTCAP,
-            )  # fmt: skip
             # Programs and spans increase together, so their sum is a unique index of the pair.
-            slot = (tl.program_id(0) + span) * packed_rows + packed
-            tl.store(extremes + 2 * slot, highest, mask=within)
-            tl.store(extremes + 2 * slot + 1, weight, mask=within)
-            store_rows(parts, slot * VALUE_DIM, sums, within, value_dims, value_real)
+            first_slot = (tl.program_id(0) + span) * packed_rows
+            coded = begin * 0
+            has_part = coded > 0
+            for tier in tl.static_range(len(BITS) // 2):
+                tables = all_tables[tier]
+                after_tier = coded + tl.load(tables + span)
+                low_entry, high_entry = tl.maximum(begin, coded), tl.minimum(end, after_tier)
+                if low_entry < high_entry:
+                    tier_row = first_row + tl.arange(0, ROWS)
+                    is_row = tier_row < after_rows
+                    limit = high_entry + 0 * tier_row
+                    if CAUSAL:
+                        limit = tl.minimum(limit, length - rows + tier_row // GROUP + 1)
+                    first_code = tl.load(tables + spans + span).to(tl.int64) + (low_entry - coded)
+                    found = attend_tier(
+                        q, _row_offsets(span, kv_heads, tier_row, q_strides, GROUP), is_row, tiers[tier], first_code,
+                        high_entry - low_entry, limit - low_entry, scale, DIM, VALUE_DIM, BITS[2 * tier],
+                        BITS[2 * tier + 1], WARPS, STAGES, ALLOWS_PTX, SOFTCAP,
+                    )  # fmt: skip
+                    channels, is_channel = sum_channels(VALUE_DIM, BITS[2 * tier + 1])
+                    _store_part(
+                        parts, extremes, first_slot + tier_row, is_row, found, channels, is_channel, has_part, VALUE_DIM
+                    )
+                has_part |= low_entry < high_entry
+                coded = after_tier
+            # Every pair has a part, even without entries.
+            if (tl.maximum(begin, coded) < end) | (has_part == 0):
+                query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
+                # The interpreter knows bfloat16 as bits, and would multiply those.
+                query = query.to(tl.float32) if IS_INTERPRETED and query.dtype == tl.bfloat16 else query
+                found = _attend_pools(
+                    query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible,
+                    axes, scale, DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_V, SOFTCAP,
+                )  # fmt: skip
+                _store_part(
+                    parts, extremes, first_slot + packed, within, found, value_dims, value_real, has_part, VALUE_DIM
+                )
             # All threads have stored before one of them draws the ticket, which publishes what they stored.
             tl.debug_barrier()
             ticket = tickets + span * tl.num_programs(1) + tl.program_id(1)
@@ -287,9 +248,9 @@ def slice_kernel(
             if tl.atomic_add(ticket, 1, sem="acq_rel") == newest - oldest:
                 tl.store(ticket, 0)
                 # JOIN_M rows at a time: the parts of all rows of a tile would not fit a program's registers.
-                for row in range(first_row, tl.minimum(first_row + BLOCK_M, rows * GROUP), JOIN_M):
+                for row in range(first_row, after_rows, JOIN_M):
                     joined = row + tl.arange(0, JOIN_M)
-                    is_row = joined < packed_rows
+                    is_row = joined < after_rows
                     peak, share, mean = _join_parts(
                         parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims,
                         value_real, VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,

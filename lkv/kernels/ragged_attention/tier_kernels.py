@@ -1,0 +1,262 @@
+"""Attention over the codes of one tier, which are restored in registers; called by the slice kernel.
+
+Entries are the rows of all matrix products and packed rows of queries their columns, so that restored codes are the
+operands that tensor cores take from registers. Each warp attends to entries of its own. A product over all channels is
+the sum of eight over every eighth, as one element of an entry's codes has eight codes (`restore_ptx`).
+"""
+
+# ruff: noqa: N803 (constants are in capitals)
+import triton
+import triton.language as tl
+
+from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels.ragged_attention.restore_ptx import CODES, FACTORS, INPUTS, RESULTS
+from lkv.kernels.triton_helpers import IS_INTERPRETED, cap
+
+_LOWEST = tl.constexpr(-3e38)  # the maximum of a warp without entries; unlike -inf it can be subtracted from itself
+_RESULTS = tl.constexpr(RESULTS)
+
+
+@triton.constexpr_function
+def _uses_ptx(is_allowed, dim, bits, dtype):
+    """Return whether the codes of a side are restored by PTX: at 3 bits it reads pairs of bytes."""
+    return is_allowed and dtype != tl.float32 and (bits != 3 or dim % 16 == 0)
+
+
+@triton.constexpr_function
+def _is_bf16(dtype):
+    return dtype == tl.bfloat16
+
+
+@triton.constexpr_function
+def _ptx(bits, dtype):
+    return CODES[bits, dtype == tl.bfloat16]
+
+
+@triton.constexpr_function
+def _constraints(bits):
+    return ",".join(["=r"] * RESULTS + ["r"] * INPUTS[bits])
+
+
+@triton.constexpr_function
+def _factor(is_ptx, bits, dtype):
+    return FACTORS[bits, dtype == tl.bfloat16] if is_ptx else 1.0
+
+
+@triton.constexpr_function
+def _level_formula(bits):
+    return LEVELS[bits]
+
+
+@triton.constexpr_function
+def _block(dim):
+    """Return the padded number of elements of an entry; a product takes at least 16."""
+    return max(16, triton.next_power_of_2(dim // 8))
+
+
+@triton.jit
+def _channels(element, part: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return the channel of code `part` of each element."""
+    if BITS == 3:
+        return 2 * element + part // 4 + part % 4 * (DIM // 4)
+    return 4 * element + part // 2 + part % 2 * (DIM // 2)
+
+
+@triton.jit
+def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return the levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
+
+    Every lane reads the bytes that hold its own code; the layout is that of `lkv.cache.quantization`.
+    """
+    at = codes + entry * (DIM * BITS // 8)
+    if BITS == 8:
+        code = tl.load(at + channel, mask=inside, other=0).to(tl.int32)
+    elif BITS == 4:
+        byte = tl.load(at + channel % (DIM // 2), mask=inside, other=0).to(tl.int32)
+        code = byte >> channel // (DIM // 2) * 4 & 15
+    else:
+        word = channel % (DIM // 4)
+        low = tl.load(at + word, mask=inside, other=0).to(tl.int32)
+        halves = tl.load(at + DIM // 4 + word % (DIM // 8), mask=inside, other=0).to(tl.int32)
+        code = (low | (halves >> word // (DIM // 8) * 4 & 15) << 8) >> channel // (DIM // 4) * 3 & 7
+    formula: tl.constexpr = _level_formula(BITS)
+    centred = code.to(tl.float32) - (2**BITS - 1) / 2
+    return centred * (formula[0] + formula[1] * (centred * centred))
+
+
+@triton.jit
+def _load_words(codes, entry, element, inside, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return the words or pairs of bytes of elements, as `restore_ptx` takes them."""
+    if BITS == 4:
+        at = codes.to(tl.pointer_type(tl.int32)) + entry * (DIM // 8)
+        words = (tl.load(at + element, mask=inside, other=0),)  # type: tuple[tl.tensor, ...]
+    elif BITS == 8:
+        at = codes.to(tl.pointer_type(tl.int32)) + entry * (DIM // 4)
+        first = tl.load(at + element, mask=inside, other=0)
+        words = (first, tl.load(at + DIM // 8 + element, mask=inside, other=0))
+    else:
+        at = codes.to(tl.pointer_type(tl.int16)) + entry * (DIM * 3 // 16)
+        first = tl.load(at + element, mask=inside, other=0)
+        # Both halves of a byte serve. They are loaded apart: a shift that depends on the element would make Triton pass
+        # what is restored through shared memory.
+        is_low, at = element < DIM // 16, at + DIM // 8 + element % (DIM // 16)
+        second = tl.load(at, mask=inside & is_low, other=0)
+        words = (first, second, tl.load(at, mask=inside & (element >= DIM // 16), other=0))
+    return words
+
+
+@triton.jit
+def _restore(
+    codes, entry, element, inside, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Return eight tensors in TYPE, one for each code of an element: levels divided by `_factor`.
+
+    They have the shape to which `entry` and `element` broadcast; with WARPS, its first axis is split by warps.
+    """
+    if PTX:
+        words = _load_words(codes, entry, element, inside, DIM, BITS)
+        if WARPS > 0:
+            split = ()  # type: tuple[tl.tensor, ...]
+            for part in tl.static_range(len(words)):
+                word = words[part]
+                split += (tl.reshape(word, (WARPS, word.shape[0] // WARPS, word.shape[1])),)
+            words = split
+        code: tl.constexpr = _ptx(BITS, TYPE)
+        if _is_bf16(TYPE):
+            restored = tl.inline_asm_elementwise(code, _constraints(BITS), words, (tl.bfloat16,) * 8, True, 2)
+        else:
+            restored = tl.inline_asm_elementwise(code, _constraints(BITS), words, (tl.float16,) * 8, True, 2)
+    else:
+        plain = ()  # type: tuple[tl.tensor, ...]
+        for part in tl.static_range(_RESULTS):
+            levels = _load_levels(codes, entry, _channels(element, part, DIM, BITS), inside, DIM, BITS).to(TYPE)
+            if WARPS > 0:
+                levels = tl.reshape(levels, (WARPS, levels.shape[0] // WARPS, levels.shape[1]))
+            plain += (levels,)
+        restored = plain
+    return restored
+
+
+@triton.jit
+def _operand(x):
+    """Return an operand of a product: the interpreter knows bfloat16 as bits, and would multiply those."""
+    return x.to(tl.float32) if IS_INTERPRETED and x.dtype == tl.bfloat16 else x
+
+
+@triton.jit
+def _load_queries(
+    q, row_at, is_row, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the channels [WARPS, elements, rows] of each of the eight products, and the rows' scales [rows].
+
+    Rows are divided by a power of two, so that they fit into float16 as they are.
+    """
+    element = tl.arange(0, _block(DIM))
+    rows = ()  # type: tuple[tl.tensor, ...]
+    peak = tl.zeros_like(row_at).to(tl.float32)
+    for part in tl.static_range(_RESULTS):
+        at = row_at[None, :] + _channels(element, part, DIM, BITS)[:, None]
+        row = tl.load(q + at, mask=(element < DIM // 8)[:, None] & is_row[None, :], other=0.0).to(tl.float32)
+        rows += (row,)
+        peak = tl.maximum(peak, tl.max(tl.abs(row), 0))
+    row_scale = tl.exp2(tl.ceil(tl.log2(tl.where(peak > 0.0, peak, 1.0))))
+    queries = ()  # type: tuple[tl.tensor, ...]
+    for part in tl.static_range(_RESULTS):
+        row = (rows[part] / row_scale[None, :]).to(TYPE)
+        queries += (tl.broadcast_to(row[None, :, :], (WARPS, row.shape[0], row.shape[1])),)
+    return queries, row_scale
+
+
+@triton.jit
+def _rows_first(sums, BITS: tl.constexpr):
+    """Return sums [elements, rows] of the eight codes of elements as [rows, channels]; see `sum_channels`."""
+    lower = tl.join(tl.join(sums[0], sums[1]), tl.join(sums[2], sums[3]))
+    upper = tl.join(tl.join(sums[4], sums[5]), tl.join(sums[6], sums[7]))
+    joined = tl.join(lower, upper)  # [elements, rows, 2, 2, 2], of which the last axes are bits 0, 1 and 2 of a part
+    ordered = tl.permute(joined, (1, 3, 2, 0, 4)) if BITS == 3 else tl.permute(joined, (1, 2, 0, 4, 3))
+    return tl.reshape(ordered, (joined.shape[1], 8 * joined.shape[0]))
+
+
+@triton.jit
+def sum_channels(DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return the channels of the sums of `attend_tier`, and which of them exist."""
+    sections: tl.constexpr = 4 if BITS == 3 else 2
+    size: tl.constexpr = 8 * _block(DIM) // sections
+    column = tl.arange(0, sections * size)
+    return column // size * (DIM // sections) + column % size, column % size < DIM // sections
+
+
+@triton.jit
+def attend_tier(
+    q, row_at, is_row, codes, first, count, visible, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
+    ALLOWS_PTX: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attend to `count` entries of one tier from number `first` on; each row sees the first `visible` [rows] of them.
+
+    `row_at` [rows] are the offsets of packed rows in `q`, of which those of `is_row` exist. `codes` are codes and norms
+    of k, then of v. Returns maximum and weight [rows], and sums [rows, channels] in the order of `sum_channels`.
+    """
+    q_type: tl.constexpr = q.dtype.element_ty
+    key_type: tl.constexpr = tl.float32 if q_type == tl.float32 else tl.float16
+    key_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, DIM, KEY_BITS, q_type)
+    value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, q_type)
+    # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
+    own_entries: tl.constexpr = 32 if key_ptx and value_ptx else 16
+    stages: tl.constexpr = 1 if own_entries == 16 else STAGES if KEY_BITS + VALUE_BITS <= 12 else 2
+    step: tl.constexpr = WARPS * own_entries
+    k_codes, k_norms, v_codes, v_norms = codes
+    k_norms, v_norms = k_norms + first, v_norms + first
+    k_codes, v_codes = k_codes + first * (DIM * KEY_BITS // 8), v_codes + first * (VALUE_DIM * VALUE_BITS // 8)
+    element, value_element = tl.arange(0, _block(DIM)), tl.arange(0, _block(VALUE_DIM))
+    own = tl.arange(0, WARPS)[:, None] * own_entries + tl.arange(0, own_entries)[None, :]
+    queries, row_scale = _load_queries(q, row_at, is_row, WARPS, DIM, KEY_BITS, key_type)
+    row_scale *= scale * _factor(key_ptx, KEY_BITS, key_type)
+    highest = tl.full([WARPS, row_at.shape[0]], _LOWEST, tl.float32)
+    weight = tl.zeros([WARPS, row_at.shape[0]], tl.float32)
+    zeros = tl.zeros([WARPS, _block(VALUE_DIM), row_at.shape[0]], tl.float32)
+    sums = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)  # type: tuple[tl.tensor, ...]
+    next_k_norm = tl.load(k_norms + own, mask=own < count, other=0.0)
+    next_v_norm = tl.load(v_norms + own, mask=own < count, other=0.0)
+    for at in tl.range(0, count, step, num_stages=stages):
+        entry, flat = at + own, at + tl.arange(0, step)
+        # As one axis of entries, which is split into warps after loading: then no two lanes use the same memory bank.
+        key = _restore(
+            k_codes, flat.to(tl.int64)[:, None], element[None, :],
+            (flat < count)[:, None] & (element < DIM // 8)[None, :], WARPS, DIM, KEY_BITS, key_type, key_ptx,
+        )  # fmt: skip
+        value = _restore(
+            v_codes, entry.to(tl.int64)[:, None, :], value_element[None, :, None],
+            (entry < count)[:, None, :] & (value_element < VALUE_DIM // 8)[None, :, None], 0, VALUE_DIM, VALUE_BITS,
+            q_type, value_ptx,
+        )  # fmt: skip
+        k_norm, v_norm = next_k_norm.to(tl.float32), next_v_norm.to(tl.float32)
+        # Those of the next block, which arrive while this one is computed.
+        next_k_norm = tl.load(k_norms + step + entry, mask=entry + step < count, other=0.0)
+        next_v_norm = tl.load(v_norms + step + entry, mask=entry + step < count, other=0.0)
+        scores = tl.zeros([WARPS, own_entries, row_at.shape[0]], tl.float32)
+        for part in tl.static_range(_RESULTS):
+            scores = tl.dot(key[part], queries[part], scores, input_precision="ieee")
+        # Norms scale scores and weights rather than all values of k and v.
+        scores = cap(scores * k_norm[:, :, None] * row_scale[None, None, :], SOFTCAP)
+        scores = tl.where(entry[:, :, None] < visible[None, None, :], scores, float("-inf"))
+        new = tl.maximum(highest, tl.max(scores, 1))
+        shrink, share = tl.exp2(highest - new), tl.exp2(scores - new[:, None, :])
+        highest, weight = new, weight * shrink + tl.sum(share, 1)
+        if q_type == tl.float16:
+            v_norm = tl.minimum(v_norm, 65504.0)
+        share = _operand((share * v_norm[:, :, None]).to(q_type))
+        added = ()  # type: tuple[tl.tensor, ...]
+        for part in tl.static_range(_RESULTS):
+            old = sums[part] * shrink[:, None, :]
+            added += (tl.dot(_operand(value[part]), share, old, input_precision="ieee"),)
+        sums = added
+    peak = tl.max(highest, 0)
+    by_warp = tl.exp2(highest - peak[None, :])
+    weight = tl.sum(weight * by_warp, 0)
+    by_warp *= _factor(value_ptx, VALUE_BITS, q_type)
+    joined = ()  # type: tuple[tl.tensor, ...]
+    for part in tl.static_range(_RESULTS):
+        joined += (tl.sum(sums[part] * by_warp[:, None, :], 0),)
+    return tl.where(weight > 0.0, peak, float("-inf")), weight, _rows_first(joined, VALUE_BITS)
