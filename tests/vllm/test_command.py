@@ -27,7 +27,7 @@ def test_options_become_those_of_vllm(tmp_path):
     assert given["--shutdown-timeout"] == "30"
     assert given["--model"] == str(tmp_path) and given["--served-model-name"] == "tiny"
     settings = json.loads(given["--additional-config"])["lkv"]
-    assert (settings["store"], settings["retention"], settings["method"]) == ("s3://bucket", 0.2, "lkv")
+    assert settings == {"store": "s3://bucket", "retention": 0.2}
     assert environment["VLLM_API_KEY"] == "sesame" and "sesame" not in " ".join(arguments)
 
 
