@@ -57,3 +57,10 @@ def test_a_table_has_its_cells_by_line_and_column():
     assert readme.table(cells, " || n", "-", columns=["y", "x"]) == (
         "|  | n | y | x |\n| --- | --- | --- | --- |\n| a | 1 | - | A |\n| b | 2 | B | - |"
     )
+
+
+def test_the_readme_is_one_screen_and_a_dozen_numbers():
+    page = (readme.ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```|<!--.*?-->|`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)", " ", page, flags=re.DOTALL)
+    words = [word for word in re.split(r"[\s|/:;()]+", text) if re.fullmatch(r"\d[\d.,]*%?,?", word)]
+    assert len(page.splitlines()) <= 100 and len(words) <= 12, words
