@@ -239,6 +239,7 @@ def _add_state(app: FastAPI, service: Service, registry: CollectorRegistry) -> N
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/health")  # the path of vLLM
     @app.get("/healthz")
     async def healthz() -> PlainTextResponse:
         if not service.is_healthy:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lkv.serving import LOOPBACK
 from lkv.serving.schemas import error_object
 
-_PUBLIC = ("/", "/healthz")  # without a key: the page prompts for it
+_PUBLIC = ("/", "/health", "/healthz")  # without a key: the page prompts for it
 
 
 class RequestGuard:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
@@ -407,3 +408,89 @@ def test_a_model_is_described_as_openais_clients_retrieve_it(contexts, routes, s
         assert answer.status_code == 404 and said in answer.json()["error"]["message"]
     local = TestClient(app_of(routes, host="127.0.0.1"), "http://evil.example")
     assert local.get(f"/v1/models/tiny:{name}").status_code == 421
+
+
+USAGE = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
+
+
+def counted(tokens, cached=0):
+    """`USAGE` with a context."""
+    total = {"prompt_tokens": 5 + tokens, "total_tokens": 7 + tokens, "completion_tokens": 2}
+    return {**total, "prompt_tokens_details": {"cached_tokens": cached + tokens}}
+
+
+def test_the_usage_counts_the_context_as_cached(routes, store, contexts):
+    name = store()
+    tokens = contexts.tokens(name)
+    app = app_of(routes)
+    chunks = [{"choices": [{"delta": {"content": 'say "usage"'}}]}, {"choices": [], "usage": USAGE}]
+
+    @app.post("/v1/chat/completions")
+    async def answer(request: Request):
+        if not (await request.json()).get("stream"):
+            return {"choices": ["\u00e9"], "usage": USAGE | {"prompt_tokens_details": {"cached_tokens": 3}}}
+        events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+        return StreamingResponse(iter(events), media_type="text/event-stream")
+
+    client, chat = TestClient(app), {"model": f"tiny:{name}", "messages": TURN}
+    made = client.post("/v1/chat/completions", json=chat)
+    assert made.json() == {"choices": ["\u00e9"], "usage": counted(tokens, 3)}
+    assert int(made.headers["content-length"]) == len(made.content) and made.headers["lkv-context"] == name
+    stream = client.post("/v1/chat/completions", json=chat | {"stream": True}).text.split("\n\n")
+    expected = [chunks[0], {"choices": [], "usage": counted(tokens)}]
+    assert [json.loads(event.removeprefix("data: ")) for event in stream[:2]] == expected
+    assert stream[2:] == ["data: [DONE]", ""]
+    plain = client.post("/v1/chat/completions", json={"model": "tiny", "messages": TURN}).json()
+    assert plain["usage"]["prompt_tokens"] == 5
+
+
+def test_a_context_that_is_lost_while_a_question_waits_is_named(routes, store, tmp_path):
+    name, app = store(), app_of(routes)
+
+    @app.post("/v1/chat/completions")
+    async def answer(request: Request):
+        if not (await request.json()).get("stop"):
+            (tmp_path / f"{name}.kv").write_bytes(b"damaged")
+        return JSONResponse({"error": {"message": "Internal server error"}}, 500)
+
+    client, chat = TestClient(app), {"model": f"tiny:{name}", "messages": TURN}
+    other = client.post("/v1/chat/completions", json=chat | {"stop": "x"})
+    assert other.status_code == 500 and "Internal" in other.json()["error"]["message"]
+    lost = client.post("/v1/chat/completions", json=chat)
+    assert lost.status_code == 409 and "is no saved context" in lost.json()["error"]["message"]
+    assert routes._metrics.requests == {"200": 0, "500": 1, "409": 1}
+
+
+def test_the_health_of_both_servers_has_one_path(routes):
+    app = app_of(routes)
+
+    @app.get("/health")
+    async def health():
+        return Response()
+
+    client = TestClient(app)
+    assert client.get("/health").status_code == client.get("/healthz").status_code == 200
+    routes.is_stopping = True
+    assert client.get("/health").status_code == client.get("/healthz").status_code == 503
+
+
+def test_the_list_of_models_has_the_contexts(routes, store, monkeypatch):
+    name, own = store(), {"id": "tiny", "object": "model", "owned_by": "vllm"}
+
+    def list_models(host="0.0.0.0", status=200, **headers):
+        app = app_of(routes, host)
+
+        @app.get("/v1/models")
+        async def models():
+            return JSONResponse({"object": "list", "data": [own]} if status == 200 else {"error": "no"}, status)
+
+        return TestClient(app).get("/v1/models", headers=headers).json()
+
+    listed = list_models()["data"]
+    assert listed[0] == own and [model["id"] for model in listed[1:]] == [f"tiny:{name}"]
+    assert listed[1]["owned_by"] == "lkv" and abs(listed[1]["created"] - time.time()) < 60
+    # Pages of other origins see no contexts, and what is refused stays as it is.
+    assert list_models("127.0.0.1", Origin="http://evil.example")["data"] == [own]
+    assert list_models(status=401) == {"error": "no"}
+    monkeypatch.setattr(routes, "contexts", fail_to_write)
+    assert list_models()["data"] == [own]

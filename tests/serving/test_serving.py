@@ -86,7 +86,7 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
         "\n\n"
     )
     assert lines[0].startswith("data: {") and lines[-2] == "data: [DONE]"
-    assert curl(f"{server.url}/healthz") == "ok\n"
+    assert curl(f"{server.url}/healthz") == curl(f"{server.url}/health") == "ok\n"
 
 
 def test_a_document_is_read_as_it_is_displayed_and_what_is_left_out_is_named(server):

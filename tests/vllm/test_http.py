@@ -1,6 +1,8 @@
 """vLLM's server with the plugin, asked by OpenAI's client: contexts by HTTP, errors, deletion, a killed engine."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +115,16 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
     )
     assert named.headers["lkv-context"] == name
     assert squash(named.parse().choices[0].message.content) == expected(lab, context, question, 16)
+    usage = named.parse().usage
+    new_tokens = len(encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after_context=True)))
+    assert usage.prompt_tokens == context.tokens + new_tokens and usage.total_tokens == usage.prompt_tokens + 16
+    assert usage.prompt_tokens_details.cached_tokens == context.tokens
+    stream = server.client.chat.completions.create(
+        model=f"tiny:{name}", messages=messages, stream=True, max_tokens=2, stream_options={"include_usage": True}
+    )
+    assert [part.usage.prompt_tokens for part in stream if part.usage] == [usage.prompt_tokens]
+    assert {"tiny", f"tiny:{name}"} <= {model.id for model in server.client.models.list()}
+    assert server.http.get("/healthz").status_code == 200
     plain = server.client.completions.with_raw_response.create(model="tiny", prompt="abc", max_tokens=2)
     assert "lkv-context" not in plain.headers
     ids = encode(lab.tokenizer, "abc def")
@@ -231,6 +243,26 @@ def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
     assert squash("".join(x.choices[0].delta.content or "" for x in [*first, *parts] if x.choices)) == want
     until(lambda: not (lab.store / f"{name}.kv").exists() and server.memory() == before, 10)
+
+
+def test_a_context_that_a_worker_cannot_read_is_named(server, lab, tmp_path):
+    """Its file was whole when it was checked, and is damaged when the worker reads it."""
+    name, want = server.create(lab.text(45)), expected(lab, lab.context(lab.text(45)), "what?")
+    assert server.ask("what?", f"tiny:{name}") == want
+    files = [lab.store / f"{name}.{suffix}" for suffix in ("kv", "json")]
+    for file in files:
+        shutil.copy2(file, tmp_path)
+    assert server.http.delete(f"/v1/contexts/{name}").status_code == 200  # also from the worker's memory
+    for file in files:
+        shutil.copy2(tmp_path / file.name, file)
+    times, data = files[0].stat(), bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(data)
+    os.utime(files[0], ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(openai.ConflictError, match="damaged"):
+        server.ask("what?", f"tiny:{name}")
+    shutil.copy2(tmp_path / files[0].name, files[0])
+    assert server.ask("what?", f"tiny:{name}") == want
 
 
 def test_texts_created_at_once_are_compressed_once(server, lab):

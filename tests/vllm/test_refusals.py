@@ -210,7 +210,7 @@ def test_what_does_not_go_with_contexts_is_refused(lab, options, match):
         ("model_config", "hf_config_path", "elsewhere", "configuration is overridden"),
         ("cache_config", "cache_dtype", "fp8", "KV cache is quantised"),
         ("cache_config", "sliding_window", 4096, "sliding-window layers"),
-        ("scheduler_config", "scheduler_cls", "my.Scheduler", "a scheduler of its own .--scheduler-cls"),
+        ("scheduler_config", "scheduler_cls", "my.Scheduler", "a scheduler of its own"),
     ],
 )
 def test_what_contexts_do_not_follow_is_refused(lab, part, name, value, match):

@@ -21,6 +21,6 @@ docs/guides/vllm.md.
 | `ranks.py` | ranks of tensor parallelism |
 | `attention.py` | attention backends: CPU, CUDA |
 | `pages.py` | k and v in vLLM's pages, and the log-sum-exp of attention over them |
-| `context_middleware.py`, `http.py` | `/v1/contexts`, and chats about contexts |
+| `context_middleware.py`, `answers.py`, `http.py` | `/v1/contexts`, and chats about contexts |
 | `command.py` | the command line of `lkv serve --engine vllm` |
 """

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi.responses import JSONResponse
@@ -9,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lkv.errors import LkvError, PromptError
+from lkv.integrations.vllm.answers import AnswerEditor, count_context
 from lkv.serving.middleware import refusal, refuse_foreign
 from lkv.serving.routes import read_body
 from lkv.serving.schemas import error_object, error_response
@@ -36,8 +38,16 @@ class Contexts(Protocol):
     def using(self, name: str) -> AbstractAsyncContextManager[None]:
         """Count a request about a context, which is not deleted in the block."""
 
-    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
-        """Turn a request about a context into one that vLLM answers with the plugin."""
+    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> int:
+        """Turn a request about a context into one that vLLM answers with the plugin; returns the context's tokens."""
+        raise NotImplementedError
+
+    async def describe_models(self) -> list[dict[str, Any]]:
+        """Return the contexts, as the list of models has them."""
+        raise NotImplementedError
+
+    async def unreadable_reason(self, name: str) -> LkvError | None:
+        """Return why a context cannot be read now; None if it can be."""
 
 
 class ContextMiddleware:
@@ -65,6 +75,8 @@ class ContextMiddleware:
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = _route_path(scope)
+        if path == "/healthz":  # the path of `lkv serve`
+            path, scope = "/health", {**scope, "path": f"{scope['path'].removesuffix('/healthz')}/health"}
         foreign = self._refuse(scope, path)
         if path == "/metrics":
             await self._routes.refresh_metrics()
@@ -74,6 +86,9 @@ class ContextMiddleware:
             await foreign(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
             await self._ask(path, scope, receive, send, foreign)
+        elif path == "/v1/models" and foreign is None:
+            models = await self._routes.describe_models()
+            await self._app(scope, receive, AnswerEditor(send, lambda answer: answer["data"].extend(models)).send)
         else:
             await self._app(scope, receive, send)
 
@@ -92,16 +107,32 @@ class ContextMiddleware:
             else:
                 send = self._about(name, send)
                 async with self._routes.using(name):
-                    await self._routes.rewrite(path, body, name)
+                    tokens = await self._routes.rewrite(path, body, name)
+                    send = AnswerEditor(send, partial(count_context, tokens=tokens)).send
                     await self._pass_on(json.dumps(body).encode(), scope, receive, send)
         except LkvError as error:
             await error_response(error)(scope, receive, send)
 
     def _about(self, name: str, send: Send) -> Send:
-        """`send`, which counts the answer, and names its context in a header: vLLM ignores a misspelt field."""
+        """`send`, which counts the answer, and names its context in a header: vLLM ignores a misspelt field.
+
+        Where the context was lost while the question waited, vLLM reports an internal error, which is replaced.
+        """
+        is_replaced = False
 
         async def send_named(message: Message) -> None:
+            nonlocal is_replaced
+            if is_replaced:
+                return
             if message["type"] == "http.response.start":
+                if message["status"] == 500 and not self._routes.is_stopping:
+                    error = await self._routes.unreadable_reason(name)
+                    if error is not None:
+                        is_replaced = True
+                        response = error_response(error)
+                        self._routes.count_request(response.status_code)
+                        await _send_response(response, send)
+                        return
                 self._routes.count_request(message["status"])
                 if message["status"] < 400:
                     message = {**message, "headers": [*message["headers"], (b"lkv-context", name.encode())]}
@@ -151,6 +182,11 @@ def _stopping_response() -> JSONResponse:
     return JSONResponse(_STOPPING, 503, {"Retry-After": "10"})
 
 
+async def _send_response(response: JSONResponse, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
 class _Answer:
     """A response in progress; reports a shutdown of the server where vLLM would report a failed engine."""
 
@@ -174,9 +210,7 @@ class _Answer:
     async def refuse(self) -> None:
         """Send 503 instead of the answer."""
         self.is_started = self._is_refused = True
-        answer = _stopping_response()
-        await self._send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
-        await self._send({"type": "http.response.body", "body": answer.body})
+        await _send_response(_stopping_response(), self._send)
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:

@@ -278,8 +278,11 @@ class ContextRoutes:
                 raise PromptError(f"the context {text[:80]!r} is not an id; GET /v1/contexts lists all contexts.")
         return next(iter(contexts), None)
 
-    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> None:
-        """Turn a request about a context into one that vLLM answers with the plugin. Raises LkvError for bad ones."""
+    async def rewrite(self, path: str, body: dict[str, Any], name: str) -> int:
+        """Turn a request about a context into one that vLLM answers with the plugin; returns the context's tokens.
+
+        Raises LkvError for a request that cannot be answered.
+        """
         contexts = await self.contexts()
         await asyncio.to_thread(self.queue.check_ready, name, contexts.store)
         tokens = await asyncio.to_thread(contexts.tokens, name)
@@ -293,7 +296,7 @@ class ContextRoutes:
         body["cache_salt"] = salt_of(name, split_salt(body.get("cache_salt"))[1])
         if path == COMPLETIONS:
             body.setdefault("add_special_tokens", False)
-            return
+            return tokens
         # vLLM looks at the messages it is given: where a part names an image, even none, it renders them itself.
         body["messages"], ids = await asyncio.to_thread(_question, contexts, body.get("messages"))
         free = min(contexts.max_positions + 1 - tokens, self._length) - len(ids)
@@ -301,6 +304,25 @@ class ContextRoutes:
             body["max_completion_tokens"] = min(free, self._settings.max_tokens)
         # vLLM takes these instead of rendering the messages.
         body["kv_transfer_params"] = {"prompt_token_ids": ids}
+        return tokens
+
+    async def describe_models(self) -> list[dict[str, Any]]:
+        """Return the contexts, as the list of models has them; none where there can be none."""
+        try:
+            stored = await asyncio.to_thread((await self.open_store()).list_contexts)
+        except LkvError:
+            return []
+        listed = [context for context in stored if context.id not in self.queue.hidden]
+        return [describe_model(f"{name}:{context.id}", context.created) for name in self._models for context in listed]
+
+    async def unreadable_reason(self, name: str) -> LkvError | None:
+        """Return why a context cannot be read now; None if it can be."""
+        try:
+            contexts = await self.contexts()
+            await asyncio.to_thread(contexts.open_store(0).get, name)
+        except LkvError as error:
+            return error
+        return None
 
 
 class _Metrics:
