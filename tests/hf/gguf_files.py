@@ -11,7 +11,7 @@ import torch
 from lkv.hf.loading import load_model
 
 HIDDEN, HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, WIDE = 64, 4, 2, 16, 2, 260, 64
-CONTEXT = 512
+CONTEXT, EXPERTS = 512, 4
 Settings = dict[str, object]
 
 
@@ -79,8 +79,18 @@ def write_gguf(
     return path
 
 
-def decoder(biases: str = "", norms: str = "", head_norms: bool = False, output: bool = True, fused: bool = False):
-    """Names and shapes of a decoder's tensors; `biases` and `norms` are the names of further ones."""
+def decoder(
+    biases: str = "",
+    norms: str = "",
+    head_norms: bool = False,
+    output: bool = True,
+    fused: bool = False,
+    experts: str = "",
+):
+    """Names and shapes of a decoder's tensors; `biases` and `norms` are the names of further ones.
+
+    `experts` is "exps" for a mixture, "exps shexp" for one with a shared expert.
+    """
     shapes = {
         "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN), "attn_v": (KV_HEADS * DIM, HIDDEN),
         "attn_output": (HIDDEN, HEADS * DIM), "ffn_gate": (WIDE, HIDDEN), "ffn_up": (WIDE, HIDDEN),
@@ -90,6 +100,12 @@ def decoder(biases: str = "", norms: str = "", head_norms: bool = False, output:
         shapes |= {"attn_qkv": ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), "ffn_up": (2 * WIDE, HIDDEN)}
         for name in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
             del shapes[name]
+
+    if experts:
+        for part in ("gate", "up", "down"):
+            shape = shapes.pop(f"ffn_{part}")
+            shapes |= {f"ffn_{part}_{kind}": (EXPERTS, *shape) if kind == "exps" else shape for kind in experts.split()}
+        shapes |= {"ffn_gate_inp": (EXPERTS, HIDDEN)} | ({"ffn_gate_inp_shexp": (HIDDEN,)} if "sh" in experts else {})
 
     def tensors():
         yield "token_embd.weight", (VOCABULARY, HIDDEN)
@@ -155,6 +171,28 @@ def gelu(x):
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def mix_experts(x, tensors, used: int, is_normalised: bool):
+    """A layer's experts for each row of x, and the one that all rows share, if any."""
+    weights = softmax(x @ tensors["ffn_gate_inp.weight"].T)
+    gate, up, down = (tensors[f"ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
+    mixed = np.zeros_like(x)
+    for row, chances in enumerate(weights):
+        chosen = np.argsort(-chances)[:used]
+        total = chances[chosen].sum() if is_normalised else 1
+        for expert in chosen:
+            inner = silu(gate[expert] @ x[row]) * (up[expert] @ x[row])
+            mixed[row] += chances[expert] / total * (down[expert] @ inner)
+    if "ffn_gate_inp_shexp.weight" in tensors:
+        gate, up, down = (tensors[f"ffn_{part}_shexp.weight"] for part in ("gate", "up", "down"))
+        share = 1 / (1 + np.exp(-x @ tensors["ffn_gate_inp_shexp.weight"]))
+        mixed += share[:, None] * ((silu(x @ gate.T) * (x @ up.T)) @ down.T)
+    return mixed
+
+
 def forward(path: Path, ids: list[int]) -> np.ndarray:
     """Logits [T, vocabulary] of a file, computed from its own tensors and settings."""
     reader = gguf.GGUFReader(path)
@@ -202,10 +240,13 @@ def forward(path: Path, ids: list[int]) -> np.ndarray:
             y = normalised(y, own["post_attention_norm.weight"], epsilon)
         x = x + y
         y = normalised(x, own["ffn_norm.weight"], epsilon)
-        gate, up = np.split(project(y, "ffn_up"), 2, -1) if "attn_qkv.weight" in own else (
-            project(y, "ffn_gate"), project(y, "ffn_up")
-        )  # fmt: skip
-        y = project((gelu(gate) if is_gemma else gate / (1 + np.exp(-gate))) * up, "ffn_down")
+        if "ffn_gate_inp.weight" in own:
+            y = mix_experts(y, own, settings["expert_used_count"], architecture == "qwen3moe")
+        else:
+            gate, up = np.split(project(y, "ffn_up"), 2, -1) if "attn_qkv.weight" in own else (
+                project(y, "ffn_gate"), project(y, "ffn_up")
+            )  # fmt: skip
+            y = project((gelu(gate) if is_gemma else silu(gate)) * up, "ffn_down")
         x = x + (normalised(y, own["post_ffw_norm.weight"], epsilon) if is_gemma else y)
     x = normalised(x, all_tensors["output_norm.weight"], epsilon)
     logits = x @ all_tensors.get("output.weight", all_tensors["token_embd.weight"]).T

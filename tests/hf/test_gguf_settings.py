@@ -12,7 +12,7 @@ import pytest
 from lkv.errors import ModelLoadError
 from lkv.hf.conversion import _DONE, is_complete
 from lkv.hf.loading import load_model
-from tests.hf.gguf_files import DIM, EPSILON, HEADS, Settings, decoder, largest_difference, write_gguf
+from tests.hf.gguf_files import DIM, EPSILON, HEADS, WIDE, Settings, decoder, largest_difference, write_gguf
 
 
 def llama3_factors(base: float, factor: float = 8.0, original: int = 8192) -> np.ndarray:
@@ -39,6 +39,8 @@ LONG = {
 LONG_SETTINGS: Settings = {"rope.scaling.attn_factor": 1.19, "rope.scaling.original_context_length": 32}
 GEMMA_NORMS = "post_attention_norm post_ffw_norm"
 GEMMA2: Settings = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 8}
+EXPERTS: Settings = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": WIDE}
+SHARED: Settings = {"expert_shared_feed_forward_length": WIDE}
 QKV = "attn_q attn_k attn_v"
 FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
     "plain": ("llama", {}, decoder(), {}),
@@ -65,6 +67,9 @@ FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
     "phi3": ("phi3", {"attention.sliding_window": 8}, decoder(fused=True), {}),
     "phi3_longrope": ("phi3", LONG_SETTINGS, decoder(fused=True), LONG),
     "phi3_linear": ("phi3", LINEAR, decoder(fused=True), {}),
+    "qwen3moe": ("qwen3moe", EXPERTS, decoder(head_norms=True, experts="exps"), {}),
+    "qwen3moe_yarn": ("qwen3moe", EXPERTS | YARN, decoder(head_norms=True, experts="exps"), {}),
+    "qwen2moe": ("qwen2moe", EXPERTS | SHARED, decoder(QKV, experts="exps shexp"), {}),
     "gemma2": ("gemma2", GEMMA2, decoder(norms=GEMMA_NORMS, output=False), {}),
     "gemma3": (
         "gemma3", LINEAR | {"attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False],
