@@ -40,6 +40,7 @@ from tests.context.test_compression import TEXT, Words
 from tests.inputs import Inputs
 from tests.kills import Kills
 from tests.results import many, write
+from tests.soak_trials import documents, models, options, requests
 from tests.test_trust import QUESTIONS
 from tests.training.test_training import train_for, trainer
 
@@ -222,12 +223,16 @@ def inputs(seconds: float, start: int) -> tuple[Counts, int]:
 
 # What runs, its share of the time, and after how many of what it counts first there is enough of it.
 PARTS: dict[str, tuple[Callable[[float, int], tuple[Counts, int]], float, int]] = {
-    "operations": (operations, 0.55, 100_000),
+    "operations": (operations, 0.35, 100_000),
     "inputs": (inputs, 0.15, 500),
     "kills": (kills, 0.15, 100),
     "fuzz": (fuzz, 0.05, 1000),
     "threads": (threads, 0.05, 4000),
     "leaks": (leaks, 0.05, 200),
+    "documents": (documents, 0.05, 100),
+    "models": (models, 0.05, 10),
+    "requests": (requests, 0.05, 100),
+    "options": (options, 0.05, 100),
 }
 
 
@@ -275,19 +280,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first turn; a run that goes on has its own")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     try:
-        tally = Tally(options.out, options.seed, "make soak")
+        tally = Tally(arguments.out, arguments.seed, "make soak")
     except ValueError as error:
         parser.error(str(error))
-    end, total = time.monotonic() + 60 * options.minutes, sum(PARTS[name][1] for name in options.parts)
-    for name in itertools.cycle(options.parts):
+    end, total = time.monotonic() + 60 * arguments.minutes, sum(PARTS[name][1] for name in arguments.parts)
+    for name in itertools.cycle(arguments.parts):
         began, start, (part, share, _) = time.monotonic(), tally.next_seed(name), PARTS[name]
         if began >= end:
             return
         try:
-            counts, following = part(60 * min(options.turn, options.minutes) * share / total, start)
+            counts, following = part(60 * min(arguments.turn, arguments.minutes) * share / total, start)
         except BaseException:
             again = f"python -m tests.soak --parts {name} --seed {start} --out /tmp/soak.json"
             print(f"{name}: a difference, or an interruption, from seed {start} on; again: {again}", file=sys.stderr)

@@ -8,12 +8,19 @@ import pytest
 from tests.inputs import Inputs
 from tests.kills import Kills
 from tests.soak import OUT, PARTS, Tally, fuzz, leaks, threads
+from tests.soak_trials import documents, models, options, requests
 
 
 @pytest.mark.parametrize("part", [fuzz, leaks, threads])
 def test_a_few_seconds_of_soaking(part):
     counts, following = part(1, 1)
     assert min(counts.values()) > 0 and following == 2
+
+
+@pytest.mark.parametrize("part", [documents, models, requests, options])
+def test_a_second_of_trials(part):
+    counts, following = part(1, 1)
+    assert next(iter(counts.values())) > 0 and following == 2
 
 
 def test_bad_inputs_get_one_sentence(tmp_path):
