@@ -31,6 +31,7 @@ _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over a
 _NEARLY_ALL = 0.9  # of the KV entries
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect compare".split()
+_CHAT_COMMANDS = {"/help": "list the commands", "/undo": "take the last question and its answer back"}
 
 
 class Ask(PolicyOptions, RunOptions):
@@ -134,7 +135,7 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.document_reader import read_document
 
         text = read_document(self.words[0])
-        from lkv.context.compression import compress
+        from lkv.context.compression import check_length, compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
         from lkv.methods.targets import REFERENCE_ITEMSIZE
         from lkv.policy.lookup import policy_for
@@ -149,7 +150,9 @@ class Ask(PolicyOptions, RunOptions):
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
-        with show_reading(model, len(encode_context(tokenizer, text)), readings):
+        tokens = len(encode_context(tokenizer, text))
+        check_length(model, tokens)  # before the time that it would take is printed
+        with show_reading(model, tokens, readings):
             context = compress(
                 model,
                 tokenizer,
@@ -206,7 +209,7 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
     if sys.stdin.isatty():
         import readline  # noqa: F401 - arrow keys edit and recall lines
 
-        print("Ask about the text; Ctrl-D ends.", file=sys.stderr)
+        print("Ask about the text; /help lists commands, Ctrl-D ends.", file=sys.stderr)
         prompt = "> "
     while True:
         try:
@@ -217,6 +220,9 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
             raise LkvError(f"the question on stdin cannot be read as text ({error}); give it in UTF-8.") from error
         if not question.strip():
             continue
+        if question.strip() in _CHAT_COMMANDS:
+            _run_chat_command(question.strip(), answers)
+            continue
         try:
             for piece in answers.stream(question, max_new_tokens):
                 print(piece, end="", flush=True)
@@ -226,3 +232,16 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
             if not sys.stdin.isatty():
                 raise
             print(f"lkv: {error}", file=sys.stderr)  # the chat continues without this turn
+
+
+def _run_chat_command(command: str, answers: "Chat | Context") -> None:
+    """Run /help, or take the last turn of a chat back."""
+    from lkv.context.chat import Chat
+
+    if command == "/help":
+        print("\n".join(f"{name}: {effect}" for name, effect in _CHAT_COMMANDS.items()), file=sys.stderr)
+    elif isinstance(answers, Chat) and answers.turns:
+        print(f"taken back: {answers.turns[-1].question}", file=sys.stderr)
+        answers.undo()
+    else:
+        print("there is no turn to take back", file=sys.stderr)

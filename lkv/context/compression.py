@@ -150,12 +150,7 @@ def compress_ids(
         LkvError: As `RaggedCache` raises for its arguments.
     """
     patched = patch_attention(model)
-    limit = patched.spec.max_positions
-    if len(ids) >= limit:
-        raise PromptError(
-            f"the text has {len(ids)} tokens, but the model reads at most {limit}, question and answer included; "
-            "shorten it."
-        )
+    check_length(model, len(ids))
     chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
     if chunk is not None and images:
@@ -192,6 +187,16 @@ def compress_ids(
     for _, values in sorted(images.items()):
         digest.update(values.double().cpu().numpy().tobytes())
     return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest()))
+
+
+def check_length(model: PreTrainedModel, tokens: int) -> None:
+    """Raise PromptError for a text of more tokens than the model reads beside a question."""
+    limit = patch_attention(model).spec.max_positions
+    if tokens >= limit:
+        raise PromptError(
+            f"the text has {tokens} tokens, but the model reads at most {limit}, question and answer included; "
+            "shorten it."
+        )
 
 
 def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]:

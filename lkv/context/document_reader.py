@@ -81,6 +81,8 @@ def parse_document(data: bytes, name: str) -> Document:
         text, skipped = pdf_text(data, name)
     else:
         text, skipped = _read_text(data, name)
+    if count := text.count("\0"):  # of a PDF's strings, where a reader displays nothing
+        text, skipped = text.replace("\0", ""), [*skipped, f"{count} NUL character{'s' * (count > 1)}"]
     if not text.strip():
         without = f" but {', '.join(skipped)}" if skipped else ""
         raise DocumentError(f"{name} has no text{without}; a scanned document must go through text recognition first.")

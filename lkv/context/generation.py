@@ -27,6 +27,8 @@ _RESERVED = [
     "prefill_chunk_size",
     *NAMES,
 ]
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_NEUTRAL_SAMPLING = {"temperature": 0, "top_p": 1}  # values that ask for a greedy answer
 _COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
@@ -49,6 +51,12 @@ def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
         raise CacheError(
             f"temperature is {temperature!r}, but sampling divides by it: give one above 0, or leave do_sample out for "
             "the most probable answer."
+        )
+    ignored = [name for name in _SAMPLING if options.get(name) not in (None, _NEUTRAL_SAMPLING.get(name))]
+    if ignored and _requested(options, "do_sample") is None:
+        raise CacheError(
+            f"{' and '.join(ignored)} would change nothing, because answers are greedy by default: add do_sample=True, "
+            f"or leave {'them' if ignored[1:] else 'it'} out."
         )
     counts = [_requested(options, name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in counts):

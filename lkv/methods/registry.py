@@ -240,6 +240,9 @@ def register_method(
             f"the method name {name!r} is taken by LKV, by this program or by an installed plugin; give another name, "
             "or register it only once."
         )
+    if unknown := {*needs} - {POLICY, PATTERN, QUERIES, SECOND_PASS}:
+        constants = "POLICY, PATTERN, QUERIES and SECOND_PASS"
+        raise LkvError(f"needs has {min(unknown)!r}; give constants of lkv.methods.registry, among {constants}.")
     _import_components()
     parts = (("budget", budget, _BUDGETS), ("selector", selector, _SELECTORS))
     for kind, part, registry in parts:

@@ -156,20 +156,45 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
-def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, monkeypatch):
+@pytest.fixture
+def typed(monkeypatch):
+    """Lines that are typed into a terminal, then its end."""
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
-    typed = ["When?", "when " * 2000, "Where?"]
+    lines: list[str] = []
 
     def input_(prompt: str) -> str:
-        if not typed:
+        if not lines:
             raise EOFError
-        return typed.pop(0)
+        return lines.pop(0)
 
     monkeypatch.setattr("builtins.input", input_)
     monkeypatch.setattr(sys, "stdin", Terminal())
+    return lines
+
+
+def test_a_chat_takes_turns_back_and_lists_its_commands(folder, asked, typed):
+    typed += ["/undo", "When?", "Where?", " /undo ", "/help", "Who?"]
+    status, out, said = asked(folder / "text.md")
+    chat = Chat(read(folder)[1])
+    answers = [chat.ask("When?", 4), chat.ask("Where?", 4)]
+    chat.undo()
+    assert status == 0 and out.rstrip("\n") == "\n".join([*answers, chat.ask("Who?", 4)])
+    assert "there is no turn to take back" in said and "taken back: Where?" in said
+    assert "/undo: take the last question and its answer back" in said
+
+
+def test_a_text_that_is_too_long_is_refused_before_its_time_is_estimated(folder, asked, tmp_path):
+    (tmp_path / "long.md").write_text("when " * 3000)
+    status, _, said = asked(tmp_path / "long.md", "When?")
+    assert status == 2 and "but the model reads at most" in said and "[reading" not in said
+
+
+def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, typed):
+    typed += ["When?", "when " * 2000, "Where?"]
     status, out, said = asked(folder / "text.md")
     chat = Chat(read(folder)[1])
     assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")

@@ -212,6 +212,8 @@ def test_bad_texts_and_options_are_named(model, policy, text, options, error, me
         ("why ?", {"num_beams": 2}, CacheError, "one answer"),
         *(("what ?", {name: False}, CacheError, rf"ask\(\) sets {name} itself; leave that out")
           for name in ("use_cache", "cache_implementation", "prefill_chunk_size")),
+        ("what ?", {"temperature": 0.7, "top_p": 1}, CacheError, "temperature would change nothing.* leave it"),
+        ("what ?", {"top_k": 5, "min_p": 0.1}, CacheError, "top_k and min_p would change nothing.* leave them out"),
         *(("what ?", {"do_sample": True, "temperature": value}, CacheError, "but sampling divides by it")
           for value in (0, -1.0, "0.7")),
     ],

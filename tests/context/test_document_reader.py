@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pypdf
 import pytest
 
-from lkv.context.document_reader import read_document
+from lkv.context.document_reader import Document, parse_document, read_document
 from lkv.errors import DocumentError, MissingPackageError
 from tests.context.pdf_documents import lines, pdf
 
@@ -131,3 +131,8 @@ def test_pages_that_would_take_minutes_are_refused(reading, page):
 )
 def test_elements_without_end_tags_are_not_nested(reading, page):
     assert reading("page.html", page.encode()).count("one") == 20_000
+
+
+def test_nul_characters_of_a_pdf_are_left_out_and_counted():
+    data = pdf("BT /F1 12 Tf 50 700 Td (4\x001 boats\x00.) Tj ET")
+    assert parse_document(data, "file.pdf") == Document("41 boats.", ["2 NUL characters"])

@@ -189,3 +189,9 @@ def test_a_plugin_that_fails_is_named(monkeypatch):
         assert Sound.calls == 1
     finally:
         registry._load_plugins.cache_clear()
+
+
+def test_needs_that_nothing_is_are_refused():
+    with pytest.raises(LkvError, match=r"needs has 'POLICY'; give constants of lkv.methods.registry, among POLICY"):
+        registry.register_method("of-no-use", "knorm", needs=("POLICY",))
+    assert "of-no-use" not in registry.METHODS

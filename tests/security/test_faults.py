@@ -1,4 +1,4 @@
-"""Stores that fail, hang or lie, requests that are cancelled at any await, and jobs of several servers on one store."""
+"""Stores that fail, hang or lie, requests that are cancelled at any await, and files that nobody can read or delete."""
 
 import asyncio
 import json
@@ -13,17 +13,11 @@ from contextlib import suppress
 import pytest
 
 from lkv.context.compression import compress
-from lkv.errors import ContextPendingError, StoreError, UnknownContextError
-from lkv.hf.spec import inspect_model
-from lkv.serving import answer_queue
+from lkv.errors import StoreError, UnknownContextError
 from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
 from lkv.serving.app import make_app
-from lkv.serving.inputs import encode_text
-from lkv.serving.jobs import Job
-from lkv.serving.schemas import ContextRequest
 from lkv.serving.store import ContextStore
-from lkv.serving.stored_context import StoredContext
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.kills import STORED, put_context, run_and_kill, store_contexts, stored_answers
@@ -270,10 +264,6 @@ def refuse(*_, **__):
     raise PermissionError("another user's")
 
 
-def fail_to_write(*_):
-    raise StoreError("no space")
-
-
 def test_one_description_that_cannot_be_read_breaks_no_listing(make, tmp_path, monkeypatch):
     service = make()
     name = ready(service)
@@ -317,165 +307,3 @@ def test_times_in_words_and_a_failing_expiry_leave_the_worker_alive(make, monkey
     monkeypatch.setattr(service.store, "expire", lambda seconds: tries.append(1) or 1 / 0)
     until(lambda: len(tries) > 3)
     assert service.is_healthy
-
-
-def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, monkeypatch):
-    service, plain = server.service, server.service.store.list_contexts
-    name = server.compressed(TEXT)
-    job = Job(name, "", service.compression, 0.0)
-
-    def listed():
-        return [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(name)
-
-    def list_before_the_end():
-        stored = [context for context in plain() if context.id != name]
-        service.queue._jobs.pop(name)
-        return stored
-
-    service.queue._jobs[name] = job
-    assert listed() == 1
-    monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
-    assert listed() == 1
-
-
-def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
-    service = make()
-    text = encode_text(service.tokenizer, 2048, TEXT, service.compression)
-    first, second = (Job("a", "", service.compression, 0.0, text) for _ in range(2))
-    service.queue._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
-    monkeypatch.setattr(service.store, "put", lambda stored, context: None)
-    service._compress(first)
-    assert service.queue._jobs["a"] is second
-    service._compress(second)
-    assert "a" not in service.queue._jobs
-
-
-def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
-    service = make()
-    plain = service.store.put
-
-    def put(*args):
-        plain(*args)
-        assert isinstance(service.add(ContextRequest(text=TEXT, name="second")), Job)
-
-    monkeypatch.setattr(service.store, "put", put)
-    name = ready(service, "first")
-    until(lambda: service.store.describe(name).name == "second")
-    assert [stored.id for stored in service.store.list_contexts()] == [name]
-    assert service.store.describe(name).model == inspect_model(service.model).digest()
-
-
-def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatch):
-    service = make()
-    plain = service.store.put
-
-    def put(*args):
-        plain(*args)
-        service.add(ContextRequest(text=TEXT, name="second"))
-
-    monkeypatch.setattr(service.store, "put", put)
-    monkeypatch.setattr(service.store, "_rewrite", fail_to_write)
-    name = ready(service, "first")
-    assert service.store.describe(name).name == "first" and service.context(name).tokens
-
-
-def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
-    service = make()
-    name = ready(service, "old")
-    service.queue._jobs[name] = Job(name, "", service.compression, 0.0, error="no")  # before it was stored
-
-    monkeypatch.setattr(service.store, "_rewrite", fail_to_write)
-    with pytest.raises(StoreError, match="no space"):
-        service.add(ContextRequest(text=TEXT, name="new"))
-    assert service.queue.jobs() == [] and service.context(name).tokens
-
-
-def failed_job(service, monkeypatch):
-    """The job of TEXT, which could not be compressed."""
-    with monkeypatch.context() as patch:
-        patch.setattr(service_module, "compress_ids", refuse)
-        job = service.add(ContextRequest(text=TEXT))
-        until(lambda: job.error)
-    return job
-
-
-def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
-    service = make()
-    name = ready(service, "a name")
-    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
-    service.store.release(name)
-    failed_job(service, monkeypatch)
-    (tmp_path / f"{name}.json").unlink()
-    assert service.add(ContextRequest(text=TEXT)).title == "a name"
-    until(lambda: not service.queue.jobs())
-    assert service.store.describe(name).name == "a name"
-
-
-def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
-    first, second = make(), make()
-    release, begun, plain = threading.Event(), threading.Event(), service_module.compress_ids
-
-    def held(*args, **options):
-        begun.set()
-        context = plain(*args, **options | {"progress": None})
-        release.wait(20)
-        return context
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service_module, "compress_ids", held)
-        job = first.add(ContextRequest(text=TEXT))
-        assert begun.wait(20)
-    assert second.add(ContextRequest(text=TEXT)).id == job.id
-    until(lambda: second.store.describe(job.id))
-    stopping = threading.Thread(target=first.stop, args=(20,))
-    stopping.start()
-    until(lambda: job.is_cancelled)
-    release.set()
-    stopping.join()
-    assert second.store.describe(job.id) is not None
-
-
-def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
-    first, second = make(), make()
-    job = failed_job(first, monkeypatch)
-    assert first.queue.find(job.id, first.store) is job and first.queue.list_contexts(first.store) == [job]
-    with pytest.raises(ContextPendingError, match="could not be made"):
-        first.context(job.id)
-    second.add(ContextRequest(text=TEXT))
-    until(lambda: second.store.describe(job.id))
-    assert [stored.as_object()["status"] for stored in first.queue.list_contexts(first.store)] == ["ready"]
-    assert first.context(job.id).tokens and first.queue.jobs() == []
-    first.queue._jobs[job.id] = job
-    assert isinstance(first.queue.find(job.id, first.store), StoredContext) and first.queue.jobs() == []
-    first.queue._jobs[job.id] = job
-    assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.queue.jobs() == []
-
-
-def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
-    service = make()
-    plain = service.store.put
-
-    def put(stored, context):
-        plain(stored, context)
-        asyncio.run(service.delete(stored.id))
-        monkeypatch.setattr(service.store, "delete", fail_to_write)
-
-    monkeypatch.setattr(service.store, "put", put)
-    service.add(ContextRequest(text=TEXT))
-    until(lambda: not service.queue.jobs())
-    monkeypatch.undo()
-    job = service.add(ContextRequest(text=OTHER))
-    until(lambda: service.store.describe(job.id))
-    assert service.is_healthy
-
-
-def test_passes_that_change_rotations_take_turns(make, monkeypatch):
-    monkeypatch.setattr(answer_queue, "is_rope_by_length", lambda model: True)
-    service = make()
-    with service.answers.passes:
-        job = service.add(ContextRequest(text=TEXT))
-        answer = service.ask([{"role": "user", "content": "Who?"}], "", SamplingParams(max_tokens=3))
-        assert not answer.done.wait(0.3) and service.queue.find(job.id, service.store) is job and job.progress == 0
-    assert answer.done.wait(20) and answer.error is None
-    until(lambda: not service.queue.jobs())
-    assert service.context(job.id).tokens
