@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
 from lkv.cache.eviction import evict_entries, evict_prompt
-from lkv.cache.ragged_store import KVStore, RaggedStore
+from lkv.cache.ragged_store import KVStore, RaggedStore, extend_padded
 from lkv.cache.saved_state import check_layer, restore_store
-from lkv.cache.tiered_store import extend_padded
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec

@@ -349,3 +349,37 @@ def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor
     begin, count = devices.stack_to_device(device, (starts - packed_starts(counts)).flatten(), counts.flatten())
     total = int(counts.sum())
     return torch.arange(total, device=device) + torch.repeat_interleave(begin, count, output_size=total)
+
+
+def extend_padded(
+    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor,
+    sinks: Tensor | None = None, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Append and attend as `store.extend`, row by row.
+
+    New tokens marked in `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
+    """
+    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
+    for row, real in enumerate(tokens):
+        store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
+    store.count_appended(padding.shape[1], padding)
+    return attend_padded(store, query, scale, padding, sinks, softcap)
+
+
+def attend_padded(
+    store: KVStore,
+    query: Tensor,
+    scale: float,
+    padding: Tensor,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
+    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
+    kv = store.attention_view()
+    out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])
+    for row, real in enumerate(tokens):
+        rows = slice(row, row + 1)
+        attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks, softcap=softcap)
+        out[rows] = out[rows].index_copy(2, real, attended)
+    return out

@@ -10,8 +10,7 @@ from typing_extensions import override
 
 from lkv.cache.cache_config import SharedState
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.ragged_store import KVStore
-from lkv.cache.tiered_store import attend_padded
+from lkv.cache.ragged_store import KVStore, attend_padded
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, join_queries
 

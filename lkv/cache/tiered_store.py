@@ -374,37 +374,3 @@ def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
     """Return the flat row and head index of each of `lens` [B, H] entries, [sum of lens]."""
     return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
-
-
-def extend_padded(
-    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor,
-    sinks: Tensor | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """Append and attend as `store.extend`, row by row.
-
-    New tokens marked in `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
-    """
-    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
-    for row, real in enumerate(tokens):
-        store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
-    store.count_appended(padding.shape[1], padding)
-    return attend_padded(store, query, scale, padding, sinks, softcap)
-
-
-def attend_padded(
-    store: KVStore,
-    query: Tensor,
-    scale: float,
-    padding: Tensor,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
-    tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
-    kv = store.attention_view()
-    out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])
-    for row, real in enumerate(tokens):
-        rows = slice(row, row + 1)
-        attended = ragged_attention(query[rows][:, :, real], kv.of_row(row), scale, sinks=sinks, softcap=softcap)
-        out[rows] = out[rows].index_copy(2, real, attended)
-    return out

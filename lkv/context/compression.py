@@ -149,7 +149,6 @@ def compress_ids(
         PromptError: For a text that is too long, or too short for the budget.
         LkvError: As `RaggedCache` raises for its arguments.
     """
-    patched = patch_attention(model)
     check_length(model, len(ids))
     chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
@@ -158,12 +157,8 @@ def compress_ids(
     if chunk is not None:
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:
-        full = FullCache(model)
         with _report_layers(model, progress, len(ids)):
-            _prefill(model, full, tensor, chunk, images=images)
-        if patched.position_hook and (positions := take_image_positions(*tensor.shape)) is not None:
-            full.image_offset = ImageOffset.of_prompt(positions)
-        return Context(model, tokenizer, ids, full)
+            return Context(model, tokenizer, ids, _read_in_full(model, tensor, chunk, images))
     if chunk is not None:
         request = replace(request, prompt_tokens=len(ids))
     config = CacheConfig.resolve(request, model, tokenizer)
@@ -187,6 +182,15 @@ def compress_ids(
     for _, values in sorted(images.items()):
         digest.update(values.double().cpu().numpy().tobytes())
     return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest()))
+
+
+def _read_in_full(model: PreTrainedModel, tensor: Tensor, chunk: int | None, images: dict[str, Tensor]) -> FullCache:
+    """Return the uncompressed cache of the ids `tensor` [1, T]."""
+    full, patched = FullCache(model), patch_attention(model)
+    _prefill(model, full, tensor, chunk, images=images)
+    if patched.position_hook and (positions := take_image_positions(*tensor.shape)) is not None:
+        full.image_offset = ImageOffset.of_prompt(positions)
+    return full
 
 
 def check_length(model: PreTrainedModel, tokens: int) -> None:
