@@ -290,8 +290,9 @@ class CacheMachine(RuleBasedStateMachine):
     def save_and_load(self):
         self.rewind()
         ids = self.rows[0].ids
-        about = {"method": "knorm", "retention": 0.5, "budget_tokens": None, "bits": self.bits, "policy": None}
-        context = Context(self.model, Words(), list(ids), self.cache, {**about, "text_sha256": ""})
+        about = {"method": "knorm", "memory": None, "retention": 0.5, "budget_tokens": None, "bits": self.bits}
+        about |= {"policy": None, "protected_tokens": None, "text_sha256": ""}
+        context = Context(self.model, Words(), list(ids), self.cache, about)
         with tempfile.TemporaryDirectory() as folder:
             context.save(Path(folder) / "context.kv")
             self.cache = Context.load(Path(folder) / "context.kv", self.model, Words()).cache

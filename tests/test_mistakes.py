@@ -349,5 +349,5 @@ def test_haystacks_without_text_are_named(model_folder, tmp_path, capsys, how):
     path.mkdir() if content is None else path.write_bytes(content)
     command = ["eval", "ruler", "--tasks", "niah_single_2", "--data", tmp_path, "--haystack", path, "--samples", "1"]
     command += ["--methods", "knorm", "--model", model_folder, "--lengths", "400", "--out", tmp_path / "out.jsonl"]
-    expected = {"zip": "is no UTF-8 text", "JSON": "field 'text' is missing"}
+    expected = {"zip": "cannot be read as text (it holds NUL characters", "JSON": "field 'text' is missing"}
     assert expected.get(how, "has no text to hide needles in") in refused(capsys, command)

@@ -66,9 +66,12 @@ def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
 
 def has_waiting_layer() -> bool:
     """Return whether an LKV layer may be waiting for the next attention call of this thread or trace."""
-    return bool(_notes.pending_layer or _notes.shared_layers) or (
-        torch.compiler.is_dynamo_compiling() and _trace.layer is not None
-    )
+    if torch.compiler.is_dynamo_compiling():
+        return bool(_notes.pending_layer or _notes.shared_layers) or _trace.layer is not None
+    if _notes.shared_layers:  # those of caches that are freed, or of a pass that failed, wait no longer
+        layers = [(reference, reference()) for reference in _notes.shared_layers]
+        _notes.shared_layers = tuple(ref for ref, layer in layers if layer is not None and layer.shared_key is not None)
+    return bool(_notes.pending_layer or _notes.shared_layers)
 
 
 def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.profile.memory import LiveBytes
-from lkv.cache import ragged_store, tiered_store
+from lkv.cache import ragged_store
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import (
     CacheError,
@@ -252,7 +252,7 @@ def test_another_models_policy_is_refused(policy):
 
 
 def test_prompts_that_cannot_be_read_are_refused(model, policy):
-    with pytest.raises(PromptError, match=r"has 5 tokens: at retention 0\.15 nothing of it would be kept"):
+    with pytest.raises(PromptError, match=r"has 5 tokens: at memory 0\.1 nothing of it would be kept"):
         model.generate(ids(5), past_key_values=RaggedCache(model, policy=policy), max_new_tokens=2)
     with pytest.raises(PromptError, match="600 tokens, but the model reads at most 512"):
         model(ids(600), past_key_values=RaggedCache(model, policy=policy))
@@ -308,15 +308,14 @@ def test_a_pass_whose_attention_failed_in_the_first_layer_can_be_made_again(mode
     expected = model(text[:, PROMPT:], **options).logits
     cache.rewind()
     name = "ragged_attention" if padded else "append_and_attend"
-    module = tiered_store if padded else ragged_store
-    compute = getattr(module, name)
+    compute = getattr(ragged_store, name)
 
     def failing(*args, **kwargs):
         compute(*args, **kwargs)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, name, failing)
+        patch.setattr(ragged_store, name, failing)
         with pytest.raises(MemoryError):
             model(text[:, PROMPT:], **options)
     assert cache.get_seq_length() == PROMPT

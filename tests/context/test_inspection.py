@@ -108,7 +108,7 @@ def test_the_page_holds_text_numbers_and_answers_and_needs_nothing_else(folder, 
     said = capsys.readouterr()
     assert "the page is in" in said.out
     steps = [
-        r"reading \d+ tokens, to see .*: about 1 s",
+        r"reading \d+ tokens, to see .*: about 1 s; the full KV cache takes [\d.]+ MB",
         r"1 question, 3 methods: each reads the text again, about 1 s, .*",
     ]
     steps += [

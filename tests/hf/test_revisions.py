@@ -44,17 +44,17 @@ def hub(tmp_path, monkeypatch):
         return Served
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+    for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(models, name, served(getattr(models, name)))
     return asked
 
 
 def test_revisions_reach_the_hub(hub):
     load_model("own/model", revision="v1")
-    assert hub == [("own/model", "v1")] * 2
+    assert hub == [("own/model", "v1")] * 3
     hub.clear()
     load_model("own/model")
-    assert hub == [("own/model", "main")] * 2
+    assert hub == [("own/model", "main")] * 3
     hub.clear()
     policy = load_policy("own/policy", revision="v2")
     assert hub == [("own/policy", "v2")] and policy.commit == POLICY_COMMIT
@@ -95,7 +95,7 @@ def test_every_command_with_a_model_takes_its_revision(hub, tmp_path, capsys):
     measure = ["--tokens", "32", "--new-tokens", "1", "--repeats", "1", "--methods", "lkv", "--out", str(profile)]
     assert main(["profile", *measure, *own]) == 0
     assert "--revision v1" in json.loads(profile.read_text())["command"]
-    assert hub.count(("own/model", "v1")) == 4 and hub.count(("own/policy", "v2")) == 2
+    assert hub.count(("own/model", "v1")) == 6 and hub.count(("own/policy", "v2")) == 2
     assert main(["inspect", "own/policy", "--policy-revision", "v2"]) == 0
     assert hub[-1] == ("own/policy", "v2")
 

@@ -330,7 +330,7 @@ def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, 
     said = capsys.readouterr().out
     head, values = (next(text for text in said.splitlines() if text.startswith(start)) for start in ("method", "> LKV"))
     assert head.split()[:3] == ["method", "memory", "kept"] and values.split()[2:5] == ["0.05", "0.2", "60.00"]
-    assert "memory is the share of the full cache's bytes" in said
+    assert "memory is the share of the 16-bit cache's bytes" in said
     for arguments, says in (
         (["--retention", "0.1"], "budgets of another kind than --retention; use --memory"),
         (["--memory", "0.2"], "hold no memory 0.2; they hold 0.1, 0.05"),
