@@ -76,6 +76,7 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-logo --no-cache
+	! git grep -nE '^(<<<<<<< |>>>>>>> )'  # what a merge left
 
 # Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
 BASE ?= HEAD
