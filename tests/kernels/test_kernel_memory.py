@@ -185,7 +185,7 @@ def test_no_offset_overflows(case, layout):
         ragged.kernels.slice_kernel[(programs, launch.tiles, 1)](
             q, key, value, k, v, starts, lens, out, lse, parts, extremes, tickets, spans, heads, rows, 0, 0.1, *of_q,
             *of_q, *of_new[:2], *of_new[:2], *[None] * 10,
-            **launch.slice_options | {"CAUSAL": True, "NEW": int(rows == 1)},
+            **launch.slice_options | {"CAUSAL": True, "NEW": int(rows == 1), "SOFTCAP": 0.0},
         )  # fmt: skip
     assert not tickets.any()
 
