@@ -169,7 +169,7 @@ def test_the_notebook_finds_what_its_text_says(tmp_path):
     ).execute()
     printed = printed_by(notebook)
     assert printed.count("is 5308.") == 4 and printed.count("Ingrid Solberg") == 2
-    assert "1704 tokens: 7.8 of 78.5 MB" in printed
+    assert "1704 tokens: 3.9 of 78.5 MB" in printed
 
 
 def printed_by(notebook) -> str:
