@@ -353,7 +353,11 @@ REFUSED = [
     Family("Youtu", refused=_LATENT),
     Family("DeepseekV2", _ROUTED, refused=_LATENT),
     Family("Glm4MoeLite", _ROUTED, refused=_LATENT),
-    Family("LongcatFlash", refused=_LATENT),
+    Family(
+        "LongcatFlash",
+        {"num_layers": 2, "n_routed_experts": 4, "moe_topk": 2, "expert_ffn_hidden_size": 16, "ffn_hidden_size": 32},
+        refused=_LATENT,
+    ),
     Family("MiniCPM3", refused=_LATENT),
     Family("Mistral4", _ROUTED, refused=_LATENT),
     Family("Bloom", refused="attention by code of its own"),

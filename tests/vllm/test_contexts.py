@@ -171,7 +171,7 @@ def test_two_hundred_requests_with_aborts_and_preemption(lab):
     """Random arrivals, few pages, chunked questions: every answer that ends is the oracle's."""
     draw, contexts = random.Random(0), {}
     with lab.engine(
-        {"memory": 0.3},
+        {"contexts_memory": 0.3},
         num_gpu_blocks_override=14,
         block_size=32,
         max_model_len=416,
