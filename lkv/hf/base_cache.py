@@ -108,7 +108,7 @@ class BaseCache(Cache):
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
         if isinstance(layer, AttentionCacheLayer):
-            note_pending_layer(layer, key)
+            note_pending_layer(self, layer, key)
         return key, value
 
     def compute_layer(

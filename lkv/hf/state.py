@@ -40,6 +40,7 @@ class _Notes(threading.local):
     pending_layer: "weakref.ref[AttentionCacheLayer] | None" = None
     positions: Tensor | None = None
     shared_layers: "tuple[weakref.ref[AttentionCacheLayer], ...]" = ()  # later layers of the model read them again
+    shared_cache: "weakref.ref[Any] | None" = None  # the cache of these layers
 
 
 class _Trace:
@@ -54,11 +55,14 @@ _caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
-    """Record that `layer` returned `key` and waits for attention over it."""
+def note_pending_layer(cache: Any, layer: AttentionCacheLayer, key: Tensor) -> None:
+    """Record that `layer` of `cache` returned `key` and waits for attention over it."""
     layer.pending_key = key
     _notes.pending_layer = weakref.ref(layer)
+    if _notes.shared_cache is not None and _notes.shared_cache() is not cache:  # its last pass has ended, or failed
+        _notes.shared_layers, _notes.shared_cache = (), None
     if layer.readers:
+        _notes.shared_cache = weakref.ref(cache)
         layer.shared_key, layer.reads_left = key, layer.readers
         others = (other for other in _notes.shared_layers if other() not in (None, layer))
         _notes.shared_layers = (*others, _notes.pending_layer)
@@ -66,12 +70,9 @@ def note_pending_layer(layer: AttentionCacheLayer, key: Tensor) -> None:
 
 def has_waiting_layer() -> bool:
     """Return whether an LKV layer may be waiting for the next attention call of this thread or trace."""
-    if torch.compiler.is_dynamo_compiling():
-        return bool(_notes.pending_layer or _notes.shared_layers) or _trace.layer is not None
-    if _notes.shared_layers:  # those of caches that are freed, or of a pass that failed, wait no longer
-        layers = [(reference, reference()) for reference in _notes.shared_layers]
-        _notes.shared_layers = tuple(ref for ref, layer in layers if layer is not None and layer.shared_key is not None)
-    return bool(_notes.pending_layer or _notes.shared_layers)
+    return bool(_notes.pending_layer or _notes.shared_layers) or (
+        torch.compiler.is_dynamo_compiling() and _trace.layer is not None
+    )
 
 
 def take_pending_layer(key: Tensor) -> AttentionCacheLayer | None:

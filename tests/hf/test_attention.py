@@ -25,7 +25,7 @@ import lkv
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.attention import attention_patched, patch_attention, unpatch_attention
-from lkv.hf.state import _notes, get_patch
+from lkv.hf.state import get_patch, has_waiting_layer
 from tests.conftest import tiny_llama
 
 IDS = torch.arange(3, 53)[None]
@@ -106,10 +106,10 @@ def test_a_pass_that_failed_leaves_nothing_to_other_caches(policy, monkeypatch, 
             patch.setattr(cache, "update", updated)
         with pytest.raises(error):
             model(IDS, past_key_values=cache)
-    assert bool(_notes.pending_layer) == (where == "update")
+    assert has_waiting_layer() == (where == "update")
     assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
     assert torch.equal(model(IDS, use_cache=False).logits, expected)
-    assert not _notes.pending_layer
+    assert not has_waiting_layer()
 
 
 def test_threads_do_not_see_each_other(policy):

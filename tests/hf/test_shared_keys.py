@@ -9,10 +9,12 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError, TrainingError
 from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.state import has_waiting_layer
 from lkv.methods.selectors import H2O
 from lkv.training.config import TrainingConfig
 from lkv.training.distillation import check_batching
 from tests.cache.helpers import METHOD, ids, padded
+from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.families import MIXED
 
@@ -98,6 +100,16 @@ def test_contexts_are_asked_saved_and_loaded(method, amount, tmp_path):
     context.save(tmp_path / "text.kv")
     loaded = Context.load(tmp_path / "text.kv", model, Words())
     assert [loaded.ask(question, 6, eos_token_id=None) for question in questions] == answers
+
+
+def test_a_pass_that_failed_is_forgotten_by_the_next_cache():
+    model, other = gemma4(), tiny_llama()
+    cache = RaggedCache(model, method="tova", retention=0.5)
+    with pytest.raises(CacheError):
+        model(ids(1, PROMPT), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    assert has_waiting_layer()
+    other(ids(1, 9), past_key_values=RaggedCache(other, method="knorm", retention=0.5), use_cache=True)
+    assert not has_waiting_layer()
 
 
 def test_what_shared_keys_do_not_allow_is_one_sentence():
