@@ -15,7 +15,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.replay import ReplayLayer, replay
 from lkv.utils.prompts import encode_continuation, encode_question
-from tests.conftest import tiny_llama
+from tests.conftest import present, tiny_llama
 from tests.hf.test_vision_models import assert_close, masked, method_of
 from tests.vision import PARAMS, TOKENS, VISION, VisionFamily, picture, tokenizer
 
@@ -26,9 +26,7 @@ OPTIONS = {"max_new_tokens": 6, "eos_token_id": None}
 
 @pytest.fixture(params=PARAMS)
 def family(request) -> VisionFamily:
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
+    return present(request.param)
 
 
 @pytest.fixture
@@ -38,8 +36,7 @@ def model(family: VisionFamily) -> Any:
 
 @pytest.fixture
 def qwen() -> tuple[Any, Any]:
-    if VISION[0].missing:
-        pytest.skip(VISION[0].missing)
+    present(VISION[0])
     return VISION[0].build(), VISION[0].processor()
 
 

@@ -22,6 +22,7 @@ from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.warm_start import calibrate
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.conftest import present
 from tests.families import DOCUMENT, REFUSED, SERVED, Family, build, document
 
 PROMPT = 40
@@ -111,8 +112,7 @@ def check_training(model, policy: Policy, steps: int = 1) -> None:
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.label)
 def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
-    if family.missing:
-        pytest.skip(family.missing)
+    present(family)
     model = family.build()
     spec = patch_attention(model).spec
     assert spec.layers == (2 if family.layers.startswith("full") else model.config.num_hidden_layers)
@@ -180,8 +180,7 @@ def test_without_weights_the_rotation_of_layers_that_may_differ_is_not_taken(nam
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_a_family_is_refused_with_its_reason(family: Family):
-    if family.missing:
-        pytest.skip(family.missing)
+    present(family)
     with pytest.raises(UnsupportedModelError) as error:
         patch_attention(family.build())
     assert family.refused.removeprefix("attention by ") in str(error.value)

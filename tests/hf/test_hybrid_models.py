@@ -31,6 +31,7 @@ from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
 from tests.families import HYBRIDS, MIXED, Family
 from tests.hf.test_families import check_training
@@ -40,9 +41,7 @@ PROMPT = 40
 
 @pytest.fixture(params=HYBRIDS, ids=lambda family: family.name)
 def family(request) -> Family:
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
+    return present(request.param)
 
 
 @pytest.fixture
@@ -53,8 +52,7 @@ def model(family: Family) -> Any:
 @pytest.fixture(params=[*HYBRIDS, *MIXED], ids=lambda family: family.label)
 def mixed(request, monkeypatch) -> Any:
     """A model with layers of several kinds."""
-    if request.param.missing:
-        pytest.skip(request.param.missing)
+    present(request.param)
     softmax = torch.nn.functional.softmax
 
     def exact_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:

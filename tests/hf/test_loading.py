@@ -13,7 +13,7 @@ from lkv.context.compression import compress
 from lkv.errors import LkvError
 from lkv.hf import loading
 from lkv.hf.loading import load_model
-from tests.conftest import save_model
+from tests.conftest import present, save_model
 from tests.vision import VISION, tokenizer
 
 
@@ -109,8 +109,7 @@ def test_generation_also_ends_at_the_chat_template_s_turn_end(end, is_added):
 def test_a_model_with_images_is_loaded_for_text(tmp_path):
     """transformers has no causal language model of its configuration."""
     family = VISION[0]
-    if family.missing:
-        pytest.skip(family.missing)
+    present(family)
     family.build(torch.float32).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     model, own = load_model(str(tmp_path))

@@ -22,6 +22,7 @@ from lkv.methods.selectors.expected_attention import ExpectedAttention
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import RATIOS, OwnScores, score
+from tests.conftest import present
 from tests.hf.test_families import check_training
 from tests.vision import IS_NEW, PARAMS, TOKENS, VisionFamily, picture
 
@@ -37,9 +38,7 @@ def ids(rows: int, tokens: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=PARAMS)
 def family(request) -> VisionFamily:
-    if request.param.missing:
-        pytest.skip(request.param.missing)
-    return request.param
+    return present(request.param)
 
 
 @pytest.fixture
