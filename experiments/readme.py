@@ -22,6 +22,7 @@ from experiments.common import RESULTS, row_label
 from experiments.evaluations import ABLE
 from experiments.memory import best_precisions
 from experiments.report.names import FULL, part_label
+from lkv.methods.targets import KVShape
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
@@ -361,7 +362,7 @@ def prose_figures() -> dict[str, list[str]]:
     """Return what the text of each page must say, beside its intervals."""
     at_4096 = {"tokens": 4096, "dtype": "float32", "what": "token", "threads": 1}
     (tiers,), (prefill,) = read("decode", method="lkv, tiers", **at_4096), read("prefill", method="lkv", tokens=4096)
-    full = 4 * 32 * 8 * 128 * 2**17 / 1e9  # Llama-3.1-8B: k and v of 32 layers of 8 heads of 128, in 16 bits
+    full = KVShape(32 * 8, 128, 2).reference_nbytes(2**17) / 1e9  # Llama-3.1-8B: 32 layers of 8 heads
     readme = [f"128k tokens shrinks from {full:.1f} GB to {full / 10:.1f} GB"]
     readme += [f"takes {prefill['value'] - 1:.0%} more time", f"takes {tiers['value']:.2f} of the full cache's time"]
     at_15, at_5 = (compensation_changes("memory", "memory", share) for share in (0.15, 0.05))

@@ -137,7 +137,6 @@ class Ask(PolicyOptions, RunOptions):
         text = read_document(self.words[0])
         from lkv.context.compression import check_length, compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
-        from lkv.methods.targets import REFERENCE_ITEMSIZE
         from lkv.policy.lookup import policy_for
         from lkv.utils.prompts import encode_context
 
@@ -145,8 +144,6 @@ class Ask(PolicyOptions, RunOptions):
         model, tokenizer = self.load_model()
         if policy is None and POLICY in find_needs(self.method):
             policy = policy_for(model, name=self.model)
-        retention = self.retention or (DEFAULT_RETENTION if self.bits else None)
-        memory = None if retention or self.method == FULL else self.memory or DEFAULT_MEMORY
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
@@ -157,8 +154,8 @@ class Ask(PolicyOptions, RunOptions):
                 model,
                 tokenizer,
                 text,
-                memory=memory,
-                retention=retention,
+                memory=self.memory,
+                retention=self.retention,
                 method=self.method,
                 policy=policy,
                 chunk=chunk,
@@ -168,11 +165,7 @@ class Ask(PolicyOptions, RunOptions):
                 pattern=load_pattern(self.pattern, model, tokenizer) if self.pattern else None,
             )
         seconds = time.perf_counter() - started
-        requested = ", in fewer bits" if memory else f", {retention or 1.0:g} requested"
-        if memory and context.realised_retention() > _NEARLY_ALL:
-            requested += " (nearly everything: methods hardly differ in what they keep)"
-        whole = context.full_nbytes() * REFERENCE_ITEMSIZE / model.dtype.itemsize / 1e6
-        allowed = f", {memory} of {whole:.1f} MB in 16 bits allowed" if memory else ""
+        requested, allowed = _describe_budget(context, self.memory or DEFAULT_MEMORY)
         log(
             f"{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
             f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
@@ -182,6 +175,20 @@ class Ask(PolicyOptions, RunOptions):
             return context, None
         with show_reading(model, context.tokens, purpose=" for its full cache"):
             return context, compress(model, tokenizer, text, method=FULL, chunk=chunk)
+
+
+def _describe_budget(context: "Context", memory: str) -> tuple[str, str]:
+    """Return what was requested of the entries, and of the bytes if a `memory` was."""
+    from lkv.cache.ragged_cache import RaggedCache
+    from lkv.methods.targets import TierTarget
+
+    target = context.cache.target if isinstance(context.cache, RaggedCache) else None
+    if not isinstance(target, TierTarget):
+        return f", {1.0 if target is None else target.retention:g} requested", ""
+    requested = ", in fewer bits"
+    if context.realised_retention() > _NEARLY_ALL:
+        requested += " (nearly everything: methods hardly differ in what they keep)"
+    return requested, f", {memory} of {target.shape.reference_nbytes(context.tokens) / 1e6:.1f} MB in 16 bits allowed"
 
 
 def _describe_size(context: "Context") -> str:

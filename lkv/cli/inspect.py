@@ -153,7 +153,7 @@ def _write_page(options: Inspect, source: str) -> None:
 
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
-    CompressionRequest(memory=options.memory, retention=options.retention)
+    request = CompressionRequest(memory=options.memory, retention=options.retention).with_budget()
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")
@@ -181,9 +181,9 @@ def _write_page(options: Inspect, source: str) -> None:
     started = time.perf_counter()
     with show_reading(model, tokens, purpose=", to see what every head keeps of them"):
         inspected = inspect_text(model, tokenizer, text, options.method, policy, by_memory=options.retention is None)
-    memory = options.memory or DEFAULT_MEMORY
-    share = options.retention or MemoryTarget.parse(memory).share_of(inspected.shape, len(inspected.pieces))
-    budget: dict[str, Any] = {"retention": options.retention} if options.retention else {"memory": memory}
+    share, budget = request.retention or 0.0, {"retention": request.retention, "memory": request.memory}
+    if request.memory is not None:
+        share = MemoryTarget.parse(request.memory).share_of(inspected.shape, len(inspected.pieces))
     seconds = time.perf_counter() - started
     answers = _answer(options, model, tokenizer, text, policy, budget, seconds) if options.question else {}
     model_name = strip_parent_dirs(options.model_name)

@@ -123,7 +123,8 @@ class CompressionRequest:
     def with_budget(self) -> Self:
         """Return the request with the default memory, if it says neither how much to keep nor in how many bits."""
         is_open = self.memory is None and self.retention is None and self.budget_tokens is None and self.bits is None
-        return replace(self, memory=DEFAULT_MEMORY) if is_open and isinstance(self.method, str) else self
+        takes_one = isinstance(self.method, str) and self.method != FULL
+        return replace(self, memory=DEFAULT_MEMORY) if is_open and takes_one else self
 
     def _check_own_budget(self, method: Method) -> None:
         """Raise BudgetError, RetentionError or CacheError for an option that conflicts with a `Method` object."""

@@ -44,6 +44,15 @@ class Row:
     length: int
     column: int = 0
 
+    @classmethod
+    def of_request(cls, index: int, starts: Any, computed: Any) -> "Row":
+        """Return the row of request number `index`.
+
+        `starts` [requests + 1] are the first new tokens of all requests, `computed` [requests] their tokens in pages.
+        """
+        start, stop = int(starts[index]), int(starts[index + 1])
+        return cls(index, start, stop, int(computed[index]) + stop - start)
+
     @property
     def tokens(self) -> int:
         """New tokens."""

@@ -70,8 +70,7 @@ def _scheduled(runner: Any, passes: ContextPasses) -> Iterator[tuple[str, Reques
             setattr(state, _WORK, passes.open_request(name, state.prompt_token_ids, state.sampling_params))
         work = getattr(state, _WORK)
         if work is not None:
-            start, stop = int(starts[index]), int(starts[index + 1])
-            yield name, work, Row(index, start, stop, int(batch.num_computed_tokens_cpu[index]) + stop - start)
+            yield name, work, Row.of_request(index, starts, batch.num_computed_tokens_cpu)
 
 
 class ContextModelState(ModelState):
@@ -105,8 +104,7 @@ class ContextModelState(ModelState):
         starts, computed = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
         for index, name in enumerate(input_batch.req_ids):
             if (work := self._lkv_requests.get(name)) is not None:
-                start, stop = int(starts[index]), int(starts[index + 1])
-                yield name, work, Row(index, start, stop, int(computed[index]) + stop - start)
+                yield name, work, Row.of_request(index, starts, computed)
 
     def prepare_attn(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Give attention LKV's part of the pass."""
