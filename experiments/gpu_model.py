@@ -63,7 +63,7 @@ def estimates(tokens: int, rows: int) -> dict[str, float]:
 
 
 def measurements() -> Iterator[tuple[str, float, float]]:
-    """Yield what was measured on an H200, its seconds, and those of the model."""
+    """Yield each measurement on an H200 with its seconds and the model's."""
     names = {"sdpa": "full", "ragged": "16 bits", "tiers": "tiers before"}
     for row in json.loads((RESULTS / "gpu" / "gpu_steps-nvidia-h200.json").read_text())["rows"]:
         if row["what"] == "decode" and row["launch"] == "graphed" and "seconds" in row:
@@ -78,7 +78,7 @@ def measurements() -> Iterator[tuple[str, float, float]]:
 
 
 def table() -> str:
-    """Return the estimates in milliseconds as Markdown, by that of the full cache in brackets."""
+    """Return the estimates in milliseconds as Markdown, relative to the full cache in brackets."""
     by_shape = {f"{t:,}, {rows}": estimates(t, rows) for t in (4096, 32_768, 131_072) for rows in (1, 8)}
     names = list(next(iter(by_shape.values())))
     lines = [f"| tokens, rows | {' | '.join(names)} |", "|" + "---|" * (len(names) + 1)]

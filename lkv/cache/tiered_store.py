@@ -77,7 +77,7 @@ class TieredStore(KVStore):
             tiers: Their tiers.
             free_slots: Free slots of each head for appended tokens.
             basis: The coordinates of k; by default measured on the entries.
-            is_centred: Whether the mean of a basis that is measured is that of the entries; 0 otherwise.
+            is_centred: Whether a measured basis subtracts the mean of the entries.
             fit_values: Returns new values of all entries, from k [N, d] as restored from the tiers and v [N, dv].
 
         Raises:
