@@ -1,17 +1,18 @@
 """Small random models, a policy for them, and training data."""
 
+import logging
 import os
 import random
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 # One thread: the tensors are tiny, and the suite runs its files side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels run in the interpreter where there is no GPU; Triton reads this when it is imported first.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,15 @@ from lkv.policy.policy import Policy
 settings.register_profile("lkv", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("lkv")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _kept_log_level() -> Iterator[None]:
+    """Undo `lkv serve --log-level`, which is for a process that only serves."""
+    logger = logging.getLogger("lkv")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def present(family: Any) -> Any:

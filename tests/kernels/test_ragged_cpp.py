@@ -107,11 +107,19 @@ def test_auto_takes_it_where_it_can_run_and_is_faster():
         assert chosen(q, kv) == "cpp"
 
 
-def test_without_a_compiler_auto_takes_the_loop_and_warns_once(monkeypatch, caplog, tmp_path):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+@pytest.fixture
+def uncached():
+    """Without what is known of the compiler, before and after the test."""
     for cached in (api._chosen, cpp._load):
         cached.cache_clear()
+    yield
+    for cached in (api._chosen, cpp._load):
+        cached.cache_clear()
+
+
+def test_without_a_compiler_auto_takes_the_loop_and_warns_once(uncached, monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
     q, pools = arguments()
     calls, attend = [], loop.attend
     monkeypatch.setattr(loop, "attend", lambda *args: calls.append(args) or attend(*args))
@@ -120,8 +128,6 @@ def test_without_a_compiler_auto_takes_the_loop_and_warns_once(monkeypatch, capl
     assert len(calls) == 2 and [record.levelname for record in caplog.records] == ["WARNING"]
     with pytest.raises(BackendError, match=r"'cpp' cannot run: there is no C\+\+ compiler .* install one"):
         ragged_attention(q, pools, 1.0, "cpp")
-    for cached in (api._chosen, cpp._load):
-        cached.cache_clear()
 
 
 def test_a_failing_compiler_is_named(monkeypatch, tmp_path):
