@@ -68,6 +68,7 @@ release: install
 # The site into site/; a warning (a link that leads nowhere, a name that is not there) is an error.
 docs: install
 	$(BIN)/python -m experiments.readme --check
+	$(BIN)/python -m dev.reference --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: install

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dev.reference import for_site
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links as they are in the site."""
+    """Write links as they are in the site, and the reference's entries as those of mkdocstrings."""
     inside = (ROOT / "docs" / page.file.src_uri).is_file()
     up = "../" * (page.file.src_uri.count("/") + 1)
 
@@ -42,4 +43,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             target = re.sub(r"^((?:\.\./)*)docs/", r"\1", target)
         return found[1] + target
 
-    return _LINK.sub(link, markdown)
+    return for_site(_LINK.sub(link, markdown))

@@ -116,7 +116,7 @@ def test_messages_that_fail_are_those_of_the_code():
         path.read_text() for part in ("lkv", "experiments") for path in sorted((ROOT / part).rglob("*.py"))
     )
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # texts over several lines
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "reference.md").read_text()
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     parts = [re.split(r"\.\.\.|'[^']*'|\b\d[\d.,]*\b|[()\[\]]", message) for message in messages]
     fixed = [part.strip(" :;,") for message in parts for part in message]
