@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dev.reference import for_site
 from mkdocs.structure.files import File
+
+from dev.reference import for_site
 
 ROOT = Path(__file__).parents[1]
 PATTERNS = (
