@@ -69,7 +69,7 @@ release: install
 docs: install
 	$(BIN)/python -m experiments.readme --check
 	$(BIN)/python -m dev.reference --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: install
 	$(BIN)/ruff check .
