@@ -20,8 +20,8 @@ from experiments.common import parse_options, save_rows
 from experiments.data.build import DataBuildConfig, build_dataset
 from experiments.data.loom import LOOM_RATIOS
 from lkv.hf.loading import DEFAULT, load_tokenizer
-from lkv.training.data.built_dataset import MANIFEST
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
+from lkv.training.datasets import MANIFEST
 from lkv.utils.provenance import collect_provenance
 
 STAND_INS = {

@@ -31,9 +31,10 @@ from lkv.errors import DataError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy, is_policy
 from lkv.training import fitting
+from lkv.training.config import RECIPE
 from lkv.training.data.documents import item_texts, read_dataset
 from lkv.training.data.public_datasets import index_folder
-from lkv.training.fit_plan import PROGRESS_TEXTS, RECIPE
+from lkv.training.fit_plan import PROGRESS_TEXTS
 from lkv.utils.files import write_text
 from lkv.utils.provenance import describe_machine
 

@@ -34,9 +34,9 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.policy.scorer_inputs import ScorerInputs
-from lkv.training.config import TrainingConfig
+from lkv.training.config import TrainingConfig, schedule
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleGroup, distillation_losses, schedule
+from lkv.training.distillation import SampleGroup, distillation_losses
 from lkv.utils import devices
 
 Row = dict[str, Any]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from lkv.errors import DataError
 from lkv.training.data import documents
-from lkv.training.data.facts import insert_sentences
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
     draw_questions,
+    insert_sentences,
     pack,
     split_to_continue,
     surround_with_texts,

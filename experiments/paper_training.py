@@ -23,9 +23,9 @@ from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.training.checkpoint import read_curve
 from lkv.training.config import PRESETS
-from lkv.training.data.built_dataset import BuiltDataset
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
+from lkv.training.datasets import BuiltDataset
 from lkv.training.distillation import SampleDistillation, hard_mask
 
 _RETENTIONS = (0.15, 0.05)

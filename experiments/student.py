@@ -25,7 +25,7 @@ from lkv.training.config import TrainingConfig
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
 from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
-from lkv.training.trainer import Trainer
+from lkv.training.train_policy import Trainer
 
 _TARGET = 120  # tokens of a continuation
 _RETENTION = 0.15

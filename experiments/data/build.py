@@ -20,7 +20,6 @@ from experiments.data.folders import read_name_map
 from experiments.data.hub import HUB_SOURCES, LoadDataset, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
 from lkv.errors import DataError
-from lkv.training.data.built_dataset import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
@@ -33,6 +32,7 @@ from lkv.training.data.public_datasets import (
     sha256_of,
 )
 from lkv.training.data.samples import Sample, tokenize_sample
+from lkv.training.datasets import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.utils.data_files import read_json, read_records
 from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs, write_text
 from lkv.utils.prompts import encode, tokenizer_digest

@@ -4,8 +4,8 @@ from collections import Counter
 from pathlib import Path
 
 from lkv.errors import DataError
-from lkv.training.data.built_dataset import read_manifest
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, NameMap
+from lkv.training.datasets import read_manifest
 from lkv.utils.data_files import read_json
 
 

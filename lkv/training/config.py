@@ -1,11 +1,11 @@
-"""Settings of a training: the paper's values are the defaults. Does not import torch.
+"""Settings and schedule of a training: the paper's values are the defaults. Does not import torch.
 
 Range, choices, description and default of each setting are stated once, in its field; the command line, TOML files and
 validation are derived from them.
 """
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import (
     ConfigDict,
@@ -172,6 +172,34 @@ PRESETS: dict[str, TrainingConfig] = {
         position=False,
     ),
 }  # fmt: skip
+# Of `lkv fit`, whose schedule follows the clock: steps are shares of the time.
+RECIPE = replace(
+    PRESETS["cpu"], steps=1000, warmup=30, batch=2, continuations=3, tokens_a_continuation=0, lr=2.1e-3, lr_end=2.1e-4,
+    heads_lr=3.0, min_tokens=500, max_tokens=2000, max_continuation=80, kl_scale=0.3,
+)  # fmt: skip
+
+
+class Schedule(NamedTuple):
+    """Learning rate, temperature and retention at one step (App. C.3)."""
+
+    lr: float
+    tau: float
+    retention: float
+
+
+def schedule(config: TrainingConfig, step: float) -> Schedule:
+    """Compute the schedule at `step`, which may be fractional.
+
+    The learning rate warms up and decays linearly; tau and R decay exponentially, then stay for `hold`.
+    """
+    if step < config.warmup:
+        lr = config.lr * min(1.0, (step + 1) / config.warmup)
+    else:
+        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+        lr = config.lr + (config.lr_end - config.lr) * progress
+    share = min(1.0, step / max(1.0, config.steps * (1 - config.hold)))
+    tau = config.tau_start * (config.tau_end / config.tau_start) ** share
+    return Schedule(lr, tau, config.retention_start * (config.retention_end / config.retention_start) ** share)
 
 
 def fit_to_positions(config: TrainingConfig, positions: int) -> TrainingConfig:

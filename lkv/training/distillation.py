@@ -6,11 +6,12 @@ A layer evicts after its full attention over the whole prompt, so teacher and st
 the rows of the continuations differ and are computed twice. The student sees the prompt under a soft mask.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +22,15 @@ from lkv.errors import TrainingError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
-from lkv.hf.prompt_kv import read_prompt
+from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
 from lkv.hf.recompute import checkpoint_layers
+from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
 from lkv.kernels.soft_topk import soft_topk
 from lkv.methods.budgets import LearnedBudget
 from lkv.policy.policy import Policy
-from lkv.training.config import TrainingConfig
+from lkv.training.config import Schedule, TrainingConfig
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.masked_caches import FrozenPrompt, MaskedSequence
 from lkv.utils.devices import copy_to_device
 from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
@@ -37,29 +39,6 @@ if TYPE_CHECKING:
 
 _EVICTED = -1e4  # a log-mask with exponential 0
 _MIN_LENGTH_RATIO = 0.75  # shortest to longest context in a pass: padding costs as much as text
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate, temperature and retention at one step (App. C.3)."""
-
-    lr: float
-    tau: float
-    retention: float
-
-
-def schedule(config: TrainingConfig, step: float) -> Schedule:
-    """Compute the schedule at `step`: linear warm-up and decay of lr; exponential decay of tau and R, then `hold`."""
-    if step < config.warmup:
-        lr = config.lr * min(
-            1.0, (step + 1) / config.warmup
-        )  # steps may be fractional if the schedule follows the clock
-    else:
-        progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-        lr = config.lr + (config.lr_end - config.lr) * progress
-    share = min(1.0, step / max(1.0, config.steps * (1 - config.hold)))
-    tau = config.tau_start * (config.tau_end / config.tau_start) ** share
-    return Schedule(lr, tau, config.retention_start * (config.retention_end / config.retention_start) ** share)
 
 
 def gumbel(shape: Iterable[int], generator: torch.Generator) -> Tensor:
@@ -122,7 +101,7 @@ class SampleDistillation:
         if self._whole:
             ids = torch.cat([self._contexts.expand(len(ids), -1), ids], 1)
             positions = torch.arange(ids.shape[1], device=self._device)[None]
-            cache: BaseCache = MaskedSequence(patch_attention(self._model), log_mask)
+            cache = self._sequence_cache(log_mask)
             options = {"logits_to_keep": self._ids.shape[1]}
         else:
             is_single = len(self.lengths) == 1
@@ -132,7 +111,10 @@ class SampleDistillation:
                 heads = self.prompt[0].key.shape[1]
                 shapes = [(len(self.prompt), n, heads, t) for n, t in zip(self.counts, self.lengths, strict=True)]
                 log_mask = self.join_masks([torch.zeros(shape, device=self._device) for shape in shapes])
-            cache = FrozenPrompt(self.prompt, log_mask, None if is_single else self._owners, len(ids))
+            masks: Iterable[Tensor | None] = [None] * len(self.prompt) if log_mask is None else log_mask
+            owners = None if is_single else self._owners
+            layers = [_MaskedLayer(layer, mask, owners) for layer, mask in zip(self.prompt, masks, strict=True)]
+            cache = BaseCache(*as_prompt_kv(self.prompt).continuation_layers(layers, len(ids)))
         with checkpoint_layers(self._model) if self._whole and torch.is_grad_enabled() else nullcontext():
             out = self._model(
                 input_ids=ids,
@@ -144,6 +126,17 @@ class SampleDistillation:
             )
         logits = out.logits[self._target_owners, self._target_rows]
         return Outputs(log_softmax(logits.float(), -1), out.hidden_states[1:])
+
+    def _sequence_cache(self, log_mask: Tensor | None) -> BaseCache:
+        patched = patch_attention(self._model)
+        masks, sinks = repeat(None) if log_mask is None else iter(log_mask), iter(patched.sinks)
+        is_full = [kind.is_evicted for kind in patched.kinds]
+        return BaseCache(
+            [
+                _SequenceLayer(next(masks), next(sinks), patched.softcap) if full else _SequenceLayer()
+                for full in is_full
+            ]
+        )
 
     def scores(self, policy: Policy, number: int = 0) -> Tensor:
         """Return the LKV-T scores u [L, H, T] of the prompt of sample `number`."""
@@ -342,3 +335,48 @@ def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards:
             f"{config.batch} contexts a step cannot be split evenly among {num_shards} processes that hold shards of "
             "one model; give a --batch that they divide."
         )
+
+
+class _MaskedLayer(FrozenPromptLayer):
+    """Attention of n continuations over their own k and v, which are not stored, and over frozen prompts [C, H, T, d].
+
+    `log_mask` [n, H, T] weights the prompt's tokens (None: the full cache). `owners` [n] are the prompt indices of the
+    continuations (None: there is one prompt).
+    """
+
+    def __init__(self, prompt: LayerKV, log_mask: Tensor | None, owners: Tensor | None):
+        super().__init__(prompt)
+        self._log_mask, self._owners = log_mask, owners
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        # The model may be on several devices; the masks of all layers are on one.
+        owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
+        # Under autocast RoPE returns q and k in float32, while v is in half precision.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        prompt = self._prompt
+        given = query, key, value, prompt.key, prompt.value, log_mask, owners, scale
+        out = continuation_attention(*given, sinks=prompt.sinks, softcap=prompt.softcap)
+        return out.transpose(1, 2)
+
+
+class _SequenceLayer(AttentionCacheLayer):
+    """Attention of whole texts under the mask [n, H, T] of their prompt; None: plain attention.
+
+    Each text is read in one pass, possibly twice for recomputation, so nothing is stored.
+    """
+
+    def __init__(self, log_mask: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None):
+        super().__init__()
+        self._log_mask, self._sinks, self._softcap = log_mask, sinks, softcap
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+    ) -> Tensor:
+        if self._log_mask is None:
+            return stock()
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        log_mask = pad(self._log_mask.to(key.device), (0, key.shape[2] - self._log_mask.shape[-1]))
+        out = soft_mask_attention(query, key, value, log_mask, scale, sinks=self._sinks, softcap=self._softcap)
+        return out.transpose(1, 2)

@@ -20,17 +20,18 @@ from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import describe_overlap
 from lkv.training.checkpoint import CHECKPOINT, OtherRunError, initialize_from, read_checkpoint, save_checkpoint
 from lkv.training.config import TrainingConfig
-from lkv.training.cost import WARM_START_TOKENS, mean_length
+from lkv.training.cost import mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.datasets import make_card
 from lkv.training.fit_plan import (
+    FIRST_CONTEXT,
     PROGRESS_TEXTS,
     STATISTICS_TEXTS,
+    FitSamples,
     config_for_distillation,
     distillation_lengths,
     make_plan,
 )
-from lkv.training.fit_samples import FIRST_CONTEXT, FitSamples
 from lkv.training.heldout import (
     PROGRESS_RETENTIONS,
     better_baselines,
@@ -42,7 +43,13 @@ from lkv.training.heldout import (
     read_text,
 )
 from lkv.training.loop import TimeBudget, TrainingLoop
-from lkv.training.warm_start import RegressionTargets, calibrate, fit_to_targets, regression_targets
+from lkv.training.warm_start import (
+    WARM_START_TOKENS,
+    RegressionTargets,
+    calibrate,
+    fit_to_targets,
+    regression_targets,
+)
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
 

@@ -22,11 +22,11 @@ from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
+from lkv.training.cost import seconds_per_token
 from lkv.training.data.mixture import Mixture
 from lkv.training.datasets import open_texts
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
 from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
-from lkv.training.speed import seconds_per_token
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
 from lkv.utils.progress import ProgressBar

@@ -4,7 +4,6 @@ import math
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,9 +13,9 @@ import torch
 from lkv.errors import TrainingError
 from lkv.hf.attention import input_device
 from lkv.policy.policy import Policy
-from lkv.training.config import TrainingConfig
+from lkv.training.config import Schedule, TrainingConfig, schedule
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleGroup, Schedule, distillation_losses, group_samples, schedule
+from lkv.training.distillation import SampleGroup, distillation_losses, group_samples
 from lkv.training.processes import all_reduce, average_gradients, run_at_once
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ class TrainingLoop:
         budget: StepBudget | TimeBudget,
         report: Callable[[dict[str, float]], None],
         save: Callable[[], None],
-        on_step: Callable[[dict[str, float], float], None] = lambda means, seconds: None,
+        on_step: Callable[[dict[str, float]], None] = lambda means: None,
     ) -> bool:
         """Take steps until `budget` is spent. The first Ctrl-C ends and saves the step; a second one stops at once.
 
@@ -125,7 +124,7 @@ class TrainingLoop:
             budget: Steps or time.
             report: Called with the means of a step if a report is due, and after the last step.
             save: Called if a checkpoint is due, after the last step, and before an interrupt stops the loop.
-            on_step: Called after each step with its means and seconds.
+            on_step: Called after each step with its means.
 
         Returns:
             Whether Ctrl-C stopped the loop.
@@ -135,11 +134,10 @@ class TrainingLoop:
         """
         with defer_interrupt() as interrupted:
             while (position := budget.position(self.step)) is not None:
-                start = time.perf_counter()
                 means = self.update(schedule(self.config, position))
                 self.step += 1
                 due = budget.finish_step(self.step)
-                on_step(means, time.perf_counter() - start)
+                on_step(means)
                 is_stopped = self._is_any(interrupted.is_set())
                 if due.is_last or due.report:
                     report(means)

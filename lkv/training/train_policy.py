@@ -1,7 +1,7 @@
-"""From settings to a finished policy: early validation, the trainer, and the time estimate."""
+"""`lkv train`: from settings to a finished policy, with early validation, calibration, a loss curve and checkpoints."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -9,35 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
-from lkv.errors import TrainingError
+from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.loading import DEFAULT, load_config
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.shapes import Shape
+from lkv.hf.spec import evaluation_mode
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.scorer_inputs import num_knots
 from lkv.training.checkpoint import (
     CHECKPOINT,
+    append_to_curve,
     initialize_from,
     lock_folder,
     read_checkpoint,
+    read_curve,
     read_initial_policy,
+    save_checkpoint,
 )
 from lkv.training.config import PRESETS, TrainingConfig, check_positions, fit_to_positions
-from lkv.training.cost import estimate
-from lkv.training.data.built_dataset import is_built
-from lkv.training.datasets import Dataset, draw_sample, make_card, open_dataset, require_samples
-from lkv.training.processes import place_model
-from lkv.training.speed import Speed
-from lkv.training.trainer import Trainer
-from lkv.training.warm_start import warm_start
+from lkv.training.cost import context_flops, estimate, measure_speed
+from lkv.training.data.samples import TokenizedSample
+from lkv.training.datasets import Dataset, draw_sample, is_built, make_card, open_dataset, require_samples
+from lkv.training.distillation import check_batching
+from lkv.training.heldout import measure_policy, read_text
+from lkv.training.loop import Batch, StepBudget, TrainingLoop
+from lkv.training.processes import place_model, split_by_cost
+from lkv.training.warm_start import CALIBRATION_SAMPLES, WARM_START_TOKENS, calibrate, warm_start
 from lkv.utils.devices import distributed_state, is_gpu
 from lkv.utils.durations import format_duration
 from lkv.utils.files import check_is_not_data, check_writable_folder
+from lkv.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedModel
+
+Log = Callable[[dict[str, float], int], object]  # takes values by name, and the step
 
 
 @dataclass(frozen=True)
@@ -143,15 +153,14 @@ def _check_trackers(trackers: Sequence[Any]) -> None:
         )
 
 
-def build(setup: TrainingSetup) -> Trainer:
+def build(setup: TrainingSetup) -> "Trainer":
     """Load the model, make the policy and its trainer, and print the plan with a time estimate.
 
     Raises UnsupportedModelError for expected attention in a model whose query rotation cannot be undone.
     """
     config, accelerator, shape = setup.config, setup.accelerator, setup.shape
     is_main, is_sharded, processes = accelerator.is_main_process, setup.spread == "processes", accelerator.num_processes
-    is_initialized = setup.init is not None or (setup.out / CHECKPOINT).exists()
-    cost = estimate(shape, config, is_initialized=is_initialized)
+    cost = estimate(shape, config)
     if is_main:
         retention = f"R {config.retention_start:g} to {config.retention_end:g}"
         if config.retention_high:
@@ -171,9 +180,10 @@ def build(setup: TrainingSetup) -> Trainer:
     if config.attention == "learned":
         query_rotations(model, "`lkv train --attention learned`")
     if is_main or is_sharded:
-        speed = Speed.measure(model, tokenizer, config, has_warm_start=cost.warm_start_flops > 0)
+        speed = measure_speed(model, config)
         if is_main:
-            print(f"{format_duration(speed.seconds(cost, processes))} in all, as this machine is now", file=sys.stderr)
+            seconds = format_duration(cost.flops / speed / processes)
+            print(f"{seconds} in all, as this machine is now", file=sys.stderr)
     torch.manual_seed(config.seed)
     card = make_card(model, setup.model_name, config, setup.data, config.max_tokens)
     policy = Policy(patch_attention(model).spec, card, config.inputs).to(input_device(model))
@@ -218,3 +228,141 @@ def _override_config(base: TrainingConfig, overrides: dict[str, Any]) -> Trainin
     if isinstance(longest, int) and 0 < longest < base.min_tokens and "min_tokens" not in overrides:
         overrides = {**overrides, "min_tokens": max(1, longest // 2)}
     return replace(base, **overrides)
+
+
+class Trainer:
+    """Trains a policy deterministically: on a CPU a resumed run gives bitwise the same result.
+
+    Args:
+        model: The frozen model.
+        policy: The policy, which is changed in place.
+        config: The settings.
+        samples: Returns a training sample by its number.
+        validation: Held-out samples.
+        folder: For checkpoints and the curve.
+        initialize: Called before the first step of a new run; by default, it measures the statistics of k and v.
+        is_sharded: Whether processes share the model's weights and must run the same passes.
+    """
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        policy: Policy,
+        config: TrainingConfig,
+        samples: Callable[[int], TokenizedSample],
+        validation: list[TokenizedSample],
+        folder: Path,
+        initialize: Callable[[], object] | None = None,
+        is_sharded: bool = False,
+    ):
+        self.policy = policy
+        self._model, self._config = model, config
+        self._samples, self._validation, self._folder = samples, validation, folder
+        self._initialize, self._is_sharded = initialize or self.calibrate, is_sharded
+        self._log: Log = lambda values, step: None
+        self._process, self._shape = distributed_state("train", "training"), Shape.of(model.config)
+        remedy = (
+            f"training stopped and {folder / CHECKPOINT} keeps the last good state. Continue from it in another "
+            f"folder, with a lower --lr or --dtype float32: --init {folder} --out ANOTHER."
+        )
+        processes = self._process.num_processes
+        self._loop = TrainingLoop(model, policy, config, self._draw_batch, remedy, is_sharded, processes)
+        check_batching(config, model, processes if is_sharded else 1)
+
+    def run(self, log: Log | None = None) -> Policy:
+        """Train to the end, from the checkpoint in the folder if there is one.
+
+        `log` takes values by name, and the step. The first interrupt (Ctrl-C) saves the step and raises
+        TrainingStoppedError; a second one stops at once. A loss that is not finite raises TrainingError; the last
+        checkpoint stays as it was.
+        """
+        config, is_main = self._config, self._process.is_main_process
+        self._log = log or self._log
+        patch_attention(self._model)
+        self._model.requires_grad_(False)
+        check_writable_folder(self._folder, TrainingError, "the training")
+        with lock_folder(self._folder) if is_main else nullcontext(), evaluation_mode(self._model):
+            read_curve(self._folder)
+            self._restore_or_initialize()
+            with ProgressBar(total=config.steps, initial=self._loop.step, desc="training", disable=not is_main) as bar:
+
+                def finish_step(means: dict[str, float]) -> None:
+                    bar.update()
+                    bar.set_postfix({name: f"{value:.3f}" for name, value in means.items()})
+                    self._log({f"train_{name}": value for name, value in means.items()}, self._loop.step)
+
+                is_stopped = self._loop.run(StepBudget(config), self._validate, self._save, finish_step)
+            if is_stopped and self._loop.step < config.steps:
+                raise TrainingStoppedError(
+                    f"training was stopped after step {self._loop.step} of {config.steps}, which is saved in "
+                    f"{self._folder}; run the same command to continue."
+                )
+        return self.policy
+
+    def calibrate(self) -> None:
+        """Measure k, v and queries on the first training samples."""
+        self._print(f"measuring k, v and queries of {CALIBRATION_SAMPLES} texts before the first step")
+        texts = [self._samples(number).context[:WARM_START_TOKENS] for number in range(CALIBRATION_SAMPLES)]
+        calibrate(self._model, self.policy, texts)
+
+    def _restore_or_initialize(self) -> None:
+        if (self._folder / CHECKPOINT).exists():
+            checkpoint = read_checkpoint(self._folder)
+            checkpoint.check_run(self._config)
+            checkpoint.load_policy(self.policy)
+            checkpoint.load_optimizer(self.policy, self._loop.optimizer)
+            # The call that started the run recorded its initial policy and data.
+            self.policy.card = checkpoint.card
+            self._loop.step = checkpoint.step
+            self._print(f"continuing from step {checkpoint.step} of {self._config.steps}, saved in {self._folder}")
+        else:
+            self._initialize()
+            self._save()
+
+    def _draw_batch(self, step: int) -> Batch:
+        """Return this process's samples of a step, with balanced work among processes."""
+        numbers = range(step * self._config.batch, (step + 1) * self._config.batch)
+        samples, is_whole = [self._samples(number) for number in numbers], self._config.student == "full"
+        costs = [
+            context_flops(self._shape, len(sample.context), [len(ids) for ids, _ in sample.continuations], is_whole)
+            for sample in samples
+        ]
+        items = split_by_cost(costs, self._process.num_processes)[self._process.process_index]
+        return [(numbers[item], samples[item]) for item in items]
+
+    def evaluate(self) -> dict[str, float]:
+        """Return mean KL and agreement of the hard-masked policy on validation samples, at R and optionally R / 3."""
+        retentions = {"": self._config.retention_end}
+        if self._config.retention_high:
+            retentions["_third"] = self._config.retention_end / 3
+        samples = ProgressBar(
+            self._validation, desc="validating", leave=False, disable=not self._process.is_main_process
+        )
+        texts = (read_text(self._model, sample) for sample in samples)
+        fidelities = measure_policy(self.policy, texts, [*retentions.values()])
+        return {
+            f"{name}{suffix}": value
+            for suffix, retention in retentions.items()
+            for name, value in fidelities[retention]._asdict().items()
+        }
+
+    def _validate(self, means: dict[str, float]) -> None:
+        """Add a row to the curve: means of the step's losses, and a validation."""
+        is_main = self._process.is_main_process
+        validation = self.evaluate() if self._validation and (self._is_sharded or is_main) else {}
+        if not is_main:
+            return
+        row: dict[str, Any] = {"step": self._loop.step, "contexts": self._loop.step * self._config.batch}
+        row |= {f"train_{name}": round(value, 5) for name, value in means.items()}
+        if validation:
+            validation = {f"validation_{name}": round(value, 5) for name, value in validation.items()}
+            self._log(validation, self._loop.step)
+        append_to_curve(self._folder, row | validation)
+
+    def _save(self) -> None:
+        if self._process.is_main_process:
+            save_checkpoint(self._folder, self._loop.step, self._config, self.policy, self._loop.optimizer)
+
+    def _print(self, message: str) -> None:
+        if self._process.is_main_process:
+            tqdm.write(message, file=sys.stderr)

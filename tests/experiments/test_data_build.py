@@ -11,8 +11,8 @@ from experiments.data.folders import describe_dataset
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
-from lkv.training.data.built_dataset import BuiltDataset, read_manifest
 from lkv.training.data.samples import Continuation, Sample
+from lkv.training.datasets import BuiltDataset, read_manifest
 from tests.commands import main
 from tests.experiments.made_sets import Tokens, files, lines_of, prose, rows_of, settings
 

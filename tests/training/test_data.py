@@ -11,9 +11,15 @@ from experiments.data.folders import read_name_map
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, MissingPackageError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
-from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
-from lkv.training.data.packing import Lengths, ask_to_repeat, find_answer, split_to_continue
+from lkv.training.data.packing import (
+    Lengths,
+    ask_to_repeat,
+    find_answer,
+    insert_sentences,
+    make_fact,
+    split_to_continue,
+)
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import extras

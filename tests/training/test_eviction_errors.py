@@ -8,7 +8,7 @@ from lkv.hf.attention import unpatch_attention
 from lkv.hf.loading import load_model
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.replay import REQUEST
-from lkv.training.eviction_errors import measure_eviction_errors
+from lkv.training.warm_start import measure_eviction_errors
 from lkv.utils.prompts import encode_question
 from tests.conftest import save_model
 from tests.training.fit.helpers import ids

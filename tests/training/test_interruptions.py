@@ -29,7 +29,7 @@ from lkv.training.checkpoint import (
     save_checkpoint,
 )
 from lkv.training.config import TrainingConfig
-from lkv.training.cost import CALIBRATION_SAMPLES
+from lkv.training.warm_start import CALIBRATION_SAMPLES
 from lkv.utils import tensor_file
 from tests.commands import main
 from tests.conftest import tiny_llama

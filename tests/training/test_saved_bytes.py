@@ -16,9 +16,9 @@ from lkv.kernels.soft_mask_attention import continuation_attention
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training import distillation
-from lkv.training.config import TrainingConfig
+from lkv.training.config import TrainingConfig, schedule
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.distillation import SampleDistillation, SampleGroup, distillation_losses, schedule, soft_mask
+from lkv.training.distillation import SampleDistillation, SampleGroup, distillation_losses, soft_mask
 from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import tiny_llama
 

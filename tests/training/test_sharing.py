@@ -13,7 +13,7 @@ from lkv.hf.loading import load_model
 from lkv.hf.spec import inspect_model
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
-from lkv.training.config import TrainingConfig
+from lkv.training.config import TrainingConfig, schedule
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import (
     SampleDistillation,
@@ -22,10 +22,9 @@ from lkv.training.distillation import (
     distillation_losses,
     group_samples,
     hard_mask,
-    schedule,
 )
 from lkv.training.processes import place_model, run_at_once
-from lkv.training.trainer import Trainer
+from lkv.training.train_policy import Trainer
 from lkv.training.warm_start import calibrate
 from lkv.utils.cpp_compiler import find_compiler
 from tests.conftest import save_model, tiny_llama
@@ -225,7 +224,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import query_rotations
 from lkv.policy.policy import Policy
 from lkv.training import processes
-from lkv.training.trainer import Trainer
+from lkv.training.train_policy import Trainer
 from tests.training.test_sharing import CONFIG, uneven
 from tests.training.test_training import sample
 

@@ -127,7 +127,6 @@ def test_settings_come_from_a_file_and_options_win(tmp_path, data_folder, capsys
     told = capsys.readouterr().err
     assert "2 steps of 2 contexts in 1 process, 60 to 120 tokens each; R drawn from 0.03 to 0.5" in told
     assert re.search(r"4 contexts, about [1-9]\d\d tokens", told) and re.search(r"about \d+ s in all", told)
-    assert re.search(r"about \d+ s left, at the pace of the first steps", told)
     assert "squad: squad_train_subset.jsonl.gz" in told
 
 

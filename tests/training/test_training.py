@@ -20,12 +20,12 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.spec import inspect_model
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.policy import Policy
-from lkv.training.config import PRESETS, TrainingConfig
-from lkv.training.cost import CALIBRATION_SAMPLES
+from lkv.training.config import PRESETS, TrainingConfig, schedule
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.datasets import require_samples
-from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, schedule, soft_mask
-from lkv.training.trainer import Trainer
+from lkv.training.distillation import SampleDistillation, gumbel, hard_mask, soft_mask
+from lkv.training.train_policy import Trainer
+from lkv.training.warm_start import CALIBRATION_SAMPLES
 from tests.conftest import tiny_llama
 
 CONFIG = TrainingConfig(

@@ -13,8 +13,14 @@ from lkv.methods.replay import REQUEST
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.eviction_errors import measure_eviction_errors
-from lkv.training.warm_start import _scores_of_all_heads, calibrate, fit_to_targets, regression_targets, warm_start
+from lkv.training.warm_start import (
+    _scores_of_all_heads,
+    calibrate,
+    fit_to_targets,
+    measure_eviction_errors,
+    regression_targets,
+    warm_start,
+)
 from lkv.utils.prompts import encode_question
 from tests.conftest import save_model
 from tests.training.fit.helpers import ids

@@ -31,7 +31,6 @@ from lkv.training.data.documents import (
     split_held_out,
     split_text,
 )
-from lkv.training.data.facts import insert_sentences, make_fact
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
@@ -41,6 +40,8 @@ from lkv.training.data.packing import (
     fill_continuations,
     find_answer,
     gather,
+    insert_sentences,
+    make_fact,
     pack,
     random_window,
     split_to_continue,

@@ -25,8 +25,8 @@ from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy,
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fit_run, fitting, loop
-from lkv.training.distillation import schedule
-from lkv.training.fit_plan import RECIPE, Plan
+from lkv.training.config import RECIPE, schedule
+from lkv.training.fit_plan import Plan
 from lkv.training.fitting import fit
 from lkv.training.heldout import HeldOutFidelity, compare, measure_policy, read_text
 from lkv.training.loop import make_optimizer, set_learning_rate

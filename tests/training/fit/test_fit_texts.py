@@ -11,11 +11,11 @@ import pytest
 from lkv.cli.main import main
 from lkv.errors import DataError
 from lkv.training import fit_run
+from lkv.training.config import RECIPE
 from lkv.training.data.documents import Passage, split_held_out
 from lkv.training.data.mixture import BUILTIN_SOURCES, Mixture
 from lkv.training.datasets import open_texts
-from lkv.training.fit_plan import RECIPE
-from lkv.training.fit_samples import FitSamples
+from lkv.training.fit_plan import FitSamples
 from lkv.training.fitting import fit
 from tests.training.fit.helpers import TEXT, comparison_rows
 

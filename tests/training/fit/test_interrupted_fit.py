@@ -17,8 +17,9 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training import fit_run, fitting, loop
 from lkv.training.checkpoint import Checkpoint
+from lkv.training.config import RECIPE
+from lkv.training.cost import seconds_per_token
 from lkv.training.fit_plan import (
-    RECIPE,
     config_for,
     config_for_distillation,
     distillation_lengths,
@@ -27,7 +28,6 @@ from lkv.training.fit_plan import (
     shorter_contexts,
 )
 from lkv.training.fitting import fit
-from lkv.training.speed import seconds_per_token
 from tests.training.fit.helpers import TEXT, interrupt
 
 # A run that is killed: of the model in argv[1], and if argv[2] is "statistics", before the regression.
