@@ -152,8 +152,12 @@ def document(name: str) -> Row:
 
 
 def read(name: str, /, **wanted: Any) -> list[Row]:
-    """Return the rows of a result file that have these values."""
-    return [row for row in document(name)["rows"] if all(row.get(key) == value for key, value in wanted.items())]
+    """Return the rows of a result file that have these values.
+
+    Rows with compensation are left out: they are of an earlier form, which is gone.
+    """
+    rows = [row for row in document(name)["rows"] if "+compensation" not in row.get("method", "")]
+    return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
 # Cells and tables.
@@ -308,30 +312,6 @@ def _fit_titles(rows: Sequence[Row]) -> dict[tuple[str, float | None], str]:
     return titles | {("lkv@shipped", None): "the shipped policy", ("kvzip", None): row_label("kvzip")}
 
 
-def compensation(_: str) -> str:
-    """Return how compensation changes LKV's mean KL, by model and budget."""
-    cells: Cells = {}
-    for suffix in ("", f"-{QWEN}"):
-        model = read(f"length{suffix}")[0]["model"].rpartition("/")[2]
-        for file, budget, share, head in (
-            ("memory", "memory", 0.15, "15% of the bytes"),
-            ("memory", "memory", 0.05, "5% of the bytes"),
-            ("compensation", "retention", 0.15, "R = 0.15"),
-            ("compensation", "retention", 0.05, "R = 0.05"),
-        ):
-            changes = compensation_changes(f"{file}{suffix}", budget, share)
-            cells[model, head] = ", ".join(f"{change:+.0%} at {length:,}" for length, change in changes.items())
-    return table(cells)
-
-
-def compensation_changes(file: str, budget: str, share: float) -> dict[int, float]:
-    """Return the mean KL of LKV with compensation relative to that without it, minus one, by length."""
-    rows = [row for row in read(file, **{budget: share}) if row.get("task", "all") == "all"]
-    kl = {(row["method"], row["tokens"]): row["value"] for row in rows}
-    lengths = sorted(tokens for method, tokens in kl if method == "lkv+compensation")
-    return {tokens: kl["lkv+compensation", tokens] / kl["lkv", tokens] - 1 for tokens in lengths}
-
-
 def ruler_tasks(file: str) -> str:
     """Return RULER's mean over all tasks, and over those that the full cache can do; the best method first."""
     able = {row["method"]: row for row in read(file, task=ABLE)}
@@ -353,7 +333,7 @@ def ruler_tasks(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        main_table, by_memory, by_length, needles, ruler, fidelity, grid, fits, compensation, ruler_tasks,
+        main_table, by_memory, by_length, needles, ruler, fidelity, grid, fits, ruler_tasks,
     )
 }  # fmt: skip
 
@@ -365,19 +345,7 @@ def prose_figures() -> dict[str, list[str]]:
     full = KVShape(32 * 8, 128, 2).reference_nbytes(2**17) / 1e9  # Llama-3.1-8B: 32 layers of 8 heads
     readme = [f"128k tokens shrinks from {full:.1f} GB to {full / 10:.1f} GB"]
     readme += [f"takes {prefill['value'] - 1:.0%} more time", f"takes {tiers['value']:.2f} of the full cache's time"]
-    at_15, at_5 = (compensation_changes("memory", "memory", share) for share in (0.15, 0.05))
-    qwen = [compensation_changes(f"memory-{QWEN}", "memory", share)[1000] for share in (0.15, 0.05)]
-    changes = [f"by {_range(at_15.values())}", f"by {_range(v for v in at_5.values() if v < 0)}"]
-    changes += [f"by {change:.0%} at" for change in qwen]
-    at_r = [compensation_changes("compensation", "retention", share) for share in (0.15, 0.05)]
-    more = [f"by {_range(at_r[0].values())} at R = 0.15", _range(v for v in at_r[1].values() if v < 0)]
-    return {"README.md": readme, "docs/methods.md": changes + more, "docs/guides/memory.md": changes}
-
-
-def _range(changes: Iterable[float]) -> str:
-    """Return "9% to 42%" for falls by 9 to 42 percent."""
-    falls = [-change for change in changes]
-    return f"{min(falls):.0%} to {max(falls):.0%}"
+    return {"README.md": readme}
 
 
 if __name__ == "__main__":
