@@ -1,18 +1,11 @@
-"""Every family of models that LKV is tested with: a tiny random one of each, and the table in docs/models.md.
-
-python -m tests.families    (writes the table)
-"""
+"""Every family of models that LKV is tested with: a tiny random one of each. `model_table.py` writes docs/models.md."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
-_START, _END = "<!-- table: python -m tests.families -->\n", "<!-- end of the table -->\n"
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -363,6 +356,7 @@ REFUSED = [
     Family("Bloom", refused="attention by code of its own"),
     Family("Mpt", refused="attention by code of its own"),
     Family("DeepseekV3", _ROUTED, refused=_LATENT),
+    Family("DeepseekV32", _ROUTED | {"kv_lora_rank": 16, "q_lora_rank": 16, "index_n_heads": 2}, refused=_LATENT),
     Family(
         "MiniMax",
         {
@@ -376,30 +370,3 @@ REFUSED = [
     Family("BailingHybrid", refused=_LATENT),
     Family("RecurrentGemma", refused="keeps recurrent states outside of its cache", since="5.24"),
 ]
-
-
-def table() -> str:
-    """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
-    lines = [
-        "| family | evicted from | stays | k un-rotated for the scorer | `lkv fit` | vLLM |",
-        "|---|---|---|---|---|---|",
-    ]
-    for family in SERVED + HYBRIDS:
-        name = f"{family.label} (transformers {family.since} or newer)" if family.since else family.label
-        evicted, _, rest = family.layers.partition("; ")
-        fits, vllm = ("yes" if is_so else "no" for is_so in (family.fits, family.is_served_in_vllm))
-        lines.append(f"| {name} | {evicted} | {rest.removesuffix(' stay')} | {family.rotation} | {fits} | {vllm} |")
-    lines += ["", "| refused | it has |", "|---|---|"]
-    lines += [f"| {family.name} | {family.refused} |" for family in REFUSED]
-    return "\n".join(lines) + "\n"
-
-
-def document() -> str:
-    """docs/models.md with the table of now."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    start, end = text.index(_START) + len(_START), text.index(_END)
-    return text[:start] + table() + text[end:]
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(document(), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Tiny random models that read images, with real processors, and pictures."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +12,19 @@ import transformers
 from packaging.version import Version
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast
 
-from tests.families import SHAPE
+from tests.families import _DELTA, _EXPERTS, _GLOBAL, _MIXED, _SHARED, _SHARED_EXPERT, SHAPE
 
 IS_NEW = Version(transformers.__version__) >= Version("5.24")
 _SPECIAL = {
     "image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>", "video_token": "<video>",
     "vision_start_token": "<vs>", "vision_end_token": "<ve>", "start_image_token": "<boi>", "end_image_token": "<eoi>",
     "context_image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
-    "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>",
+    "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>", "audio_token": "<audio>",
+    "boa_token": "<boa>", "eoa_token": "<eoa>",
 }  # fmt: skip
 _NAMES = ["<pad>", "<s>", "</s>", *dict.fromkeys(_SPECIAL.values())]
 TOKENS = {name: number for number, name in enumerate(_NAMES)}
@@ -80,6 +84,12 @@ class VisionFamily:
     template: str = _TEMPLATE
     text: dict[str, Any] | None = None
     needs_new: bool = False
+    variant: str = ""  # which models of this name
+
+    @property
+    def label(self) -> str:
+        """The name, with the variant."""
+        return f"{self.name} ({self.variant})" if self.variant else self.name
 
     @property
     def missing(self) -> str:
@@ -91,6 +101,8 @@ class VisionFamily:
         torch.manual_seed(0)
         config = getattr(transformers, f"{self.name}Config")(text_config=_TEXT | (self.text or {}), **self.settings)
         model = getattr(transformers, f"{self.name}ForConditionalGeneration")(config)
+        if self.needs_new:
+            model.set_experts_implementation("eager")  # the fused one knows no float64
         for name, weight in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
@@ -120,11 +132,13 @@ class VisionFamily:
 
 
 def _without_videos(name: str, *parts: Any, **settings: Any) -> Any:
-    """A processor of transformers without its part for videos, which needs torchvision."""
+    """A processor of transformers without its parts for videos, which need torchvision, and for audio."""
     base = getattr(transformers, name)
 
     def check(self: Any, argument: str, value: Any) -> Any:
-        return None if argument == "video_processor" else base.check_argument_for_proper_class(self, argument, value)
+        if argument in ("video_processor", "feature_extractor"):
+            return None
+        return base.check_argument_for_proper_class(self, argument, value)
 
     return type(name, (base,), {"check_argument_for_proper_class": check})(*parts, None, **settings)
 
@@ -144,6 +158,19 @@ def _qwen(name: str) -> Any:
 def _gemma() -> Any:
     images = _pixels("Gemma3ImageProcessor", size={"height": 16, "width": 16})
     return transformers.Gemma3Processor(images, tokenizer(), image_seq_length=4)
+
+
+def _gemma4() -> Any:
+    images = _pixels("Gemma4ImageProcessor", patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+    return _without_videos("Gemma4Processor", None, images, tokenizer())
+
+
+def _llava() -> Any:
+    size = {"height": 16, "width": 16}
+    images = _pixels("CLIPImageProcessor", size=size, crop_size=size)
+    return transformers.LlavaProcessor(
+        images, tokenizer(), patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+    )
 
 
 def _smolvlm() -> Any:
@@ -206,9 +233,86 @@ VISION = [
         needs_new=True,  # the processor needs NumPy 1 before
         text={"model_type": "qwen2"},
     ),
+    VisionFamily(
+        "Qwen2VL",
+        {
+            "vision_config": {
+                "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1, "patch_size": 4,
+                "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.3,
+            }
+        }
+        | _QWEN_TOKENS,
+        lambda: _qwen("Qwen2VL"),
+        "<vs><image><ve>",
+        needs_new=True,
+        text={"rope_parameters": _MROPE},
+    ),
+    *[
+        VisionFamily(
+            name,
+            {"vision_config": _QWEN_VISION | {"num_position_embeddings": 16}} | _QWEN_TOKENS,
+            lambda: _qwen("Qwen3VL"),
+            "<vs><image><ve>",
+            needs_new=True,
+            text=_DELTA | {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5}} | more,
+        )
+        for name, more in {"Qwen3_5": {}, "Qwen3_5Moe": _SHARED_EXPERT}.items()
+    ],
+    VisionFamily(
+        "Llava",
+        {
+            "vision_config": _VISION | {"model_type": "clip_vision_model"}, "image_token_id": TOKENS["<image>"],
+            "image_seq_length": 16, "vision_feature_layer": -1,
+        },
+        _llava,
+        needs_new=True,
+        text={"model_type": "llama"},
+    ),
+    *[
+        VisionFamily(
+            "Gemma4",
+            {
+                "vision_config": _VISION
+                | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 64},
+                "image_token_id": TOKENS["<image>"], "boi_token_id": TOKENS["<boi>"], "eoi_token_id": TOKENS["<eoi>"],
+                "video_token_id": TOKENS["<video>"], "audio_token_id": TOKENS["<audio>"],
+            },
+            _gemma4,
+            needs_new=True,
+            text=text,
+            variant=variant,
+        )
+        for variant, text in {
+            "31B": _MIXED | _GLOBAL | {"use_bidirectional_attention": "vision"},
+            "26B-A4B": _MIXED
+            | _GLOBAL
+            | _EXPERTS
+            | {"use_bidirectional_attention": "vision", "enable_moe_block": True, "top_k_experts": 2},
+            "E2B, E4B": _SHARED | {"global_head_dim": 16, "vocab_size_per_layer_input": len(_NAMES) + 256},
+        }.items()
+    ],
 ]  # fmt: skip
-# The others run the same code as these two: positions of several dimensions, and images that see themselves.
+
+
+class _ExactStates(TorchFunctionMode):
+    """Recurrent layers copy their inputs to float32 before they add up; in here, float64 stays float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.to and args[1:] == (torch.float32,) and "memory_format" in kwargs:
+            args = (args[0], args[0].dtype)
+        return func(*args, **kwargs)
+
+
+def exact_states(family: VisionFamily) -> Any:
+    """A block in which the states of a family are exact, too."""
+    return _ExactStates() if family.name.startswith("Qwen3_5") else nullcontext()
+
+
+_QUICK = "Qwen3VL", "Gemma3"  # positions of several dimensions, and images that see themselves
 PARAMS = [
-    pytest.param(family, id=family.name, marks=[] if family.name in ("Qwen3VL", "Gemma3") else [pytest.mark.slow])
+    pytest.param(family, id=family.label, marks=[] if family.name in _QUICK else [pytest.mark.slow])
     for family in VISION
 ]
+# Contexts know no more of a model than that it has images, states or layers that share keys.
+CONTEXT_PARAMS = [param for param in PARAMS if param.id in (*_QUICK, "SmolVLM", "Qwen3_5", "Gemma4 (E2B, E4B)")]

@@ -1,8 +1,9 @@
 """A prompt prefilled once with the full cache: its k, v and queries serve training and all compared methods."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lkv.hf.spec import unwrap_model
 from lkv.kernels.softcap import cap_scores
 
 _PROBE_TOLERANCE = 0.2
+_IMAGE_INPUTS = ("inputs_embeds", "visual_pos_masks", "deepstack_visual_embeds")  # of a decoder
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,12 @@ class PromptKV(list[LayerKV]):
         kinds: The kind of each decoder layer; empty for a model with full attention only.
         others: The other layers of the cache, by index.
         positions: The positions [3, B, T] of a prompt with images in a model with multimodal RoPE, else None.
-        embeddings: The embeddings [B, T, hidden] of a prompt with images, else None.
+        images: What the decoder read of a prompt with images: `inputs_embeds` [B, T, hidden] and, in models with
+            DeepStack, the features that it adds to later layers. Else empty.
     """
 
     positions: Tensor | None = None
-    embeddings: Tensor | None = None
+    images: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -176,8 +179,8 @@ def read_prompt(
     patched = patch_attention(model)
     full = [_CapturingLayer(queries) for _ in patched.rotations]
     layers, others = make_layers(patched.kinds, full)
-    embeddings: list[Tensor] = []
-    with _recorded_embeddings(model, embeddings) if images else nullcontext():
+    decoded: dict[str, Any] = {}
+    with _recorded_images(model, decoded) if images else nullcontext():
         arguments = pass_arguments(BaseCache(layers, others), ids, not images and patched.position_hook is not None)
         unwrap_model(model).base_model(input_ids=ids, **arguments, **images or {})
     positions = take_image_positions(*ids.shape) if patched.position_hook else None
@@ -191,16 +194,16 @@ def read_prompt(
         for layer, rotation, sinks in zip(full, patched.rotations, patched.sinks, strict=True)
     )
     prompt = PromptKV(rotated, patched.kinds, others)
-    prompt.positions, prompt.embeddings = positions, embeddings[0] if embeddings else None
+    prompt.positions, prompt.images = positions, decoded
     return prompt
 
 
 @contextmanager
-def _recorded_embeddings(model: PreTrainedModel, found: list[Tensor]) -> Iterator[None]:
-    """Append to `found` the embeddings that the decoder reads in the block."""
+def _recorded_images(model: PreTrainedModel, found: dict[str, Any]) -> Iterator[None]:
+    """Store in `found` what the decoder reads of images in the block."""
 
     def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(kwargs["inputs_embeds"])
+        found.update((name, kwargs[name]) for name in _IMAGE_INPUTS if kwargs.get(name) is not None)
 
     handle = unwrap_model(model).get_decoder().register_forward_pre_hook(record, with_kwargs=True)
     try:

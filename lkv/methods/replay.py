@@ -1,7 +1,8 @@
 """A second pass that repeats a prompt, as in KVzip, and records the attention of the repetition to the prompt."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.image_positions import ImageOffset, following_positions
-from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv
+from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, PromptKV, as_prompt_kv
 from lkv.hf.spec import unwrap_model
 
 if TYPE_CHECKING:
@@ -91,16 +92,34 @@ def replay(
             f"most {limit}; shorten the text, or use another method."
         )
     read, new = as_prompt_kv(prompt), torch.tensor([ids], device=device)
-    inputs = {"input_ids": new}
-    if read.embeddings is not None and repeated is not None:
-        # The ids of image tokens say nothing of the image.
-        before = new[:, : len(ids) - (repeated.stop - repeated.start)]
-        inputs = {"inputs_embeds": torch.cat([model.get_input_embeddings()(before), read.embeddings[:, repeated]], 1)}
     offset = None if read.positions is None else ImageOffset.of_prompt(read.positions)
-    return unwrap_model(model).base_model(
-        **inputs,
-        position_ids=following_positions(offset, None, start, new),
-        **cache_argument(BaseCache(*read.continuation_layers(layers))),
-        use_cache=True,
-        output_hidden_states=hidden_states,
-    )
+    with nullcontext() if repeated is None or not read.images else _repeated_images(model, read, repeated):
+        return unwrap_model(model).base_model(
+            input_ids=new,
+            position_ids=following_positions(offset, None, start, new),
+            **cache_argument(BaseCache(*read.continuation_layers(layers))),
+            use_cache=True,
+            output_hidden_states=hidden_states,
+        )
+
+
+@contextmanager
+def _repeated_images(model: "PreTrainedModel", read: PromptKV, repeated: slice) -> Iterator[None]:
+    """Give the decoder the images of the `repeated` tokens, which come last, in place of the ids of their tokens."""
+    embeddings, mask = read.images["inputs_embeds"][:, repeated], read.images.get("visual_pos_masks")
+
+    def insert(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        before = kwargs["inputs_embeds"][:, : -embeddings.shape[1]]
+        kwargs["inputs_embeds"] = torch.cat([before, embeddings], 1)
+        if mask is not None:
+            first, count = int(mask[:, : repeated.start].sum()), int(mask[:, repeated].sum())
+            kwargs["visual_pos_masks"] = torch.cat([mask.new_zeros(before.shape[:2]), mask[:, repeated]], 1)
+            features = read.images["deepstack_visual_embeds"]
+            kwargs["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]
+        return args, kwargs
+
+    handle = unwrap_model(model).get_decoder().register_forward_pre_hook(insert, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -17,21 +17,22 @@ from lkv.methods.replay import ReplayLayer, replay
 from lkv.utils.prompts import encode_continuation, encode_question
 from tests.conftest import present, tiny_llama
 from tests.hf.test_vision_models import assert_close, masked, method_of
-from tests.vision import PARAMS, TOKENS, VISION, VisionFamily, picture, tokenizer
+from tests.vision import CONTEXT_PARAMS, TOKENS, VISION, VisionFamily, exact_states, picture, tokenizer
 
 TEXT = "Two pictures, then a text that says what they show to those who look at them for long."
 QUESTIONS = ["What is there?", "And who?"]
 OPTIONS = {"max_new_tokens": 6, "eos_token_id": None}
 
 
-@pytest.fixture(params=PARAMS)
+@pytest.fixture(params=CONTEXT_PARAMS)
 def family(request) -> VisionFamily:
     return present(request.param)
 
 
 @pytest.fixture
 def model(family: VisionFamily) -> Any:
-    return family.build()
+    with exact_states(family):
+        yield family.build()
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_a_full_context_equals_the_stock_model(family, model):
         else x
         for name, x in inputs.items()
     } | {"input_ids": torch.cat([inputs["input_ids"], new], 1)}
-    stock = model(**text, past_key_values=DynamicCache(), use_cache=True).logits[0, -len(target) :]
+    stock = model(**text, past_key_values=DynamicCache(config=model.config), use_cache=True).logits[0, -len(target) :]
     assert_close(logits, stock)
     everything = compress(model, processor, TEXT, images=pictures(), method="knorm", retention=1.0)
     assert_close(everything.predict(QUESTIONS[0], "It is.")[0], stock)
@@ -124,19 +125,25 @@ class NoRecord(ReplayLayer):
 
 
 @torch.no_grad()
-def test_kvzip_repeats_the_images_themselves():
+@pytest.mark.parametrize("family", [VISION[0], VISION[3]], ids=lambda family: family.label)
+def test_kvzip_repeats_the_images_themselves(family):
     """The second pass equals the stock model on the prompt, a request and the same prompt with the same images."""
-    family = VISION[3]
+    present(family)
     model, inputs = family.build(), family.encode(TEXT, pictures())
     text = inputs["input_ids"]
-    images = {name: x for name, x in inputs.items() if name.startswith("pixel")}
+    images = {name: x for name, x in inputs.items() if name not in ("input_ids", "attention_mask")}
     prompt = read_prompt(model, text, images=images)
     request = [20, 21, 22]
     layers = [NoRecord(layer) for layer in prompt]
     repeated = slice(0, text.shape[1])
     found = replay(model, prompt, layers, request + text[0].tolist(), repeated=repeated).last_hidden_state
-    twice = {name: torch.cat([x, x], 1) for name, x in images.items()}
     both = torch.cat([text, torch.tensor([request]), text], 1)
+    if prompt.positions is None:
+        twice = {name: torch.cat([x, x], 1) for name, x in images.items()}
+    else:  # the second pass counts on from the prompt's positions
+        twice = {name: torch.cat([x, x]) for name, x in images.items() if name != "mm_token_type_ids"}
+        more = prompt.positions.max() + 1 + torch.arange(both.shape[1] - text.shape[1])
+        twice["position_ids"] = torch.cat([prompt.positions, more.expand(3, 1, -1)], 2)
     assert_close(found, model.model(input_ids=both, **twice, use_cache=False).last_hidden_state[:, text.shape[1] :])
 
 

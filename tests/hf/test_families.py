@@ -4,8 +4,10 @@ import sys
 
 import pytest
 import torch
+import transformers
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from experiments.profile.predict import check_uniform
 from lkv.cache.ragged_cache import RaggedCache
@@ -23,7 +25,8 @@ from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.warm_start import calibrate
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import present
-from tests.families import DOCUMENT, REFUSED, SERVED, Family, build, document
+from tests.families import REFUSED, SERVED, Family, build
+from tests.model_table import DOCUMENT, document, downloaded_models
 
 PROMPT = 40
 
@@ -186,8 +189,20 @@ def test_a_family_is_refused_with_its_reason(family: Family):
     assert family.refused.removeprefix("attention by ") in str(error.value)
 
 
-def test_the_document_has_the_table_of_now():
+def test_the_document_has_the_tables_of_now():
     assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+def test_the_most_downloaded_models_are_those_of_the_families_that_are_tested():
+    models = downloaded_models()
+    assert len(models) == 50 and sum(model.is_served for model in models) >= 45
+    for model in models:
+        assert model.is_served or model.refusal or model.model_type not in CONFIG_MAPPING_NAMES
+        assert not (model.is_served and model.refusal)
+        for family in (model.text, model.images, model.refusal):
+            if family and not family.missing:
+                config = getattr(transformers, f"{family.name}Config")
+                assert config.model_type == model.model_type
 
 
 @pytest.mark.parametrize(("name", "halves"), [("Llama", True), ("Olmo2", True), ("Cohere", False), ("Glm", False)])
