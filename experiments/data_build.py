@@ -2,8 +2,8 @@
 
 python -m experiments.data_build --data TRAIN_FOLDER    (writes data_build.json)
 
-The folder holds other sets than the paper's: a map of names says which file stands in for which. Items serve again in
-other company where a set has fewer than are wanted. An interrupted run with --work resumes there.
+The folder holds other sets than the paper's: `STAND_INS` has the official name under which each serves. Items serve
+again in other company where a set has fewer than are wanted. An interrupted run with --work resumes there.
 """
 
 import json
@@ -22,16 +22,15 @@ from experiments.data.loom import LOOM_RATIOS
 from lkv.hf.loading import DEFAULT, load_tokenizer
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.training.datasets import MANIFEST
-from lkv.utils.provenance import collect_provenance
 
 STAND_INS = {
-    "hotpotqa": "hotpotqa_train_200.jsonl.gz",
-    "multi_news": "multi_news_train_sample.jsonl.gz",
-    "the_stack": "code_java_cpp_csharp.jsonl.gz",
-    "squad": "squad_train_subset.jsonl.gz",
-    "trec": "trec_train_5500.label.gz",
-    "mmlu": "mmlu_dev_test.jsonl.gz",
-    "narrativeqa": "fairytaleqa_train.jsonl.gz",
+    "hotpotqa_train_200.jsonl.gz": "hotpotqa_train.jsonl.gz",
+    "multi_news_train_sample.jsonl.gz": "multi_news_train.jsonl.gz",
+    "code_java_cpp_csharp.jsonl.gz": "code_java_cpp_csharp.jsonl.gz",
+    "squad_train_subset.jsonl.gz": "squad_train.jsonl.gz",
+    "trec_train_5500.label.gz": "train_5500.label.gz",
+    "mmlu_dev_test.jsonl.gz": "mmlu_dev.jsonl.gz",
+    "fairytaleqa_train.jsonl.gz": "narrativeqa_train.jsonl.gz",
 }
 BOUNDS = (2000, 16_000)  # tokens
 _HELD_OUT, _RECOUNTED = 64, 500
@@ -66,25 +65,15 @@ def measured(folder: Path, options: Namespace, samples: int) -> list[dict[str, A
     return rows + [_lengths(first, samples, name) for name in LOOM_RATIOS]
 
 
-def earlier_rows(options: Namespace) -> list[dict[str, Any]]:
-    """The rows of other numbers of samples that the result file has, where all that it says of them stays true: rows of
-    another seed or machine, or of other versions of packages, go."""
-    if not options.out.is_file():
-        return []
-    document, now = json.loads(options.out.read_text()), collect_provenance() | {"seed": options.seed}
-    changed = [key for key in ("seed", "machine", "versions") if document.get(key) != now[key]]
-    if changed:
-        print(f"the rows of {options.out.name} are of another {' and other '.join(changed)}: they go")
-        return []
-    return [row for row in document["rows"] if row["asked"] not in options.samples]
-
-
 def built(out: Path, options: Namespace, samples: int) -> dict[str, float]:
     """Build into `out`, going on where an earlier run was stopped; the seconds of all runs together."""
-    seconds_path, names = out.with_suffix(".seconds"), out.with_suffix(".map.json")
+    seconds_path, data = out.with_suffix(".seconds"), out.with_suffix(".data")
     spent = json.loads(seconds_path.read_text()) if seconds_path.is_file() else {"wall": 0.0, "processor": 0.0}
-    names.write_text(json.dumps(STAND_INS))
-    settings = DataBuildConfig("loom", out, options.data, names, samples, _HELD_OUT, options.seed, *BOUNDS)
+    data.mkdir(exist_ok=True)
+    for name, official_name in STAND_INS.items():
+        if not (data / official_name).exists():
+            (data / official_name).symlink_to((options.data / name).resolve())
+    settings = DataBuildConfig("loom", out, data, samples, _HELD_OUT, options.seed, *BOUNDS)
     if (out / MANIFEST).is_file():
         return spent
     clocks = time.perf_counter(), time.process_time()
@@ -126,14 +115,14 @@ def main() -> None:
         __doc__, "data_build", "with the files of STAND_INS", samples=[2000, 23_000], twice_up_to=2000, seed=0,
         busy=False, work=Path,
     )  # fmt: skip
-    rows = earlier_rows(options)
+    rows: list[dict[str, Any]] = []
     with nullcontext(options.work) if options.work else tempfile.TemporaryDirectory() as folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for samples in options.samples:
-            rows = sorted([*rows, *measured(Path(folder), options, samples)], key=lambda row: row["asked"])
+            rows += measured(Path(folder), options, samples)
             print("\n".join(f"{row['asked']:7,} {row['measure']:30} {row['value']:.5g}" for row in rows), flush=True)
-            changed = {"busy": None, "work": None, "samples": sorted({row["asked"] for row in rows})}
-            save_rows(Namespace(**vars(options) | changed), "data_build", rows, options.seed, "TRAIN_FOLDER")
+    changed = {"busy": None, "work": None}
+    save_rows(Namespace(**vars(options) | changed), "data_build", rows, options.seed, "TRAIN_FOLDER")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,9 @@ def _about(policy: Policy) -> dict[str, Any]:
 def _command(options: Any, details: dict[str, Any], built: BuiltDataset) -> str:
     """The commands that make it again: the data, each training, the comparison."""
     requested, (least, most) = built.manifest["asked"], built.manifest["bounds"]
-    words = f"lkv data build --recipe loom --data TRAIN_FOLDER --map MAP --samples {requested['train']} --held-out "
+    words = (
+        f"python -m experiments.data build --recipe loom --data TRAIN_FOLDER --samples {requested['train']} --held-out "
+    )
     commands = [
         f"{words}{requested['heldout']} --min-tokens {least} --max-tokens {most} --against EVAL_FILES --out BUILT"
     ]

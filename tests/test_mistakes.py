@@ -268,9 +268,8 @@ def test_half_characters_in_an_answer_are_kept(tmp_path):
     assert "é" in (tmp_path / "out.jsonl").read_text()
 
 
-@pytest.mark.parametrize("line", ['{"input": "\\ud800", "context": "x"}', "[" * 100_000])
-def test_benchmark_files_that_hold_no_text_are_named(tmp_path, line):
-    (tmp_path / "hotpotqa.jsonl").write_text(line)
+def test_benchmark_files_that_hold_no_text_are_named(tmp_path):
+    (tmp_path / "hotpotqa.jsonl").write_text("[" * 100_000)
     with pytest.raises(LkvError, match=r"line 1: not a JSON object"):
         load_examples("hotpotqa", tmp_path)
 

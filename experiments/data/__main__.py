@@ -20,7 +20,6 @@ class Build(ModelOptions):
     )
     out: Path = option("folder for the data", ...)
     data: Path | None = option("folder of data sets under their official names; missing sets are downloaded")
-    map: Path | None = option('JSON file with names of sets: {"squad": "mine.jsonl.gz"}')
     samples: PositiveInt = option("samples to train on, as many as in the paper", 23_000)
     held_out: PositiveInt = option("samples to validate on, of items never trained on", 64)
     min_tokens: PositiveInt = option("tokens per sample at least, with its answer", 2000)
@@ -43,8 +42,7 @@ class Build(ModelOptions):
             self.refuse_unread("a build without --against", "--words", "--share")
         if self.recipe == "wide":
             self.refuse_unread("the recipe wide", "--lock")
-        from experiments.data.build import DataBuildConfig, build_dataset
-        from experiments.data.folders import describe_dataset
+        from experiments.data.build import DataBuildConfig, build_dataset, describe_dataset
         from lkv.hf.loading import load_tokenizer
 
         config = DataBuildConfig(**self.model_dump(exclude={"model", "revision"}))
@@ -59,7 +57,7 @@ class Stats(Command):
 
     def run(self) -> None:
         """Print the statistics."""
-        from experiments.data.folders import describe_dataset
+        from experiments.data.build import describe_dataset
 
         print("\n".join(describe_dataset(self.folder)))
 

@@ -9,14 +9,13 @@ import json
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from experiments.data.folders import read_name_map
 from experiments.data.hub import HUB_SOURCES, LoadDataset, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
 from lkv.errors import DataError
@@ -28,7 +27,6 @@ from lkv.training.data.public_datasets import (
     DatasetIndex,
     digest_of,
     index_folder,
-    match_dataset,
     sha256_of,
 )
 from lkv.training.data.samples import Sample, tokenize_sample
@@ -76,7 +74,6 @@ class DataBuildConfig:
     recipe: str
     out: Path
     data: Path | None = None
-    map: Path | None = None
     samples: int = 23_000
     held_out: int = 64
     seed: int = 0
@@ -94,8 +91,6 @@ def build_dataset(
     """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
         raise DataError("the recipe wide reads a folder of your own; name it with --data.")
-    if config.map is not None and config.data is None:
-        raise DataError(f"{config.map} names files of a folder, but there is none; give the folder with --data too.")
     if config.data is not None:
         check_is_not_data(config.out, config.data, DataError)
     if not getattr(tokenizer, "chat_template", None):
@@ -146,7 +141,7 @@ def _open_loom(
     """Loom's training and held-out sides, from local files or else the hub; `sources` gets the manifest's entries."""
     index: DatasetIndex | None = None
     if config.data is not None:
-        index = index_folder(config.data, LOOM_RATIOS, read_name_map(config.map) if config.map else None)
+        index = index_folder(config.data, LOOM_RATIOS)
         print("\n".join(index.lines()), file=sys.stderr)
     items: dict[str, list[Any]] = {}
     for name in LOOM_RATIOS:
@@ -154,7 +149,7 @@ def _open_loom(
             paths = index.used[name]
             all_items = read_dataset(name, paths, index.folder)
             origin = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
-            sources[name] = _describe_source(name, paths, origin)
+            sources[name] = _describe_source(name, origin)
         else:
             all_items, sources[name] = _fetch_from_hub(name, config, load)
         usable = [item for item in all_items if is_usable(name, item)]
@@ -197,15 +192,13 @@ def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None
     )
     path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
     origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
-    return list(ROW_READERS[name](read_records(path))), {**_describe_source(name, (), origin), "commit": commit}
+    return list(ROW_READERS[name](read_records(path))), {**_describe_source(name, origin), "commit": commit}
 
 
-def _describe_source(name: str, paths: Sequence[Path], origin: str) -> dict[str, Any]:
-    """A source in the manifest and on a policy's card; a set that replaces it by the map keeps its own name."""
-    other = next((match for path in paths if (match := match_dataset(path)) not in ("", name)), name)
-    expected, actual = PUBLIC_DATASETS[name], PUBLIC_DATASETS[other]
-    title = actual.title if other == name else f"{actual.title}, in place of {expected.title}"
-    return {"title": title, "licence": actual.licence, "from": origin}
+def _describe_source(name: str, origin: str) -> dict[str, Any]:
+    """A source in the manifest and on a policy's card."""
+    dataset = PUBLIC_DATASETS[name]
+    return {"title": dataset.title, "licence": dataset.licence, "from": origin}
 
 
 def _open_wide(
@@ -213,14 +206,13 @@ def _open_wide(
 ) -> tuple[Recipe, Recipe]:
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None
-    names = read_name_map(config.map) if config.map else None
     bounds = config.min_tokens, config.max_tokens
-    training = Mixture(config.data, bounds, config.seed, overlap=overlap, names=names)
+    training = Mixture(config.data, bounds, config.seed, overlap=overlap)
     print("\n".join(training.lines), file=sys.stderr)
     for name, paths in training.index.used.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
         origin += f" (SHA-256 of all {digest_of(paths)})"
-        sources[name] = _describe_source(name, (), origin) | {"items": training.item_counts.get(name, 0)}
+        sources[name] = _describe_source(name, origin) | {"items": training.item_counts.get(name, 0)}
     for name, count in training.builtin_counts.items():
         title, licence, _ = BUILTIN_TEXTS[name]
         python = f"Python {platform.python_version()}"
@@ -366,3 +358,28 @@ def _quantiles(tokens: list[int]) -> dict[str, float]:
         return {}
     at = {"least": 0, "quarter": len(ordered) // 4, "median": len(ordered) // 2, "most": len(ordered) - 1}
     return {name: ordered[i] for name, i in at.items()} | {"mean": round(sum(ordered) / len(ordered), 1)}
+
+
+def describe_dataset(folder: Path) -> list[str]:
+    """Lines that describe a built folder. Raises DataError for one that is none."""
+    manifest = read_manifest(folder)
+    columns = {"least": 8, "median": 8, "mean": 10, "most": 8}
+    heading = "".join(f"{name:>{width}}" for name, width in columns.items())
+    lines = [f"{'':24}{'wanted':>8}{'samples':>8}{'share':>8}{heading}  rejected"]
+    totals: Counter[str] = Counter()
+    for name, stream in manifest["streams"].items():
+        totals[name.split("-")[0]] += stream["samples"]
+    for name, stream in manifest["streams"].items():
+        share = stream["samples"] / max(1, totals[name.split("-")[0]])
+        rejected = ", ".join(f"{count} {reason}" for reason, count in stream["rejected"].items()) or "none"
+        numbers = "".join(f"{stream['tokens'].get(key, 0):>{width},}" for key, width in columns.items())
+        lines.append(f"{name:24}{stream['wanted']:>8,}{stream['samples']:>8,}{share:>8.1%}{numbers}  {rejected}")
+    lines.append(
+        f"recipe {manifest['recipe']}, seed {manifest['seed']}, lengths counted by {manifest['tokenizer']['name']}"
+    )
+    for name, source in manifest["sources"].items():
+        dropped = f", {source['dropped']} dropped for overlap" if "dropped" in source else ""
+        lines.append(
+            f"{name}: {source['title']} ({source['licence']}), {source['items']:,} items{dropped}; {source['from']}"
+        )
+    return lines

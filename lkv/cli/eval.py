@@ -114,7 +114,7 @@ def _evaluate(
 ) -> None:
     """Load policies and model, measure, and print the table."""
     from lkv.evaluation.runner import EvaluationConfig, evaluate
-    from lkv.evaluation.summary import summarize
+    from lkv.evaluation.statistics import summarize
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import load_policy, policy_for

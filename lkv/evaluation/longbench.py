@@ -1,31 +1,34 @@
 """LongBench: its 16 English and code tasks (Section 4.1; the paper leaves out the five Chinese ones).
 
-Rows have LongBench's own fields and come from local files or the hub; prompts, generation lengths and metrics are the
-official ones, in longbench.json.
+Rows come from local files or the hub; prompts, generation lengths and metrics are the official ones, in longbench.json.
 """
 
-import gzip
-import io
 import json
 import re
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, TextIO
+from typing import Any
 
 from huggingface_hub import hf_hub_download
 
 from lkv.errors import DataError
 from lkv.evaluation.example import Example
 from lkv.evaluation.metrics import require_rouge
-from lkv.utils.data_files import read_lines
+from lkv.utils.data_files import (
+    Row,
+    read_member,
+    read_records,
+    replace_lone_surrogates,
+    require_texts,
+    split_lines,
+)
 
 # The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
 CATEGORIES = {
@@ -64,7 +67,7 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
         require_rouge()
     path = _download() if folder is None else _find_file(task, Path(folder))
     rows = islice(_read_rows(path, task), count)
-    examples = [_make_example(task, number, row, position) for number, (row, position) in enumerate(rows)]
+    examples = [_make_example(task, number, row, position) for number, (position, row) in enumerate(rows)]
     if not examples:
         raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
     return examples
@@ -102,61 +105,44 @@ def _find_file(task: str, folder: Path) -> Path:
     raise DataError(f"{folder} holds none of {', '.join(names)}; give the folder with LongBench's files.")
 
 
-def _read_rows(path: Path, task: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Return the row of each line that is not blank, with its position in the file."""
+def _read_rows(path: Path, task: str) -> Iterator[tuple[str, Row]]:
+    """Return the rows of a task, each with its position in the file."""
+    if path.suffix != ".zip":
+        yield from read_records(path)
+        return
     try:
-        with ExitStack() as stack:
-            file: TextIO
-            if path.suffix == ".zip":
-                archive = stack.enter_context(zipfile.ZipFile(path))
-                file = io.TextIOWrapper(stack.enter_context(archive.open(f"data/{task}.jsonl")), encoding="utf-8")
-            elif path.suffix == ".gz":
-                file = stack.enter_context(gzip.open(path, "rt", encoding="utf-8"))
-            else:
-                file = stack.enter_context(path.open(encoding="utf-8"))
-            for number, line in enumerate(read_lines(file, path), 1):
-                if line.strip():
-                    position = f"{path}, line {number}"
-                    yield _parse_row(line, position), position
+        with zipfile.ZipFile(path) as archive:
+            content = read_member(archive, f"data/{task}.jsonl", path).decode()
     except KeyError as error:
         raise DataError(f"{path} holds no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
-    except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}); get the file again.") from error
+    for number, line in enumerate(split_lines(content), 1):
+        try:
+            yield f"{path}, line {number}", replace_lone_surrogates(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: not a JSON object ({error}).") from error
 
 
-def _parse_row(line: str, position: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-        # JSON can escape half of a surrogate pair, which no tokenizer can read.
-        json.dumps(row, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{position}: not a JSON object of valid text ({error}).") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{position}: a {type(row).__name__} instead of a JSON object with LongBench's fields.")
-    return row
-
-
-def _make_example(task: str, number: int, row: dict[str, Any], position: str) -> Example:
+def _make_example(task: str, number: int, row: Row, position: str) -> Example:
     definition = _definitions()[task]
-    for field in ("input", "context"):
-        if not isinstance(row.get(field), str):
-            raise DataError(f"{position}: field {field!r} must be a text, but is {short(row.get(field))}.")
-    if not row["context"].strip():
+    given, text = require_texts(row, position, "input", "context")
+    if not text.strip():
         raise DataError(f"{position}: field 'context' is empty, but it is the text to compress.")
     answers = _text_list(row, "answers", position)
     if definition["metric"] == "retrieval" and not all(re.search(r"Paragraph \d", answer) for answer in answers):
         raise DataError(f"{position}: field 'answers' must name a paragraph ('Paragraph 3'), but is {short(answers)}.")
     # In some tasks the input ends with the beginning of the answer, possibly followed by white space.
     end = definition["input_ends_with"]
-    prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", row["input"])) else ""
+    prefix = match[0] if end and (match := re.search(re.escape(end) + r"\s*\Z", given)) else ""
     classes = _text_list(row, "all_classes", position) if definition["metric"] == "classification" else ()
     settings = ("max_new_tokens", "metric", "first_line", "stop_at_newline", "chat")
     return Example(
         suite="longbench",
         task=task,
         number=number,
-        context=definition["context"].format(context=row["context"]),
-        question=definition["question"].format(input=row["input"]).removesuffix(prefix),
+        context=definition["context"].format(context=text),
+        question=definition["question"].format(input=given).removesuffix(prefix),
         answer_prefix=prefix or definition["answer_prefix"],
         answers=tuple(answers),
         classes=tuple(classes),
@@ -164,7 +150,7 @@ def _make_example(task: str, number: int, row: dict[str, Any], position: str) ->
     )
 
 
-def _text_list(row: dict[str, Any], field: str, position: str) -> list[str]:
+def _text_list(row: Row, field: str, position: str) -> list[str]:
     value = row.get(field)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise DataError(f"{position}: field {field!r} must be a list of at least one text, but is {short(value)}.")

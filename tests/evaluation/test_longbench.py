@@ -99,9 +99,9 @@ def test_few_shot_inputs_end_with_the_beginning_of_the_answer(task, given, prefi
     assert example.question + example.answer_prefix == given
 
 
-def test_compressed_files_and_blank_lines(tmp_path):
+def test_compressed_files(tmp_path):
     rows = [row(input=str(number)) for number in range(4)]
-    write(tmp_path, "qmsum", rows[0], "", rows[1], "  ", *rows[2:], suffix=".jsonl.gz")
+    write(tmp_path, "qmsum", *rows, suffix=".jsonl.gz")
     assert [(item.number, item.question) for item in load_examples("qmsum", tmp_path, count=3)] == [
         (number, f"Query: {number}\n") for number in range(3)
     ]
@@ -134,9 +134,9 @@ def test_the_hub_serves_the_archive(tmp_path, monkeypatch):
     ("task", "line", "message"),
     [
         ("qasper", "{", r"qasper\.jsonl, line 2: not a JSON object"),
-        ("qasper", "[1]", r"line 2: a list instead of a JSON object"),
-        ("qasper", row(input=None), r"line 2: field 'input' must be a text, but is None"),
-        ("qasper", row(context=["a"]), r"line 2: field 'context' must be a text, but is \['a'\]"),
+        ("qasper", "[1]", "line 2: not a JSON object but a list"),
+        ("qasper", row(input=None), "line 2: field 'input' is missing"),
+        ("qasper", row(context=["a"]), "line 2: field 'context' is not a str"),
         ("qasper", row(context=" \n"), r"line 2: field 'context' is empty"),
         ("qasper", row(answers=[]), r"line 2: field 'answers' must be a list of at least one text, but is \[\]"),
         ("qasper", row(answers="Neva"), r"line 2: field 'answers' must be a list .* but is 'Neva'"),
@@ -166,8 +166,8 @@ def test_unknown_tasks_and_missing_empty_and_damaged_files_are_refused(tmp_path,
         ("zzz", None, r"'zzz'; use one of narrativeqa, .*repobench-p.*Chinese tasks are left out"),
         ("qasper", None, r"qasper\.jsonl holds no row of qasper"),
         ("qasper", 0, "count is 0, but at least 1 row"),
-        ("lcc", None, r"lcc\.jsonl cannot be read"),
-        ("trec", None, r"trec\.jsonl\.gz cannot be read"),
+        ("lcc", None, r"lcc\.jsonl, line 1: not a JSON object"),
+        ("trec", None, r"trec\.jsonl\.gz is not a readable gzip file"),
         ("musique", None, r"data\.zip cannot be read"),
     ):
         with pytest.raises(DataError, match=message):

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from experiments.data import build as building
-from experiments.data.build import DatasetBuilder, build_dataset, split_samples
-from experiments.data.folders import describe_dataset
+from experiments.data.build import DatasetBuilder, build_dataset, describe_dataset, split_samples
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.policy.shipped import describe_overlap
@@ -168,7 +167,6 @@ def test_other_columns_are_named(tmp_path, folder):
         (["--min-tokens", "900", "--max-tokens", "100"], "--min-tokens 900 is not below --max-tokens 100"),
         (["--share", "0"], "--share is 0, but must be greater than 0"),
         (["--recipe", "wide"], "reads a folder of your own; name it with --data"),
-        (["--map", "names.json"], "names.json names files of a folder, but there is none; give the folder with --data"),
         (["--recipe", "wide", "--data", "{parent}"], "would be read as data; give an --out elsewhere"),
     ],
 )

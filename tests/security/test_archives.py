@@ -31,18 +31,16 @@ def test_gzip_files_of_nothing_but_zeros_are_refused(tmp_path):
         with pytest.raises(DataError, match=r"a\.json\.gz holds more than 200 bytes for each of its own; get the file"):
             read(bomb)
     lines = compressed(tmp_path / "a.jsonl.gz", b" " * 2**22)
-    for read in (read_json_lines, lambda path: _read_rows(path, "a")):
-        with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
-            list(read(lines))
+    with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
+        list(read_json_lines(lines))
 
 
 def test_members_of_zip_archives_are_bounded(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data/a.jsonl", b" " * 2**22)
-    with pytest.raises(DataError, match="more than 200 bytes for each of its own"):
-        list(read_strings(tmp_path / "a.zip"))
-    with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
-        list(_read_rows(tmp_path / "a.zip", "a"))
+    for rows in (read_strings(tmp_path / "a.zip"), _read_rows(tmp_path / "a.zip", "a")):
+        with pytest.raises(DataError, match="more than 200 bytes for each of its own"):
+            list(rows)
 
 
 def test_what_people_compress_is_read(tmp_path):

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from experiments.data.folders import read_name_map
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, MissingPackageError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
@@ -364,30 +363,6 @@ def test_data_that_is_not_recognised_is_refused(data_folder, name):
     (data_folder / name).write_text('{"passage": "of other columns"}\n')
     with pytest.raises(DataError, match=rf"holds data that is not recognised: {name}; give the files their official"):
         Mixture(data_folder, (100, 400))
-
-
-def test_a_map_of_names_says_what_each_file_is(data_folder, tmp_path_factory):
-    (data_folder / "squad_train_subset.jsonl.gz").rename(data_folder / "strange.jsonl.gz")
-    names = tmp_path_factory.mktemp("map") / "map.json"
-    names.write_text('{"squad": "strange.jsonl.gz"}')
-    mixture = Mixture(data_folder, (100, 400), names=read_name_map(names))
-    assert set(mixture.names) == {"squad", "python", "facts"}
-    for text, message in (
-        ('["squad"]', "is not a map of names"),
-        ('{"squid": "x"}', "names the set 'squid'; give one of hotpotqa, "),
-        ('{"squad": 3}', "the files of 'squad' must be a name or a list of names"),
-    ):
-        names.write_text(text)
-        with pytest.raises(DataError, match=message):
-            read_name_map(names)
-    with pytest.raises(DataError, match="names the set 'trec', which this recipe does not read; give sets of squad, "):
-        Mixture(data_folder, (100, 400), names={"trec": "strange.jsonl.gz"})
-    elsewhere = names.with_name("elsewhere.jsonl.gz")
-    elsewhere.write_bytes((data_folder / "strange.jsonl.gz").read_bytes())
-    mixture = Mixture(data_folder, (100, 400), names={"squad": str(elsewhere)})
-    assert mixture.lines[0] == "used as squad: elsewhere.jsonl.gz" and "squad" in mixture.names
-    with pytest.raises(DataError, match=r"nothing\.gz, named for the set 'squad', is not there"):
-        Mixture(data_folder, (100, 400), names={"squad": "nothing.gz"})
 
 
 def test_texts_of_our_own_answer_their_questions():

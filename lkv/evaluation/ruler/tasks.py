@@ -13,13 +13,28 @@ from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from lkv.evaluation.ruler.sources import Question, QuestionSet
 from lkv.utils.extras import optional_import
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 # From this length on, the common words task uses its full frequencies.
 FULL_WORD_LIST = 4096
+
+
+class Question(NamedTuple):
+    """A question, every accepted answer, and its documents by number: those needed, and the others of its own."""
+
+    text: str
+    answers: tuple[str, ...]
+    needed: tuple[int, ...]
+    related: tuple[int, ...]
+
+
+class QuestionSet(NamedTuple):
+    """Questions over one collection of distinct documents."""
+
+    questions: tuple[Question, ...]
+    documents: tuple[str, ...]
 
 
 class PromptTemplate(NamedTuple):

@@ -48,7 +48,7 @@ from lkv.training.data.packing import (
     surround_with_texts,
     window_start_around,
 )
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, NameMap, digest_of, index_folder
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, digest_of, index_folder
 from lkv.training.data.samples import Continuation, Sample
 
 ContextAndAnswers = tuple[str, list[Continuation]]
@@ -83,7 +83,6 @@ class Mixture:
         seed: Seed of the samples.
         texts: Documents in addition to the folder.
         builtin: The sources of `BUILTIN_SOURCES` to add.
-        names: The files of sets without their official names.
         overlap: Drops items that overlap with its evaluated texts.
         skip_unknown: Skip data in the folder that is not recognised or cannot be read.
 
@@ -99,14 +98,13 @@ class Mixture:
         *,
         texts: Sequence[str] = (),
         builtin: Sequence[str] = ("python",),
-        names: NameMap | None = None,
         overlap: NgramOverlap | None = None,
         skip_unknown: bool = False,
     ):
         self.index = DatasetIndex(Path(), {}, {})
         if folder is not None:
             sets_in_use = [name for _, _, sets in _SOURCES.values() for name in sets]
-            self.index = index_folder(folder, sets_in_use, names, skip_unknown)
+            self.index = index_folder(folder, sets_in_use, skip_unknown)
         self._lengths, self._texts, self._overlap = Lengths(*lengths), tuple(texts), overlap
         self.item_counts: dict[str, int] = {}
         self.builtin_counts: dict[str, int] = {}

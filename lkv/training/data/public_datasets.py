@@ -6,7 +6,7 @@ error, because training on partial data would go unnoticed.
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +18,6 @@ _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
 DOCUMENT_SUFFIXES = frozenset({".pdf", ".html", ".htm"})  # read with the extra `documents`
 _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".label", ".zip", ".arrow", ".cleaned", ".tgt")
 _OTHER_SPLIT = re.compile(r"(^|[-_./])(dev|val|valid|validation|test)([-_./\d]|$)")
-
-NameMap = Mapping[str, str | list[str]]  # from a set to its file or files
 
 
 class PublicDataset(NamedTuple):
@@ -123,40 +121,18 @@ def check_data_folder(folder: Path) -> None:
 
 def index_folder(
     folder: Path,
-    datasets: Iterable[str] = tuple(PUBLIC_DATASETS),
-    names: NameMap | None = None,
+    datasets: Collection[str] = tuple(PUBLIC_DATASETS),
     skip_unknown: bool = False,
 ) -> DatasetIndex:
-    """Classify every file below a folder.
+    """Classify every file below a folder, of which the sets `datasets` are used.
 
-    Args:
-        folder: Where the files are.
-        datasets: The sets that are used.
-        names: The files of each set (default: by their official names).
-        skip_unknown: Skip data that is not recognised.
-
-    Raises:
-        DataError: There is no folder, a name is of another set, or data is not recognised.
+    Raises DataError if there is no folder or, unless `skip_unknown`, data that is not recognised.
     """
-    datasets = tuple(datasets)
     check_data_folder(folder)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     used: dict[str, list[Path]] = {}
     skipped: dict[Path, str] = {}
-    for name, listed in (names or {}).items():
-        if name not in datasets:
-            raise DataError(
-                f"the map names the set {name!r}, which this recipe does not read; give sets of {', '.join(datasets)}."
-            )
-        used[name] = [folder / file for file in ([listed] if isinstance(listed, str) else listed)]
-        if missing := [path for path in used[name] if not path.is_file()]:
-            raise DataError(f"{missing[0]}, named for the set {name!r}, is not there; correct the map of names.")
-    if names:
-        mapped = {path for paths in used.values() for path in paths}
-        skipped = {path: "not in the map" for path in files if path not in mapped}
-        files = []
     unknown = []
-    for path in files:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         relative = path.relative_to(folder)
         if any(part.startswith(".") for part in relative.parts):
             continue
@@ -172,8 +148,8 @@ def index_folder(
     elif unknown:
         raise DataError(
             f"{folder} holds data that is not recognised: {_join_names(folder, unknown)}; give the files their "
-            "official names, write own data as JSON lines {context, question, answer} or {text}, name each in the "
-            "--map of `python -m experiments.data`, or move what should not be trained on elsewhere."
+            "official names, write own data as JSON lines {context, question, answer} or {text}, or move what should "
+            "not be trained on elsewhere."
         )
     index = DatasetIndex(folder, {name: used[name] for name in PUBLIC_DATASETS if name in used}, skipped)
     if not {*used} - {"own", "text", "code"}:
