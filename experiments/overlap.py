@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import experiments.data.loom  # noqa: F401  registers readers
 from experiments.common import RESULTS
 from experiments.result_file import write_results
 from lkv.policy.policy import Policy

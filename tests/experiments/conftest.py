@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lkv.training.data.documents import TREC_CLASSES
+from experiments.data.loom import TREC_CLASSES
 from tests.experiments.made_sets import rows_of
 
 

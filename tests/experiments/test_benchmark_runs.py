@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import common, data_build, fit
+from experiments import common, fit
 from experiments.common import Subject
 from lkv.errors import DataError
 from lkv.hf.attention import patch_attention
@@ -15,18 +15,6 @@ from lkv.policy.policy import Policy
 from lkv.utils import provenance
 from lkv.utils.provenance import collect_provenance
 from tests.conftest import tiny_llama
-
-
-def test_rows_of_another_machine_are_not_kept_under_the_name_of_this_one(tmp_path, capsys):
-    out = tmp_path / "data_build.json"
-    options = SimpleNamespace(out=out, seed=0, samples=[20])
-    assert data_build.earlier_rows(options) == []
-    rows = [{"asked": 20}, {"asked": 40}]
-    document = collect_provenance() | {"seed": 0, "date": "2000-01-01", "rows": rows}
-    for key, other in ((None, None), ("seed", 1), ("machine", "another"), ("versions", {"torch": "0"})):
-        out.write_text(json.dumps(document | ({key: other} if key else {})))
-        assert data_build.earlier_rows(options) == ([] if key else rows[1:])
-        assert (f"of another {key}: they go" in capsys.readouterr().out) == bool(key)
 
 
 @pytest.mark.parametrize("changed", ["data", "versions", "details"])

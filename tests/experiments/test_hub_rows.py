@@ -1,5 +1,6 @@
 """Rows of datasets on the hub: drawn, streamed, fetched after a broken line, and the same as the official files'."""
 
+import gzip
 import json
 
 import pytest
@@ -10,8 +11,8 @@ from experiments.data.hub import HUB_SOURCES, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom
 from lkv.errors import DataError
 from lkv.training.data.documents import ROW_READERS, MultiHopQuestion, ShortQuestion, read_dataset
-from lkv.training.data.public_datasets import match_dataset
-from lkv.utils.data_files import read_records
+from lkv.training.data.public_datasets import index_folder, match_dataset
+from lkv.utils.data_files import read_records, split_lines
 from tests.experiments.made_sets import Tokens, files, lines_of, rows_of, settings
 
 
@@ -29,6 +30,22 @@ def test_the_hub_s_rows_and_the_official_files_are_the_same_items(name, folder):
         assert not local[0].questions[0][1].startswith("\u2013")
     if name == "hotpotqa":
         assert isinstance(local[0], MultiHopQuestion) and local[0].needed == {1, 2}
+
+
+def test_separators_inside_a_line_do_not_end_it(tmp_path):
+    (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
+    (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
+    items = read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
+    for path in (tmp_path / "train.src.cleaned", tmp_path / "train.tgt"):  # and gzipped
+        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    found = index_folder(tmp_path)
+    assert found.used == {"multi_news": [tmp_path / "train.src.cleaned.gz"]}
+    assert found.skipped == {tmp_path / "train.tgt.gz": "read with its source file"}
+    assert read_dataset("multi_news", found.used["multi_news"], tmp_path) == items
+    texts = [(item.text, item.questions[0][1]) for item in items]
+    assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
+    assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
 
 
 class Stream(list):

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from lkv.context.document_reader import read_document
 from lkv.errors import DataError, MissingPackageError
 from lkv.training.data.documents import Passage, read_dataset, split_held_out, split_text
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
@@ -22,7 +21,7 @@ from lkv.training.data.packing import (
 from lkv.training.data.public_datasets import index_folder
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import extras
-from lkv.utils.data_files import read_records, split_lines
+from lkv.utils.data_files import read_records
 from tests.ruler import write_lines
 
 
@@ -145,22 +144,6 @@ def test_a_text_in_many_rows_is_on_one_side(tmp_path, validation):
     same = [item for item in items if item.text == contexts[0]]
     assert split_held_out(same, validation) == ([] if validation else same)
     assert split_held_out([], validation) == []
-
-
-def test_separators_inside_a_line_do_not_end_it(tmp_path):
-    (tmp_path / "train.src.cleaned").write_text("a b\u2028c ||||| d\r\nx\x0by ||||| z\n", newline="")
-    (tmp_path / "train.tgt").write_text("\u2013 one\n\u2013 two\x85more\n")
-    items = read_dataset("multi_news", [tmp_path / "train.src.cleaned"], tmp_path)
-    for path in (tmp_path / "train.src.cleaned", tmp_path / "train.tgt"):  # and gzipped
-        path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
-        path.unlink()
-    found = index_folder(tmp_path)
-    assert found.used == {"multi_news": [tmp_path / "train.src.cleaned.gz"]}
-    assert found.skipped == {tmp_path / "train.tgt.gz": "read with its source file"}
-    assert read_dataset("multi_news", found.used["multi_news"], tmp_path) == items
-    texts = [(item.text, item.questions[0][1]) for item in items]
-    assert texts == [("a b\u2028c\n\nd", "one"), ("x\x0by\n\nz", "two\x85more")]
-    assert split_lines("") == [] and split_lines("a\n\nb") == ["a", "", "b"]
 
 
 def test_a_field_of_a_table_may_be_a_book(tmp_path):
@@ -315,47 +298,26 @@ def test_a_readme_beside_own_documents_is_one_of_them(tmp_path):
     assert index.skipped == {tmp_path / "LICENSE.txt": "a licence"}
 
 
-def test_documents_that_need_an_extra_and_empty_ones_are_skipped_by_name(tmp_path, monkeypatch):
+def test_documents_that_cannot_be_read_are_left_out_by_name_and_texts_are_decoded(tmp_path, monkeypatch, capsys):
     find = extras.find_spec
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "selectolax" else find(name))
-    (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
-    (tmp_path / "page.html").write_text("<p>The key is under the third stone.</p>")
+    notes = "Die Fähre fährt über den Fluß, und die Brücke ist gesperrt. " * 200
+    (tmp_path / "notes.md").write_text(notes, encoding="cp1252")
     (tmp_path / "empty.txt").write_text(" \n")
-    said = Mixture(tmp_path, (100, 200), skip_unknown=True).lines
-    assert said[0] == "used as text: notes.md" and "skipped (empty): empty.txt" in said
+    (tmp_path / "image.txt").write_bytes(bytes(range(256)) * 20)
+    (tmp_path / "page.html").write_text("<p>The key is under the third stone.</p>")
+    mixture = Mixture(tmp_path, (100, 200), skip_unknown=True)
+    said = mixture.lines
+    assert said[0] == "used as text: notes.md" and mixture.own_chars == len(notes)
+    assert "notes.md: uncertain: the encoding is a guess" in capsys.readouterr().err  # as `lkv ask` reports it
+    assert {"skipped (empty): empty.txt", "skipped (no text that can be read): image.txt"} <= {*said}
     needs = next(line for line in said if line.endswith(": page.html"))
     assert needs.startswith("skipped (needs `pip install") and "documents" in needs
+    with pytest.raises(DataError, match=r"image.txt cannot be read as text .*, or remove it from the folder"):
+        Mixture(tmp_path, (100, 200))
+    (tmp_path / "image.txt").unlink()
     with pytest.raises(MissingPackageError, match=r"page.html cannot be read: .*selectolax"):
         Mixture(tmp_path, (100, 200))
-
-
-ENCODED = {
-    "cp1252": "Die Brücke über den Fluß kostete 41 € und die Fähre „Möwe“ fährt weiter. " * 20,
-    "utf-16": "Die Brücke über den Fluß ist gesperrt. " * 20,
-    "utf-16-le": "The harbour of Lisse holds 41 boats. " * 20,  # without a mark
-    "shift_jis": "港には四十一隻の船があります。橋は閉まっています。" * 20,
-    "utf-8-sig": "Die Fähre fährt weiter. " * 20,
-}
-
-
-@pytest.mark.parametrize("encoding", ENCODED)
-@pytest.mark.parametrize("suffix", [".txt", ".md", ".py"])
-def test_own_texts_are_read_in_their_encoding_as_lkv_ask_reads_them(tmp_path, encoding, suffix, capsys):
-    path, text = tmp_path / f"note{suffix}", ENCODED[encoding]
-    path.write_bytes(text.encode(encoding))
-    (passage,) = read_dataset("text", [path], tmp_path)
-    assert passage.text == text == read_document(path)
-    # A guess is reported, by both.
-    assert capsys.readouterr().err.count("the encoding is a guess") == (0 if encoding in ("utf-16", "utf-8-sig") else 2)
-
-
-def test_own_files_that_are_no_text_are_left_out_by_name(tmp_path):
-    (tmp_path / "notes.md").write_text("The tide table hangs beside the door of the boat house. " * 200)
-    (tmp_path / "image.txt").write_bytes(bytes(range(256)) * 20)
-    said = Mixture(tmp_path, (100, 200), skip_unknown=True).lines
-    assert "skipped (no text that can be read): image.txt" in said
-    with pytest.raises(DataError, match=r"image.txt cannot be read as text .*, or remove it from the folder"):
-        read_dataset("text", [tmp_path / "image.txt"], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["strange.parquet", "questions.json.gz", "rows.jsonl", "all.zip"])

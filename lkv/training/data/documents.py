@@ -1,7 +1,8 @@
 """Items of training data (passages, questions, meetings) and the readers that make them from files or rows of the hub.
 
 Rows are read by their columns, since official files and the hub's Parquet files differ. `ROW_READERS` has a reader of
-(position, row) pairs for each set; sets whose files have no rows have a reader in `FILE_READERS`.
+(position, row) pairs for each set; sets with files of another form have a reader in `FILE_READERS`. The readers of sets
+that only the paper's training data has are in `experiments/data/loom.py`.
 """
 
 import json
@@ -23,7 +24,6 @@ from lkv.utils.data_files import (
     replace_lone_surrogates,
     require_field,
     require_texts,
-    split_lines,
 )
 from lkv.utils.extras import install_command
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
@@ -124,16 +124,10 @@ def read_dataset(
     """
     items: list[Item] = []
     for path in paths:
-        plain_name, earlier = path.name.removesuffix(".gz"), len(items)
+        earlier = len(items)
         try:
             if name in FILE_READERS:
                 items += FILE_READERS[name](path, folder)
-            elif name in ("squad", "covidqa"):
-                items += squad_passages(read_squad(path))
-            elif plain_name.endswith(".src.cleaned"):
-                items += multi_news(_paired_lines(path))
-            elif plain_name.endswith(".label"):
-                items += trec(_labelled_lines(path))
             else:
                 items += ROW_READERS[name](read_records(path))
         except DocumentError as error:
@@ -200,45 +194,6 @@ def squality(rows: LocatedRows) -> Iterator[Passage]:
         yield Passage("", story, tuple((q["question_text"], q["responses"][0]["response_text"]) for q in answered))
 
 
-def narrativeqa(rows: LocatedRows) -> Iterator[Passage]:
-    """NarrativeQA's stories with all their questions; rows in FairytaleQA's form may stand in for the hub's."""
-    stories: dict[str, tuple[str, list[tuple[str, str]]]] = {}
-    for position, row in rows:
-        if "qas" in row:
-            yield from fairytale([(position, row)])
-            continue
-        story = require_field(row, "document", dict, position)
-        answers = require_field(row, "answers", list, position)
-        if answers:
-            key = require_field(story, "id", str, position)
-            if key not in stories:
-                stories[key] = (require_field(story, "text", str, position), [])
-            question = require_field(require_field(row, "question", dict, position), "text", str, position)
-            stories[key][1].append((question, require_field(answers[0], "text", str, position)))
-    for text, pairs in stories.values():
-        yield Passage("", text, tuple(pairs))
-
-
-def multi_news(rows: LocatedRows) -> Iterator[Passage]:
-    """Multi-News: the articles of one event, and their summary."""
-    for position, row in rows:
-        articles = require_field(row, "document", str, position).replace("NEWLINE_CHAR", "\n")
-        parts = [part.strip() for part in articles.split("|||||") if part.strip()]
-        summary = require_field(row, "summary", str, position).removeprefix("\u2013").strip()
-        if parts and summary:
-            yield Passage("", "\n\n".join(parts), (("Write a one-page summary of all the news.", summary),))
-
-
-def _paired_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    """Multi-News' own pair of files, line by line."""
-    target = path.with_name(path.name.replace(".src.cleaned", ".tgt"))
-    articles, summaries = split_lines(read_text(path)), split_lines(read_text(target))
-    if len(articles) != len(summaries):
-        raise DataError(f"{path} has {len(articles)} lines and {target.name} {len(summaries)}; download both again.")
-    for i, (article, summary) in enumerate(zip(articles, summaries, strict=True), 1):
-        yield f"{path}, line {i}", {"document": article, "summary": summary}
-
-
 def qmsum(rows: LocatedRows) -> Iterator[Meeting]:
     """QMSum's meeting transcripts with their specific queries."""
     for position, row in rows:
@@ -270,32 +225,6 @@ def mmlu(rows: LocatedRows) -> Iterator[ShortQuestion]:
         choice_lines = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", choices, strict=True))
         question = f"{require_field(row, 'question', str, position)}\n{choice_lines}"
         yield ShortQuestion(question, f"{'ABCD'[number]}. {choices[number]}", row.get("subject") or "")
-
-
-def trec(rows: LocatedRows) -> Iterator[ShortQuestion]:
-    """TREC's questions with their fine classes, by name or by the hub's numbers."""
-    for position, row in rows:
-        label = require_field(row, "fine_label", (int, str), position)
-        answer = TREC_CLASSES[label] if isinstance(label, int) else label
-        yield ShortQuestion(require_field(row, "text", str, position), answer, "TREC")
-
-
-# In the order of the hub's numbers.
-TREC_CLASSES = """
-ABBR:abb ABBR:exp ENTY:animal ENTY:body ENTY:color ENTY:cremat ENTY:currency ENTY:dismed ENTY:event ENTY:food
-ENTY:instru ENTY:lang ENTY:letter ENTY:other ENTY:plant ENTY:product ENTY:religion ENTY:sport ENTY:substance
-ENTY:symbol ENTY:techmeth ENTY:termeq ENTY:veh ENTY:word DESC:def DESC:desc DESC:manner DESC:reason HUM:gr HUM:ind
-HUM:title HUM:desc LOC:city LOC:country LOC:mount LOC:other LOC:state NUM:code NUM:count NUM:date NUM:dist NUM:money
-NUM:ord NUM:other NUM:period NUM:perc NUM:speed NUM:temp NUM:volsize NUM:weight
-""".split()
-
-
-def _labelled_lines(path: Path) -> Iterator[tuple[str, Row]]:
-    """TREC's own file: a class and a question a line, in Latin-1; lines without a known class are left out."""
-    for i, line in enumerate(split_lines(read_text(path, "latin-1")), 1):
-        label, _, question = line.partition(" ")
-        if label in TREC_CLASSES and question.strip():
-            yield f"{path}, line {i}", {"text": question.strip(), "fine_label": label}
 
 
 def code_files(rows: LocatedRows) -> Iterator[Passage]:
@@ -381,11 +310,21 @@ def _own_texts() -> dict[str, list[dict[str, Any]]]:
 
 
 ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Item]]] = {
-    "hotpotqa": hotpot, "2wiki": hotpot, "musique": musique, "fairytaleqa": fairytale, "squality": squality,
-    "squad": lambda rows: squad_passages(squad_questions(rows)), "narrativeqa": narrativeqa, "multi_news": multi_news,
-    "qmsum": qmsum, "mts_dialog": mts_dialog, "mmlu": mmlu, "trec": trec, "the_stack": code_files, "own": user_rows,
-}  # fmt: skip
+    "hotpotqa": hotpot,
+    "2wiki": hotpot,
+    "musique": musique,
+    "fairytaleqa": fairytale,
+    "squality": squality,
+    "squad": lambda rows: squad_passages(squad_questions(rows)),
+    "qmsum": qmsum,
+    "mts_dialog": mts_dialog,
+    "mmlu": mmlu,
+    "the_stack": code_files,
+    "own": user_rows,
+}
 FILE_READERS: dict[str, Callable[[Path, Path], Iterable[Item]]] = {
+    "squad": lambda path, folder: squad_passages(read_squad(path)),
+    "covidqa": lambda path, folder: squad_passages(read_squad(path)),
     "wikitext2": wikitext,
     "text": text_pieces,
     "code": text_pieces,
