@@ -51,9 +51,6 @@ class TrainingConfig:
     tau_end: float = Field(default=0.001, gt=0, le=1e6, description="temperature of Soft-TopK at the last step")
     retention_start: float = Field(default=0.5, gt=0, le=1, description="R at the first step")
     retention_end: float = Field(default=0.15, gt=0, le=1, description="R at the last step and in validation")
-    hold: float = Field(
-        default=0.0, ge=0, le=0.99, description="final fraction of the steps that keep the last tau and R"
-    )
     beta: float = Field(default=0.5, ge=0, le=1e6, description="weight of the hidden-state loss")
     hidden_norm: Literal["relative", "mean", "sum"] = Field(
         default="relative", description="what the squared distance of hidden states is divided by"
@@ -190,14 +187,14 @@ class Schedule(NamedTuple):
 def schedule(config: TrainingConfig, step: float) -> Schedule:
     """Compute the schedule at `step`, which may be fractional.
 
-    The learning rate warms up and decays linearly; tau and R decay exponentially, then stay for `hold`.
+    The learning rate warms up and decays linearly; tau and R decay exponentially.
     """
     if step < config.warmup:
         lr = config.lr * min(1.0, (step + 1) / config.warmup)
     else:
         progress = (step - config.warmup) / max(1, config.steps - config.warmup)
         lr = config.lr + (config.lr_end - config.lr) * progress
-    share = min(1.0, step / max(1.0, config.steps * (1 - config.hold)))
+    share = min(1.0, step / config.steps)
     tau = config.tau_start * (config.tau_end / config.tau_start) ** share
     return Schedule(lr, tau, config.retention_start * (config.retention_end / config.retention_start) ** share)
 

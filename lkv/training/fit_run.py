@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from lkv.errors import LkvError, TrainingError, TrainingStoppedError
+from lkv.errors import TrainingError, TrainingStoppedError
 from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
 from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy, is_policy
@@ -63,10 +63,6 @@ _DECISIVE_RETENTION = 0.15  # a policy worse than SnapKV at it does not become t
 _CLEARLY_WORSE = 1.25
 _REPORT_SHARE = 0.05  # of the time of the distillation that reports may take
 _SHORTEST_COMPARED = 128  # tokens of a context, below which memory is too small
-
-
-class UselessStateError(LkvError):
-    """The saved state of an interrupted run cannot be read."""
 
 
 class FitJob(NamedTuple):
@@ -162,16 +158,16 @@ class FitRun:
         return self._finish()
 
     def _restore(self) -> None:
-        """Restore the state of a run on the same data that was interrupted or ran out of memory.
+        """Restore the state of a run that was interrupted or ran out of memory.
 
-        Raises UselessStateError if it cannot be read, and TrainingError if it belongs to another run.
+        Raises TrainingError if it belongs to another run.
         """
         if not (self._state / CHECKPOINT).exists():
             return
+        checkpoint = read_checkpoint(self._state)
+        progress = Progress(**checkpoint.card["progress"])
+        lengths = {name: checkpoint.config[name] for name in ("min_tokens", "max_tokens")}
         try:
-            checkpoint = read_checkpoint(self._state)
-            progress = Progress(**checkpoint.card["progress"])
-            lengths = {name: checkpoint.config[name] for name in ("min_tokens", "max_tokens")}
             checkpoint.check_run(replace(self._config, **lengths), self.policy.card["data_digest"])
             checkpoint.load_policy(self.policy)
             initialize_from(self._best, self._state / "best")
@@ -186,10 +182,6 @@ class FitRun:
                 "data, with other settings or of another model; repeat that call to continue it, give another --out, "
                 "or delete that folder to start anew."
             ) from error
-        except (LkvError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            if is_out_of_memory(error):
-                raise MemoryError(str(error)) from error
-            raise UselessStateError(str(error)) from error
         log(f"continuing the run that was interrupted after {progress.seconds / 60:.1f} minutes")
 
     def _save(self) -> None:

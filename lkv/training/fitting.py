@@ -26,7 +26,7 @@ from lkv.training.cost import seconds_per_token
 from lkv.training.data.mixture import Mixture
 from lkv.training.datasets import open_texts
 from lkv.training.fit_plan import config_for, longest_context, shorter_contexts
-from lkv.training.fit_run import RUN, FitJob, FitRun, UselessStateError, log
+from lkv.training.fit_run import RUN, FitJob, FitRun, Progress, log
 from lkv.utils.devices import is_out_of_memory, release
 from lkv.utils.files import as_path, check_is_not_data, check_writable_folder
 from lkv.utils.progress import ProgressBar
@@ -94,15 +94,15 @@ def fit_to(
     name: str | None,
     started: float,
 ) -> Policy:
-    """Make a policy as `fit` does, from what `open_texts` returned.
+    """Make a policy as `fit` does.
 
     Args:
-        texts: The open texts.
-        model: As for `fit`, like the following.
+        texts: What `open_texts` returned.
+        model: As for `fit`, like all but the last.
         tokenizer: Its tokenizer.
         minutes: How long it may take.
-        out: The policy's folder, if not in LKV's cache.
-        name: The model's name for the policy's card, if not its own.
+        out: The policy's folder.
+        name: The model's name for the policy's card.
         started: When the time began, by `clock`.
     """
     query_rotations(model, "`lkv fit`")
@@ -124,12 +124,12 @@ def fit_to(
 
 
 def _run(job: FitJob, started: float) -> Policy:
-    """Run all stages; start anew if saved state is unreadable, and shorten contexts if memory runs out."""
+    """Run all stages; shorten contexts if memory runs out."""
     log("measuring how fast the model reads here")
     positions = patch_attention(job.model).spec.max_positions
     probe_seconds = min(_PROBE_SECONDS, _PROBE_SHARE * job.seconds)
     per_token = seconds_per_token(job.model, min(_PROBE_TOKENS, positions), probe_seconds, clock)
-    interrupted, earlier = _interrupted_run(job.state)
+    interrupted, earlier = _interrupted_run(job)
     longest = interrupted or longest_context(job.seconds / per_token)
 
     def elapsed() -> float:
@@ -147,12 +147,6 @@ def _run(job: FitJob, started: float) -> Policy:
                 leave=False,
             ):
                 return FitRun(job, config, per_token, elapsed).run()
-        except UselessStateError as error:
-            kept = job.folder / f"{RUN}-unreadable"
-            log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
-            rmtree(kept, ignore_errors=True)
-            job.state.rename(kept)
-            longest, earlier = longest_context(job.seconds / per_token), 0.0
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -194,13 +188,19 @@ def _removed_if_unused(run: Path, is_new: bool) -> Iterator[None]:
         raise
 
 
-def _interrupted_run(state: Path) -> tuple[int | None, float]:
-    """Return the maximum context length and the seconds of the saved run; (None, 0) without one."""
-    with suppress(LkvError, KeyError, TypeError, ValueError):
-        if (state / CHECKPOINT).exists():
-            checkpoint = read_checkpoint(state)
-            return int(checkpoint.config["max_tokens"]), float(checkpoint.card["progress"]["seconds"])
-    return None, 0.0
+def _interrupted_run(job: FitJob) -> tuple[int | None, float]:
+    """Return the maximum context length and the seconds of the saved run; (None, 0) without one that can be read."""
+    if not (job.state / CHECKPOINT).exists():
+        return None, 0.0
+    try:
+        checkpoint = read_checkpoint(job.state)
+        return int(checkpoint.config["max_tokens"]), Progress(**checkpoint.card["progress"]).seconds
+    except (LkvError, KeyError, TypeError, ValueError) as error:
+        kept = job.folder / f"{RUN}-unreadable"
+        log(f"the interrupted run cannot be read ({error}): starting anew; it was moved to {kept}")
+        rmtree(kept, ignore_errors=True)
+        job.state.rename(kept)
+        return None, 0.0
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
     assert {
         "lkv/py.typed",
         "lkv/evaluation/longbench.json",
+        "lkv/evaluation/ruler.json",
+        "lkv/training/data/public_datasets.json",
         "lkv/training/data/texts.json",
     } <= files
     assert {

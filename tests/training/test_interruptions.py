@@ -269,7 +269,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(run_folder, monkeypatch):
     "change",
     [{"lr": math.nan}, {"lr": -1.0}, {"lr": 0.0}, {"lr": math.inf}, {"tau_start": 0.0}, {"tau_end": math.nan},
      {"seed": 2**70}, {"seed": -1}, {"continuations": 100_000}, {"steps": 0}, {"batch": 2.5}, {"steps": True},
-     {"retention_end": 1.5}, {"hold": 1.0}, {"warmup": -1}, {"min_tokens": 900, "max_tokens": 100},
+     {"retention_end": 1.5}, {"warmup": -1}, {"min_tokens": 900, "max_tokens": 100},
      {"hidden_norm": "median"}, {"lr": "1e-3"}, {"beta": -0.1}],
 )  # fmt: skip
 def test_settings_outside_their_range_are_named(change):

@@ -1,8 +1,10 @@
-"""RULER's 13 tasks as the benchmark defines them (Hsieh et al. 2024; templates: NVIDIA/RULER, Apache-2.0).
+"""RULER's 13 tasks as the benchmark defines them (Hsieh et al. 2024).
 
-Each function makes an `ExampleTemplate`, whose context can have any number of units: noise lines, words, documents.
+The prompts (NVIDIA/RULER, Apache-2.0) are in ruler.json. Each function makes an `ExampleTemplate`, whose context can
+have any number of units: noise lines, words, documents.
 """
 
+import json
 import math
 import random
 import re
@@ -10,6 +12,7 @@ import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib import resources
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,47 +47,18 @@ class PromptTemplate(NamedTuple):
     question: str  # with the space that follows it
     prefix: str  # the beginning of the answer
     max_new_tokens: int
-    metric: str = "string_match_all"
+    metric: str
 
 
-NIAH = PromptTemplate(
-    context="Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
-    "about the {kind} afterwards.\n{context}\n",
-    question="What are all the special magic {kind} for {query} mentioned in the provided text? ",
-    prefix="The special magic {kind} for {query} mentioned in the provided text are",
-    max_new_tokens=128,
-)
-VARIABLE_TRACKING = PromptTemplate(
-    context="Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n",
-    question="Question: Find all variables that are assigned the value {query} in the text above. ",
-    prefix="Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
-    "the value {query}, they are: ",
-    max_new_tokens=30,
-)
-COMMON_WORDS = PromptTemplate(
-    context="Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones "
-    "that appear most often.\n{context}\n",
-    question="Question: What are the 10 most common words in the above list? ",
-    prefix="Answer: The top 10 words that appear most often in the list are:",
-    max_new_tokens=120,
-)
-FREQUENT_WORDS = PromptTemplate(
-    context="Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-    "appeared coded words. {context}\n",
-    question="Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most "
-    "frequently appeared words in the above coded text? ",
-    prefix="Answer: According to the coded text above, the three most frequently appeared words are:",
-    max_new_tokens=50,
-)
-QUESTIONS = PromptTemplate(
-    context="Answer the question based on the given documents. Only give me the answer and do not output any other "
-    "words.\n\nThe following are given documents.\n\n{context}\n\n",
-    question="Answer the question based on the given documents. Only give me the answer and do not output any other "
-    "words.\n\nQuestion: {query} ",
-    prefix="Answer:",
-    max_new_tokens=32,
-    metric="string_match_part",
-)
+def _read_prompts() -> dict[str, PromptTemplate]:
+    text = resources.files("lkv.evaluation").joinpath("ruler.json").read_text(encoding="utf-8")
+    return {name: PromptTemplate(**fields) for name, fields in json.loads(text).items()}
+
+
+_PROMPTS = _read_prompts()
+NIAH, VARIABLE_TRACKING = _PROMPTS["niah"], _PROMPTS["variable_tracking"]
+COMMON_WORDS, FREQUENT_WORDS = _PROMPTS["common_words"], _PROMPTS["frequent_words"]
+QUESTIONS = _PROMPTS["questions"]
 
 
 class NeedleTask(NamedTuple):

@@ -5,8 +5,10 @@ error, because training on partial data would go unnoticed.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,69 +27,15 @@ class PublicDataset(NamedTuple):
 
     title: str
     licence: str
-    files: tuple[str, ...]
+    files: list[str]
 
 
-_LANGUAGES = ("python", "java", "c++", "c-sharp")
-PUBLIC_DATASETS: dict[str, PublicDataset] = {
-    "hotpotqa": PublicDataset(
-        "HotpotQA train",
-        "CC BY-SA 4.0",
-        ("hotpot_train_v1.1.json*", "fullwiki/train-*.parquet", "distractor/train-*.parquet", "hotpotqa_train*.jsonl*"),
-    ),
-    "multi_news": PublicDataset(
-        "Multi-News train",
-        "research and education only",
-        (
-            "train.src.cleaned*",
-            "multi_news_train*.jsonl*",
-            "multi_news/*/train/*.parquet",
-            "multi_news/train-*.parquet",
-        ),
-    ),
-    "the_stack": PublicDataset(
-        "The Stack (Python, Java, C++, C#)",
-        "the licence of each file, all permissive; terms of The Stack",
-        (*(f"data/{language}/*.parquet" for language in _LANGUAGES), "code_*.jsonl*"),
-    ),
-    "squad": PublicDataset(
-        "SQuAD v1.1 train", "CC BY-SA 4.0", ("train-v1.1.json*", "plain_text/train-*.parquet", "squad_train*.jsonl*")
-    ),
-    "trec": PublicDataset(
-        "TREC question classification, train",
-        "none stated",
-        ("train_5500.label*", "trec_train*.label*", "trec/*/train/*.parquet", "trec/train-*.parquet"),
-    ),
-    "mmlu": PublicDataset(
-        "MMLU auxiliary_train and dev",
-        "MIT",
-        (
-            "all/auxiliary_train-*.parquet",
-            "all/dev-*.parquet",
-            "mmlu_auxiliary_train*.jsonl*",
-            "mmlu_train*.jsonl*",
-            "mmlu_dev*.jsonl*",
-        ),
-    ),
-    "narrativeqa": PublicDataset(
-        "NarrativeQA train", "Apache-2.0", ("narrativeqa/data/train-*.parquet", "narrativeqa_train*.jsonl*")
-    ),
-    "2wiki": PublicDataset("2WikiMultihopQA train", "Apache-2.0", ("2wiki*/train.json*", "2wiki_train*.jsonl*")),
-    "musique": PublicDataset("MuSiQue train", "CC BY 4.0", ("musique_ans_v1.0_train.jsonl*", "musique_train*.jsonl*")),
-    "fairytaleqa": PublicDataset("FairytaleQA train", "Apache-2.0", ("fairytaleqa_train*.jsonl*",)),
-    "squality": PublicDataset("SQuALITY train", "CC BY 4.0", ("squality_train*.jsonl*", "squality/*/train.jsonl*")),
-    "covidqa": PublicDataset("COVID-QA", "Apache-2.0", ("COVID-QA.json*", "covidqa*.json*")),
-    "qmsum": PublicDataset("QMSum train", "MIT", ("qmsum_train*.jsonl*", "QMSum/data/ALL/jsonl/train.jsonl*")),
-    "mts_dialog": PublicDataset(
-        "MTS-Dialog train", "CC BY 4.0", ("MTS-Dialog-TrainingSet.csv*", "mts_dialog_train*.csv*")
-    ),
-    "wikitext2": PublicDataset(
-        "WikiText-2", "CC BY-SA 3.0", ("wiki.train.tokens*", "wiki.valid.tokens*", "wikitext2*.txt*")
-    ),
-    "own": PublicDataset("JSON lines of the data folder", "as its owner has it", ()),
-    "text": PublicDataset("text files of the data folder", "as its owner has it", ()),
-    "code": PublicDataset("source files of the data folder", "as its owner has it", ()),
-}
+def _read_datasets() -> dict[str, PublicDataset]:
+    text = resources.files("lkv.training.data").joinpath("public_datasets.json").read_text(encoding="utf-8")
+    return {name: PublicDataset(**fields) for name, fields in json.loads(text).items()}
+
+
+PUBLIC_DATASETS = _read_datasets()
 
 
 class DatasetIndex(NamedTuple):
