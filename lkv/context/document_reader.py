@@ -3,20 +3,35 @@
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from lkv.context.flow_text import UNSEEN
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason
 from lkv.utils.text_decoding import decode_text
 
 STDIN = "-"
+_MAX_BYTES = 2**29  # far more text than models read
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml", ".xht")
-_PAGE_START = re.compile(r"\s*(?:<\?xml.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.DOTALL | re.IGNORECASE)
+_PAGE_START = re.compile(
+    r"\s*(?:<\?.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body|title)\b", re.DOTALL | re.IGNORECASE
+)
+_NO_DECLARATION = re.compile(r"<!--.*?-->|<(script|style|title)\b.*?</\1", re.DOTALL | re.IGNORECASE)
+_FORMATS = {
+    b"{\\rtf": "RTF",
+    b"%!PS": "PostScript",
+    b"PK\x03\x04": "ZIP, as .docx, .odt and .epub are",
+    b"\xd0\xcf\x11\xe0": ".doc",
+}
 _CHARSET = re.compile(
     r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
+
+_DOCTYPE = re.compile(r"<!DOCTYPE\s[^<>\[]*\[(.*?)\]\s*>", re.DOTALL)
+_ENTITY = re.compile(r"""<!ENTITY\s+([\w.-]+)\s+("[^"]*"|'[^']*')\s*>""")
 
 
 class Document(NamedTuple):
@@ -49,7 +64,8 @@ def read_document(name: str | os.PathLike[str]) -> str:
     """
     name = str(as_path(name, DocumentError, "the document"))
     try:
-        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        with nullcontext(sys.stdin.buffer) if name == STDIN else Path(name).open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise DocumentError(f"{name} does not exist; give a file, or - for stdin.") from None
     except OSError as error:
@@ -57,6 +73,8 @@ def read_document(name: str | os.PathLike[str]) -> str:
             f"{name} cannot be read as text ({error_reason(error)}); give a file, or - for stdin."
         ) from error
     label = "standard input" if name == STDIN else name
+    if len(data) > _MAX_BYTES:
+        raise DocumentError(f"{label} is larger than {_MAX_BYTES >> 20} MB; give a part of it.")
     document = parse_document(data, label)
     if document.skipped:
         print(f"{label}: left out or uncertain: {'; '.join(document.skipped)}", file=sys.stderr)
@@ -74,7 +92,9 @@ def parse_document(data: bytes, name: str) -> Document:
         DocumentError: For a document that has no text or is of another kind.
         MissingPackageError: If the document needs the extra `documents`.
     """
-    if b"%PDF-" in data[:1024] and not _PAGE_START.match(data[:1024].decode("latin-1")):
+    start = data.lstrip()[:1024]
+    is_pdf = b"%PDF-" in start or (name.lower().endswith(".pdf") and b" obj" in data)
+    if is_pdf and not _PAGE_START.match(start.decode("latin-1")):
         require("documents", "reading PDF", ["pypdf"])
         from lkv.context.pdf_text import pdf_text
 
@@ -83,16 +103,20 @@ def parse_document(data: bytes, name: str) -> Document:
         text, skipped = _read_text(data, name)
     if count := text.count("\0"):  # of a PDF's strings, where a reader displays nothing
         text, skipped = text.replace("\0", ""), [*skipped, f"{count} NUL character{'s' * (count > 1)}"]
-    if not text.strip():
+    if not text.translate(UNSEEN).strip():
         without = f" but {', '.join(skipped)}" if skipped else ""
-        raise DocumentError(f"{name} has no text{without}; a scanned document must go through text recognition first.")
+        advice = "a scanned document must go through text recognition first" if is_pdf else "give another document"
+        raise DocumentError(f"{name} has no text{without}; {advice}.")
     return Document(text, skipped)
 
 
 def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_html = name.lower().endswith(_HTML_SUFFIXES)
-    start = data[:4096].decode("latin-1").removeprefix("\xef\xbb\xbf")
-    declared = _CHARSET.search(start) if is_html or _PAGE_START.match(start) else None
+    if form := next((form for mark, form in _FORMATS.items() if data.startswith(mark)), None):
+        raise DocumentError(f"{name} is no text, but of the format {form}; save it as PDF, HTML or UTF-8 text.")
+    start = data[:8192].decode("latin-1").removeprefix("\xef\xbb\xbf")
+    is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
+    declared = _CHARSET.search(_NO_DECLARATION.sub("", start)) if is_declaring else None
     text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None)
     if not is_html and not _PAGE_START.match(text[:4096]):
         return text, skipped
@@ -107,7 +131,14 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
 
 
 def _as_html(page: str) -> str:
-    """Convert XML's CDATA sections and empty elements, which HTML lacks, to HTML."""
+    """Convert what HTML lacks to HTML: XML's entities, prefixes, CDATA sections and empty elements."""
+    if doctype := _DOCTYPE.search(page):
+        entities = dict(_ENTITY.findall(doctype[1]))
+        page = re.sub(
+            r"&([\w.-]+);", lambda match: entities.get(match[1], f'"{match[0]}"')[1:-1], page[doctype.end() :]
+        )
+    if prefix := re.search(r"""\sxmlns:([\w.-]+)\s*=\s*["']http://www\.w3\.org/1999/xhtml["']""", page):
+        page = re.sub(rf"<(/?){re.escape(prefix[1])}:", r"<\1", page)
     page = re.sub(
         r"<!\[CDATA\[(.*?)(?:\]\]>|\Z)",
         lambda match: match[1].replace("&", "&amp;").replace("<", "&lt;"),

@@ -3,12 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.flow_text import SPACES, UNSEEN, Cell, FlowText, table_lines
 
 if TYPE_CHECKING:
-    from selectolax.lexbor import LexborNode
+    from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 
 # Section "Rendering" of the standard: https://html.spec.whatwg.org/multipage/rendering.html
@@ -32,13 +34,17 @@ _PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
 _LISTS = ("dir", "menu", "ol", "ul")
 _NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
 _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
-_SCRIPTED = ("msub", "msup", "msubsup", "munder", "mover", "munderover")
+_SCRIPTED = ("mmultiscripts", "msub", "msup", "msubsup", "munder", "mover", "munderover")
 _INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
 
 SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
 SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
 _NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
 _NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
+_RULE = re.compile(r"([^{}]+)\{([^{}]*\b(?:display|float|position)\b[^{}]*)\}")
+# Comments and rules for printing, narrow windows and the like.
+_NO_RULES = re.compile(r"/\*.*?\*/|@\w[^{};]*(?:;|\{(?:[^{}]|\{[^{}]*\})*+\})", re.DOTALL)
+_MAX_RULES = 500  # of a page's style sheets; each is looked for in the whole page
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 
 _MAX_DEPTH = 5000  # the parser takes quadratic time; browsers display 512 levels
@@ -120,13 +126,17 @@ class _Renderer:
         self._lists: list[_List] = []
         self._tables: list[list[list[Cell]]] = []
         self._white_space = "normal"
+        self._is_visible = True
+        self._sheet: dict[int, dict[str, str]] = {}  # by elements
         self._outer_texts: list[FlowText] = []
         self._quotes = 0
 
     def render(self, page: str) -> None:
         from selectolax.lexbor import LexborHTMLParser
 
-        root = LexborHTMLParser(page.replace("\0", "")).root
+        parser = LexborHTMLParser(page.replace("\0", ""))
+        self._sheet = _read_style_sheets(parser)
+        root = parser.root
         steps: list[_Step] = [root] if root is not None else []
         while steps:
             step = steps.pop()
@@ -138,7 +148,9 @@ class _Renderer:
                 steps.extend(reversed(self._enter(step)))
 
     def _write(self, text: str) -> None:
-        if self._white_space in ("pre", "pre-wrap", "break-spaces"):
+        if not self._is_visible:
+            self.left_out["hidden element"] += bool(text.strip())
+        elif self._white_space in ("pre", "pre-wrap", "break-spaces"):
             self.text.write_verbatim(text.translate(UNSEEN))
         elif self._white_space == "pre-line":
             for number, line in enumerate(text.split("\n")):
@@ -151,24 +163,28 @@ class _Renderer:
     def _enter(self, node: "LexborNode") -> list[_Step]:
         """Begin an element; return its children and the steps between and after them."""
         tag, attributes = node.tag or "", node.attributes
-        style = _parse_style(node)
+        style = self._style(node)
         default = _DISPLAY.get(tag, "inline")
         display = default if style.get("display") in _DISPLAY_KEYWORDS else style["display"]
         if tag in _NOT_READ and not (tag == "template" and "shadowrootmode" in attributes):
             self._skip(tag, attributes)
             return _children(node) if tag == "object" else []  # whose content stands in for it
-        is_hidden = attributes.get("hidden", "until-found") != "until-found" or style.get("visibility") == "hidden"
+        is_hidden = attributes.get("hidden", "until-found") != "until-found" or "popover" in attributes
         if is_hidden or display == "none" or (tag == "dialog" and "open" not in attributes):
             if default != "none" and (node.text() or "").strip():
                 self.left_out["hidden element"] += 1
             return []
-        if node.parent is not None and re.search("flex|grid", _parse_style(node.parent).get("display", "")):
+        is_apart = node.parent is not None and re.search("flex|grid", self._style(node.parent).get("display", ""))
+        if is_apart or style.get("float") in ("left", "right") or style.get("position") in ("absolute", "fixed"):
             display = re.sub("^inline.*", "block", display)
         is_nested_list = display == "spaced block" and tag in _LISTS and self._lists
         has_row = self._tables and self._tables[-1]
         if is_nested_list or (display == "table-cell" and not has_row):
             display = "block" if is_nested_list else "inline-block"
         return self._render_box(node, display, style)
+
+    def _style(self, node: "LexborNode") -> dict[str, str]:
+        return self._sheet.get(node.mem_id, {}) | _parse_style(node.attributes.get("style") or "")
 
     def _skip(self, tag: str, attributes: dict[str, str | None]) -> None:
         if page := attributes.get("srcdoc"):
@@ -186,7 +202,8 @@ class _Renderer:
         self.text.write_verbatim(text)
 
     def _render_box(self, node: "LexborNode", display: str, style: dict[str, str]) -> list[_Step]:
-        breaks, white_space, lists = _LINE_BREAKS.get(display, 1), self._white_space, list(self._lists)
+        breaks, lists = _LINE_BREAKS.get(display, 1), list(self._lists)
+        white_space, is_visible = self._white_space, self._is_visible
 
         def separate() -> None:
             if breaks:
@@ -196,10 +213,13 @@ class _Renderer:
 
         def leave() -> None:
             separate()
-            self._white_space, self._lists = white_space, lists
+            self._white_space, self._is_visible, self._lists = white_space, is_visible, lists
 
         separate()
         self._white_space = style.get("white-space") or ("pre" if node.tag in _PREFORMATTED else white_space)
+        self._is_visible = {"hidden": False, "collapse": False, "visible": True}.get(
+            style.get("visibility", ""), is_visible
+        )
         if display == "table":
             self._tables.append([])
             content = [*_children(node), self._write_table]
@@ -224,10 +244,10 @@ class _Renderer:
         elif tag == "img":
             self._write_image(attributes)
         elif tag == "input":
-            self.text.write(_input_text(attributes))
+            self._write(_input_text(attributes))
         elif tag in ("option", "optgroup"):
             self.text.marker = "[x] " if "selected" in attributes else ""
-            self.text.write(attributes.get("label") or "")
+            self._write(attributes.get("label") or "")
             return [] if tag == "option" and attributes.get("label") else children
         elif tag == "q":
             return self._render_quote(children)
@@ -237,8 +257,10 @@ class _Renderer:
             return self._capture(children, self._write_subscript)
         elif tag == "rt":
             return self._capture(children, lambda text: self.text.write_verbatim(f"({text})" if text else ""))
+        elif tag == "mspace" or (tag == "tspan" and {"x", "y", "dx", "dy"} & attributes.keys()):
+            self.text.add_space()
         elif tag in ("mfrac", "mroot", "msqrt", *_SCRIPTED):
-            return self._render_formula(tag, [child for child in children if getattr(child, "is_element_node", False)])
+            return self._render_formula(tag, list(node.iter()))
         elif tag == "template":  # a declarative shadow root
             return _children(node.template_fragments()[0])
         return children
@@ -260,7 +282,7 @@ class _Renderer:
         """Add an image's alternative text; an empty one marks decoration."""
         if attributes.get("alt") is None and "alt" not in attributes:
             self.left_out["image"] += 1
-        self.text.write(attributes.get("alt") or "")
+        self._write(attributes.get("alt") or "")
 
     def _render_quote(self, children: list[_Step]) -> list[_Step]:
         opening, closing = ("\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}")
@@ -292,23 +314,30 @@ class _Renderer:
             is_one = len(text) == 1 or re.fullmatch(r"\[.*\]|\w+" if sign == "_" else r"\[.*\]", text)
             self.text.write_verbatim(sign + (text if is_one else f"({text})"))
 
-    def _render_formula(self, tag: str, children: list[_Step]) -> list[_Step]:
+    def _render_formula(self, tag: str, children: list["LexborNode"]) -> list[_Step]:
         def write_operand(text: str) -> None:
             self.text.write_verbatim(text if re.fullmatch(r"[\w.,]+", text) else f"({text})")
 
         first, rest = children[:1], children[1:]
         if tag == "mfrac":
             over = [lambda: self.text.write_verbatim("/"), *self._capture(rest, write_operand)]
-            return [*self._capture(first, write_operand), *over]
+            return [self._end_number, *self._capture(first, write_operand), *over]
         if tag in ("msqrt", "mroot"):
             index = self._capture(rest, self._write_superscript) if tag == "mroot" else []
             radicand = first if tag == "mroot" else children
             return [*index, lambda: self.text.write_verbatim("√"), *self._capture(radicand, write_operand)]
-        is_raised = [tag in ("msup", "mover"), True]
-        uses = [self._write_superscript if raised else self._write_subscript for raised in is_raised]
-        for child, use in zip(rest, uses, strict=False):
-            first += self._capture([child], use)
-        return first
+        place = next((n for n, child in enumerate(rest) if child.tag == "mprescripts"), len(rest))
+        uses = [self._write_subscript, self._write_superscript][tag in ("msup", "mover") :]
+
+        def scripts(children: list["LexborNode"]) -> list[_Step]:
+            return [step for child, use in zip(children, cycle(uses)) for step in self._capture([child], use)]
+
+        return [*scripts(rest[place + 1 :]), *first, *scripts(rest[:place])]
+
+    def _end_number(self) -> None:
+        """Set a fraction apart from a number before it."""
+        if self.text.last_character().isdigit():
+            self.text.add_space()
 
     def _render_cell(self, node: "LexborNode") -> list[_Step]:
         columns = max(1, min(_integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
@@ -330,9 +359,24 @@ def _children(node: "LexborNode") -> list[_Step]:
     return children
 
 
-def _parse_style(node: "LexborNode") -> dict[str, str]:
-    """Return the declarations of an element's own attribute `style`."""
-    declarations = (part.partition(":") for part in (node.attributes.get("style") or "").lower().split(";"))
+def _read_style_sheets(parser: "LexborHTMLParser") -> dict[int, dict[str, str]]:
+    """Return how a page's own style sheets separate elements. What they hide may be shown by a script, so it counts."""
+    from selectolax.lexbor import SelectolaxError
+
+    css = _NO_RULES.sub("", " ".join(node.text() for node in parser.css("style")))
+    styles: dict[int, dict[str, str]] = {}
+    for selectors, declarations in _RULE.findall(css)[:_MAX_RULES]:
+        style = {name: value for name, value in _parse_style(declarations).items() if value != "none"}
+        for selector in selectors.split(","):
+            with suppress(SelectolaxError):
+                for node in parser.css(selector):
+                    styles.setdefault(node.mem_id, {}).update(style)
+    return styles
+
+
+def _parse_style(text: str) -> dict[str, str]:
+    """Return the declarations of an attribute `style` or a rule."""
+    declarations = (part.partition(":") for part in text.lower().split(";"))
     return {name.strip(): value.replace("!important", "").strip() for name, _, value in declarations if value.strip()}
 
 

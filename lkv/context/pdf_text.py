@@ -1,21 +1,35 @@
 """The text of a PDF as viewers show it, with form fields and notes. Does not import torch."""
 
 import io
+import logging
 import re
+import threading
+import zlib
 from collections.abc import Iterator
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from pypdf import PageObject, PdfReader
+from pypdf.errors import DependencyError
+from pypdf.generic import EncodedStreamObject
 
 from lkv.context.html_text import SUBSCRIPTS, SUPERSCRIPTS
+from lkv.context.pdf_annotations import annotations, field_texts, get, items, note_texts
 from lkv.errors import DocumentError
-
-if TYPE_CHECKING:
-    from pypdf import PageObject, PdfReader
 
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 _BROKEN_WORD = re.compile(r"([^\W\d_]+)[-\N{HYPHEN}]\n([^\W\d_]+)")
-_HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
+_INLINE_IMAGE = re.compile(rb"\bBI\s.*?\sID\s", re.DOTALL)
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
+_COPY_DISTANCE = 0.1  # between a piece and its copy that makes it bold, by the font's size
+_UNNAMED, _OUTSIDE, _DAMAGED = (
+    "text in fonts without characters on page",
+    "text outside of page",
+    "damaged content of page",
+)
+_KINDS = ("the scanned page", "the page without text", "the images of page")
+_DAMAGE = re.compile("decompress|not defined|[Ii]mpossible to decode|Stream has ended|unexpected end")
+_MAX_CONTENT = 10**8  # decompressed bytes
 _NAMED = 9  # the most pages and files listed individually
 
 
@@ -25,16 +39,18 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
     Raises:
         DocumentError: For a damaged or locked document.
     """
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError
-
+    log, damage = logging.getLogger("pypdf"), _DamageLog()
+    log.addHandler(damage)
     try:
         reader = PdfReader(io.BytesIO(data[max(0, data[:1024].find(b"%PDF-")) :]))
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{name} is locked with a password; give a copy without one.")
-        texts = [_page_text(page) for page in reader.pages]
-        details = "\n".join([*_fields(reader), *_notes(reader)])
-        return "\n\n".join(text for text in [*texts, details] if text), list(_left_out(reader, texts))
+        own_pages = list(reader.pages)
+        is_damaged = damage.take()
+        pages = [_read_page(page, damage) for page in own_pages]
+        details = "\n".join([*field_texts(reader), *note_texts(reader)])
+        skipped = [*_left_out(reader, pages), *(["damaged parts"] if is_damaged or damage.take() else [])]
+        return "\n\n".join(filter(None, [*(text for text, _ in pages), details])), skipped
     except DependencyError as error:
         raise DocumentError(
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
@@ -44,6 +60,26 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
         raise
     except Exception as error:  # of any type, from KeyError to AssertionError
         raise DocumentError(f"{name} is a damaged PDF ({error}); print it to a new PDF, or give its text.") from error
+    finally:
+        log.removeHandler(damage)
+
+
+class _DamageLog(logging.Handler):
+    """Collects what pypdf logs of lost content in this thread; nothing of it is printed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread and _DAMAGE.search(record.getMessage()):
+            self.messages.append(record.getMessage())
+
+    def take(self) -> bool:
+        """Return whether there are messages, and drop them."""
+        messages, self.messages = self.messages, []
+        return bool(messages)
 
 
 class _Piece(NamedTuple):
@@ -56,6 +92,8 @@ class _Piece(NamedTuple):
         size: Font size in points.
         rise: Rise above the base line.
         is_level: Whether it runs from left to right.
+        stretch: The factor of its width.
+        font: Identifies its font on the page.
     """
 
     text: str
@@ -64,51 +102,123 @@ class _Piece(NamedTuple):
     size: float
     rise: float
     is_level: bool
+    stretch: float = 1.0
+    font: int = 0
+
+    def is_after(self, other: "_Piece") -> bool:
+        """Return whether there is a gap between the other piece and this one, by letters of half their size."""
+        end = other.x + 0.5 * len(other.text) * other.size * other.stretch
+        return self.x - end > 0.2 * self.size and other.text[-1:] != " " != self.text[:1]
+
+    def is_copy(self, other: "_Piece") -> bool:
+        """Return whether this is the other piece drawn again, as for bold letters or a shadow."""
+        distance = max(abs(self.x - other.x), abs(self.y - other.y))
+        return self.text == other.text and distance < _COPY_DISTANCE * max(self.size, other.size)
 
 
-def _page_text(page: "PageObject") -> str:
-    pieces = _pieces(page)
+def _read_page(page: PageObject, damage: _DamageLog) -> tuple[str, list[str]]:
+    """Return a page's text, and what of it is missing."""
+    all_pieces, is_unnamed = _pieces(page)
+    pieces = [piece for piece in all_pieces if piece.font not in is_unnamed]
     left, bottom, right, top = (float(edge) for edge in page.cropbox)
     # Pieces without a position are line breaks found by pypdf.
     visible = [each for each in pieces if each.text == "\n" or (left <= each.x < right and bottom <= each.y < top)]
+    missing = [_UNNAMED] * (len(pieces) < len(all_pieces))
+    if len("".join(each.text for each in pieces).split()) > len("".join(each.text for each in visible).split()):
+        missing.append(_OUTSIDE)
+    if damage.take() or any(_is_cut(stream) for stream in items(get(page, "/Contents"))):
+        missing.append(_DAMAGED)
     lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
     if all(piece.is_level for line in lines for piece in line):
-        lines = _order_columns(_order_lines(lines, left + 0.4 * (right - left)))
+        lines = _order_columns(_order_lines(_join_scripts(lines), left + 0.4 * (right - left)))
     text = "\n".join(_line_text(line) for line in lines)
-    return _join_words(text.translate(_LIGATURES)).strip("\n")
+    return _join_words(text.translate(_LIGATURES)).strip("\n"), missing
 
 
-def _pieces(page: "PageObject") -> list[_Piece]:
+def _is_cut(stream: Any) -> bool:
+    """Return whether compressed content breaks off, which pypdf does not report."""
+    if not isinstance(stream, EncodedStreamObject) or items(get(stream, "/Filter")) != ["/FlateDecode"]:
+        return False
+    decompressor = zlib.decompressobj()
+    try:
+        decompressor.decompress(stream._data, _MAX_CONTENT)
+    except zlib.error:
+        return True
+    return not decompressor.eof
+
+
+def _pieces(page: PageObject) -> tuple[list[_Piece], set[int]]:
+    """Return a page's pieces of text, and the fonts that do not name their characters."""
     pieces: list[_Piece] = []
+    unnamed: set[int] = set()
     rise = shown_rise = 0.0
+    stretch = shown_stretch = 1.0
 
     def before(operator: bytes, operands: list[Any], cm: list[float], tm: list[float]) -> None:
-        nonlocal rise, shown_rise
+        nonlocal rise, shown_rise, stretch, shown_stretch
         if operator == b"Ts":
             rise = float(operands[0])
+        elif operator == b"Tz":
+            stretch = float(operands[0]) / 100
         elif operator in (b"Tj", b"TJ", b"'", b'"'):
-            shown_rise = rise
+            shown_rise, shown_stretch = rise, stretch
 
     def add(text: str, cm: list[float], tm: list[float], font: Any, size: float) -> None:
         x, y = (tm[4] * cm[i] + tm[5] * cm[i + 2] + cm[i + 4] for i in (0, 1))
-        scale = abs(tm[3] * cm[3] + tm[2] * cm[1])
+        size *= abs(tm[3] * cm[3] + tm[2] * cm[1])
         is_level = abs(tm[0] * cm[1] + tm[1] * cm[3]) < 1e-3
+        if text.strip() and font is not None and _is_unnamed(font, text):
+            unnamed.add(id(font))
         for number, line in enumerate(text.split("\n")):
             if number:
                 pieces.append(_Piece("\n", 0, 0, 0, 0, True))
-            if line:
-                pieces.append(_Piece(line, x, y, size * scale, shown_rise, is_level))
+            piece = _Piece(line, x, y, size, shown_rise, is_level, shown_stretch, id(font))
+            if line and not any(piece.is_copy(other) for other in pieces[-12:]):
+                pieces.append(piece)
 
     page.extract_text(visitor_operand_before=before, visitor_text=add)
-    return pieces
+    return pieces, unnamed
+
+
+def _is_unnamed(font: Any, text: str) -> bool:
+    """Return whether a font does not say which characters its glyphs are, so that pypdf returns their numbers."""
+    if "/ToUnicode" in font:
+        return False
+    parts = items(get(font, "/DescendantFonts"))
+    systems = [str((get(part, "/CIDSystemInfo") or {}).get("/Ordering")) for part in parts]
+    is_by_glyph = "Identity" in systems and str(get(font, "/Encoding")).startswith("/Identity")
+    controls = re.findall(r"[\x01-\x08\x0e-\x1f]", text)
+    return is_by_glyph or len(controls) > 0.05 * len(text) or bool(re.fullmatch(r"(?:/[A-Za-z]{0,4}\d+)+", text))
+
+
+def _join_scripts(lines: list[list[_Piece]]) -> list[list[_Piece]]:
+    """Join parts of a line that are raised or lowered by less than a line's height."""
+    joined: list[list[_Piece]] = []
+    for line in lines:
+        last = joined[-1][-1] if joined else line[0]
+        base, first = max(joined[-1] if joined else line, key=lambda piece: piece.size), line[0]
+        is_script = min(first.size, last.size) < 0.8 * base.size
+        if joined and is_script and first.x > last.x and abs(first.y - base.y) < 0.7 * base.size:
+            is_apart = first.size >= 0.8 * base.size and first.is_after(last)
+            joined[-1] += [last._replace(text=" "), *line] if is_apart else line
+        else:
+            joined.append(line)
+    return joined
 
 
 def _order_lines(lines: list[list[_Piece]], middle: float) -> list[list[_Piece]]:
-    """Sort lines drawn out of order from top to bottom, except columns, which begin right of `middle`."""
+    """Sort lines drawn out of order from top to bottom, except columns, which begin right of `middle`.
+
+    Parts of one line, such as the cells of a table that was drawn by columns, are joined from left to right.
+    """
     jumps = [line for before, line in pairwise(lines) if line[0].y > before[0].y + before[0].size]
     if not jumps or any(line[0].x > middle for line in jumps):
         return lines
-    return sorted(lines, key=lambda line: -line[0].y)
+    ordered: list[list[_Piece]] = []
+    for _, run in groupby(sorted(lines, key=lambda line: -line[0].y), key=lambda line: line[0].y):
+        first, *rest = sorted(run, key=lambda line: line[0].x)
+        ordered.append(sum(([part[0]._replace(text=" "), *part] for part in rest), first))
+    return ordered
 
 
 def _order_columns(lines: list[list[_Piece]]) -> list[list[_Piece]]:
@@ -143,6 +253,8 @@ def _line_text(line: list[_Piece]) -> str:
     text = ""
     for before, piece in zip([None, *line], line, strict=False):
         is_small = before is not None and piece.size < 0.8 * before.size and text[-1:].isalnum()
+        if before is not None and before.stretch < 1 and piece.is_after(before):  # pypdf does not know its width
+            text += " "
         shift = 0.0 if before is None else piece.y + piece.rise - before.y - before.rise
         characters = SUPERSCRIPTS if shift > 0 else SUBSCRIPTS
         is_script = is_small and shift and all(ord(character) in characters for character in piece.text)
@@ -162,51 +274,42 @@ def _join_words(text: str) -> str:
     return _BROKEN_WORD.sub(join, text)
 
 
-def _fields(reader: "PdfReader") -> Iterator[str]:
-    """Return the filled fields of forms, as `label: value`."""
-    for name, field in (reader.get_fields() or {}).items():
-        value = field.get("/V")
-        value = value.get_object() if value is not None else None
-        values = [str(each).removeprefix("/") for each in (value if isinstance(value, list) else [value])]
-        if value is not None and values != ["Off"] and (text := ", ".join(values)):
-            yield f"{field.get('/TU') or name}: {_as_lines(text)}"
+def _left_out(reader: PdfReader, pages: list[tuple[str, list[str]]]) -> Iterator[str]:
+    found: dict[str, list[Any]] = {
+        name: [number for number, (_, missing) in enumerate(pages, 1) if name in missing]
+        for name in (_UNNAMED, _OUTSIDE, _DAMAGED)
+    }
+    scans, empty, pictures = (found.setdefault(name, []) for name in _KINDS)
+    for number, (page, (text, missing)) in enumerate(zip(reader.pages, pages, strict=True), 1):
+        content = page.get_contents()
+        data = b"" if content is None else content.get_data()
+        if _draws_image(data, get(page, "/Resources") or {}, set()):
+            (pictures if text else scans).append(number)
+        elif not text and not missing and data.strip():
+            empty.append(number)
+    files = [get(note, "/FS") or {} for _, note in annotations(reader, is_widget=False)]
+    names = [str(file.get("/UF") or file.get("/F")) for file in files if isinstance(file, dict) and "/EF" in file]
+    found["the attached file"] = [*reader.attachments, *names]
+    yield from (_name_some(what, names) for what, names in found.items() if names)
+    form = get(reader.root_object, "/AcroForm") or {}
+    if "/XFA" in form and not items(get(form, "/Fields")):
+        yield "the form in XFA"
 
 
-def _notes(reader: "PdfReader") -> Iterator[str]:
-    """Return the contents of annotations that are displayed."""
-    for page in reader.pages:
-        for reference in page.get("/Annots") or []:
-            note = reference.get_object()
-            is_displayed = not int(note.get("/F", 0)) & _HIDDEN and note.get("/Subtype") not in ("/Widget", "/Popup")
-            if is_displayed and note.get("/Contents"):
-                yield _as_lines(str(note["/Contents"]))
-
-
-def _as_lines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _left_out(reader: "PdfReader", texts: list[str]) -> Iterator[str]:
-    empty = {n: page for n, (page, text) in enumerate(zip(reader.pages, texts, strict=True), 1) if not text}
-    if scans := [n for n, page in empty.items() if _has_image(page)]:
-        yield _name_some("the scanned page", scans)
-    if drawn := [n for n, page in empty.items() if n not in scans and _has_content(page)]:
-        yield _name_some("the page without text", drawn)
-    if attached := list(reader.attachments):
-        yield _name_some("the attached file", attached)
-
-
-def _has_image(page: "PageObject") -> bool:
-    from pypdf.generic import DictionaryObject
-
-    resources = page.get("/Resources", DictionaryObject()).get_object()
-    objects = resources.get("/XObject", DictionaryObject()).get_object().values()
-    return any(each.get_object().get("/Subtype") in ("/Image", "/Form") for each in objects)
-
-
-def _has_content(page: "PageObject") -> bool:
-    content = page.get_contents()
-    return content is not None and bool(content.get_data().strip())
+def _draws_image(data: bytes, resources: Any, seen: set[int]) -> bool:
+    """Return whether content draws an image, or a form XObject does that it draws."""
+    if _INLINE_IMAGE.search(data):
+        return True
+    objects = get(resources, "/XObject") or {}
+    for name in re.findall(rb"/([^\s/]+)\s+Do\b", data):
+        drawn: Any = get(objects, f"/{name.decode('latin-1')}") or {}
+        if drawn.get("/Subtype") == "/Image":
+            return True
+        if drawn.get("/Subtype") == "/Form" and id(drawn) not in seen:
+            seen.add(id(drawn))
+            if _draws_image(drawn.get_data(), get(drawn, "/Resources") or resources, seen):
+                return True
+    return False
 
 
 def _name_some(what: str, names: list[Any]) -> str:

@@ -18,7 +18,7 @@ _FIGURES = (".png", ".pdf", ".svg")
 def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
     """`name` as a path; raises `error`, which names `subject`, for a value that cannot be one."""
     try:
-        if b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
+        if name != "" and b"\0" not in os.fsencode(name) and not isinstance(name, bytes):
             return Path(name)
     except (TypeError, UnicodeEncodeError):
         pass

@@ -1,5 +1,6 @@
 """Small PDFs written by hand, with the text that a reader shows of them."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ _RIGHT = [
 _COLUMNS = "\n".join(_LEFT + _RIGHT)
 _IMAGE = stream("\x00", "/Type /XObject /Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8")
 _SCAN = "/Resources << /Font << /F1 3 0 R >> /XObject << /Im1 100 0 R >> >>"
+_TWO_FONTS = "/Resources << /Font << /F1 100 0 R /F2 3 0 R >> >>"
 _LIGATURES = """/CIDInit /ProcSet findresource begin begincmap
 1 begincodespacerange <00> <FF> endcodespacerange
 2 beginbfchar <01> <FB01> <02> <FB03> endbfchar 1 beginbfrange <20> <7E> <0020> endbfrange endcmap end"""
@@ -175,7 +177,9 @@ PDFS = {
         pdf("/Fm1 Do", page="/Resources << /XObject << /Fm1 100 0 R >> >>", objects={100: _xobject(lines("inside"))}),
         "inside",
     ),
-    "text outside the page": PdfDocument(pdf(lines("seen") + lines("unseen", x=5000)), "seen"),
+    "text outside the page": PdfDocument(
+        pdf(lines("seen") + lines("unseen", x=5000)), "seen", ["text outside of page 1"]
+    ),
     "superscript": PdfDocument(
         pdf("BT /F1 12 Tf 72 700 Td (10) Tj 5 Ts /F1 7 Tf (6) Tj 0 Ts /F1 12 Tf ( lamps) Tj ET"), "10⁶ lamps"
     ),
@@ -232,6 +236,161 @@ PDFS = {
         "The log",
         ["the attached file plan.txt"],
     ),
+    "a scan with a printed number": PdfDocument(
+        pdf("q 612 0 0 792 0 0 cm /Im1 Do Q\n" + lines("17"), page=_SCAN, objects={100: _IMAGE}),
+        "17",
+        ["the images of page 1"],
+    ),
+    "a scan as an inline image": PdfDocument(
+        pdf("q 612 0 0 792 0 0 cm BI /W 1 /H 1 /CS /G /BPC 8 ID x EI Q", lines("two")), "two", ["the scanned page 1"]
+    ),
+    "table by columns": PdfDocument(pdf(lines("17", "18", x=140) + lines("2023", "2024")), "2023 17\n2024 18"),
+    "a glyph's numbers": PdfDocument(
+        pdf(
+            "BT /F9 12 Tf 72 700 Td <00240025> Tj ET",
+            page="/Resources << /Font << /F9 100 0 R >> >>",
+            objects={
+                100: "<< /Type /Font /Subtype /Type0 /BaseFont /X /Encoding /Identity-H /DescendantFonts [101 0 R] >>",
+                101: "<< /Type /Font /Subtype /CIDFontType2 /BaseFont /X /CIDSystemInfo << /Ordering (Identity) >> >>",
+            },
+        ),
+        "",
+        ["text in fonts without characters on page 1"],
+    ),
+    "radio buttons": PdfDocument(
+        pdf(
+            lines("Application"),
+            page="/Annots [101 0 R 102 0 R]",
+            objects={
+                100: "<< /FT /Btn /Ff 32768 /T (size) /V /1 /Opt [(small) (large)] /Kids [101 0 R 102 0 R] >>",
+                101: _widget("/Parent 100 0 R /AS /Off"),
+                102: _widget("/Parent 100 0 R /AS /1"),
+            },
+            catalog="/AcroForm << /Fields [100 0 R] >>",
+        ),
+        "Application\n\nsize: large",
+    ),
+    "displayed text of a choice": PdfDocument(
+        _form("/FT /Ch /T (month) /V (5) /Opt [[(4) (April)] [(5) (May)]]"), "Application\n\nmonth: May"
+    ),
+    "fields of the same name": PdfDocument(
+        _form("/FT /Tx /T (a) /V (17)", "/FT /Tx /T (a) /V (18)"), "Application\n\na: 17\na: 18"
+    ),
+    "field without a name": PdfDocument(_form("/FT /Tx /V (17)"), "Application\n\n17"),
+    "hidden field": PdfDocument(_form("/FT /Tx /T (a) /V (unseen) /F 2"), "Application"),
+    "password": PdfDocument(_form("/FT /Tx /Ff 8192 /T (a) /V (unseen)"), "Application"),
+    "signature": PdfDocument(
+        _form("/FT /Sig /T (by) /V << /Type /Sig /Name (Eva) >>"), "Application\n\nby: signed by Eva"
+    ),
+    "field of a page alone": PdfDocument(
+        pdf(lines("Application"), page="/Annots [100 0 R]", objects={100: _widget("/FT /Tx /T (a) /V (17)")}),
+        "Application\n\na: 17",
+    ),
+    "field of no page": PdfDocument(
+        pdf(
+            lines("Application"),
+            objects={
+                100: "<< /T (of) /Kids [101 0 R] >>",
+                101: "<< /Parent 100 0 R /FT /Tx /T (a) /V 102 0 R >>",
+                102: stream("17"),
+            },
+            catalog="/AcroForm << /Fields [100 0 R] >>",
+        ),
+        "Application\n\nof.a: 17",
+    ),
+    "field that was only drawn": PdfDocument(
+        pdf(
+            lines("Application"),
+            page="/Annots [100 0 R]",
+            objects={100: _widget("/FT /Tx /T (a) /AP << /N 101 0 R >>"), 101: _xobject(lines("17"))},
+        ),
+        "Application\n\na: 17",
+    ),
+    "form in XFA": PdfDocument(
+        pdf(lines("Please wait"), catalog="/AcroForm << /Fields [] /XFA 100 0 R >>", objects={100: stream("<xdp/>")}),
+        "Please wait",
+        ["the form in XFA"],
+    ),
+    "drawn stamp": PdfDocument(
+        pdf(
+            lines("The log"),
+            page="/Annots [100 0 R]",
+            objects={
+                100: "<< /Type /Annot /Subtype /Stamp /Contents (by Eva) /AS /On /AP << /N << /On 101 0 R >> >> >>",
+                101: _xobject(lines("PAID")),
+            },
+        ),
+        "The log\n\nPAID\nby Eva",
+    ),
+    "stamp by name": PdfDocument(_noted("/Subtype /Stamp /Name /Approved"), "The log\n\nApproved"),
+    "rich text": PdfDocument(_noted("/Subtype /FreeText /RC (<body><p>17 &lt; 18</p></body>)"), "The log\n\n17 < 18"),
+    "file in a note": PdfDocument(
+        _noted("/Subtype /FileAttachment /FS << /Type /Filespec /UF (data.csv) /EF << /F 101 0 R >> >>"),
+        "The log",
+        ["the attached file data.csv"],
+    ),
+    "a glyph's numbers by a font without an encoding": PdfDocument(
+        pdf(
+            lines("7KH\\003ODPS\\003LV\\003OLW") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
+            page=_TWO_FONTS,
+            objects={
+                100: "<< /Type /Font /Subtype /TrueType /BaseFont /ABCDEF+X >>",
+            },
+        ),
+        "lit",
+        ["text in fonts without characters on page 1"],
+    ),
+    "glyphs with numbers as names": PdfDocument(
+        pdf(
+            lines("abc") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
+            page=_TWO_FONTS,
+            objects={
+                100: f"{_TYPE1} /Encoding << /Differences [97 /g1 /g2 /g3] >> >>",
+            },
+        ),
+        "lit",
+        ["text in fonts without characters on page 1"],
+    ),
+    "damaged page": PdfDocument(
+        pdf(lines("one"), "", objects={13: stream("damaged", "/Filter /FlateDecode")}),
+        "one",
+        ["damaged content of page 2"],
+    ),
+    "page that breaks off": PdfDocument(
+        pdf(
+            "",
+            objects={
+                11: stream(zlib.compress(lines(*"abcdefgh").encode())[:-10].decode("latin-1"), "/Filter /FlateDecode")
+            },
+        ),
+        "a\nb\nc\nd\ne\nf\ng",
+        ["damaged content of page 1"],
+    ),
+    "missing page": PdfDocument(
+        pdf(lines("one")).replace(b"/Kids [10 0 R]", b"/Kids [10 0 R 99 0 R]"), "one", ["damaged parts"]
+    ),
+    "bold by drawing twice": PdfDocument(
+        pdf(lines("17 ships", "of all") + lines("17 ships", x=72) + "BT /F1 12 Tf 72.3 686 Td (of all) Tj ET"),
+        "17 ships\nof all",
+    ),
+    "narrow letters": PdfDocument(
+        pdf("BT /F1 12 Tf 50 Tz 72 700 Td (The lamp) Tj ET BT 112 700 Td (17) Tj ET"), "The lamp 17"
+    ),
+    "powers as lines": PdfDocument(
+        pdf(
+            "".join(
+                f"BT /F1 {size} Tf {x} {y} Td ({text}) Tj ET\n"
+                for size, x, y, text in (
+                    (12, 72, 700, "E = mc"),
+                    (7, 110, 706, "2"),
+                    (12, 116, 700, "is 17"),
+                    (12, 72, 680, "ships"),
+                )
+            )
+        ),
+        "E = mc² is 17\nships",
+    ),
+    "no header": PdfDocument(pdf(lines("one"))[9:], "one"),
     "damaged table of objects": PdfDocument(pdf(lines("one")).replace(b"startxref\n", b"startxref\n9"), "one"),
     "junk before the header": PdfDocument(b"\r\n\xef\xbb\xbfjunk\n" + pdf(lines("one")), "one"),
 }

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pypdf
 import pytest
 
+from lkv.context import document_reader
 from lkv.context.document_reader import Document, parse_document, read_document
 from lkv.errors import DocumentError, MissingPackageError
 from tests.context.pdf_documents import lines, pdf
@@ -50,6 +51,14 @@ def test_standard_input_is_read_to_its_end(monkeypatch):
     assert read_document("-") == "Öl and water"
 
 
+def test_endless_input_is_refused(monkeypatch):
+    monkeypatch.setattr(document_reader, "_MAX_BYTES", 2**20)
+    with pytest.raises(DocumentError, match="/dev/zero is larger than 1 MB; give a part of it"):
+        read_document("/dev/zero")
+    with pytest.raises(DocumentError, match="the document is '', but"):
+        read_document("")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
@@ -71,7 +80,7 @@ def test_an_encrypted_document_without_what_reads_it_is_named(reading, monkeypat
     def refuse(*_):
         raise pypdf.errors.DependencyError("cryptography>=3.1 is required for AES algorithm")
 
-    monkeypatch.setattr(pypdf, "PdfReader", refuse)
+    monkeypatch.setattr("lkv.context.pdf_text.PdfReader", refuse)
     with pytest.raises(DocumentError, match=r"a\.pdf is encrypted.*pip install 'pypdf\[crypto\]'"):
         reading("a.pdf", pdf(lines("x")))
 

@@ -40,7 +40,12 @@ def test_a_page_gives_what_a_browser_displays(name):
 
 @pytest.mark.parametrize("name", PDFS)
 def test_a_pdf_gives_what_a_reader_displays(name):
-    assert parse_document(PDFS[name].data, "file.pdf") == Document(PDFS[name].text, list(PDFS[name].skipped))
+    data, text, skipped = PDFS[name]
+    if text:
+        assert parse_document(data, "file.pdf") == Document(text, list(skipped))
+    else:
+        with pytest.raises(DocumentError, match=f"file.pdf has no text but {', '.join(skipped)}; a scanned document"):
+            parse_document(data, "file.pdf")
 
 
 @pytest.mark.parametrize("case", TEXTS, ids=[case["name"] for case in TEXTS])

@@ -1,0 +1,117 @@
+"""Form fields and notes of a PDF as text. Does not import torch."""
+
+import re
+from collections.abc import Iterator
+from html import unescape
+from typing import Any, cast
+
+from pypdf import PageObject, PdfReader
+from pypdf.generic import DictionaryObject, EncodedStreamObject, StreamObject
+
+_HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
+_PASSWORD = 1 << 13  # flag of a text field
+
+
+def field_texts(reader: PdfReader) -> Iterator[str]:
+    """Yield the filled fields of forms that are displayed, as `label: value`."""
+    placed, done = set[int](), set[int]()
+    for page, widget in annotations(reader, is_widget=True):
+        field = widget
+        while "/T" not in field and (parent := get(field, "/Parent")) is not None:
+            field = parent
+        placed.add(id(field))
+        if id(field) not in done and not int(widget.get("/F", 0)) & _HIDDEN:
+            done.add(id(field))
+            yield from _field_text(_qualified_name(field), widget, page)
+    pending = items(get(get(reader.root_object, "/AcroForm") or {}, "/Fields"))
+    while pending:  # fields that no page displays
+        field = pending.pop(0)
+        kids = [kid for kid in items(get(field, "/Kids")) if "/T" in kid]
+        if id(field) not in placed:
+            placed.add(id(field))
+            pending += kids
+            yield from () if kids else _field_text(_qualified_name(field), field, None)
+
+
+def _field_text(name: str, field: DictionaryObject, page: PageObject | None) -> Iterator[str]:
+    value, kind, flags = (_inherited(field, key) for key in ("/V", "/FT", "/Ff"))
+    if kind == "/Tx" and int(flags or 0) & _PASSWORD:
+        return
+    if isinstance(value, StreamObject):
+        value = value.get_data().decode("utf-8", "replace")
+    elif kind == "/Sig" and value is not None:
+        value = f"signed by {get(value, '/Name') or 'someone'}"
+    # Choices have a displayed text beside their value; buttons name theirs by number.
+    options = [items(option) for option in items(_inherited(field, "/Opt"))]
+    shown = {f"/{n}" if kind == "/Btn" else str(option[0]): str(option[-1]) for n, option in enumerate(options)}
+    values = [shown.get(str(each), str(each).removeprefix("/")) for each in items(value)]
+    text = "" if values == ["Off"] else ", ".join(values)
+    if not text and kind != "/Btn" and page is not None:
+        text = _drawn_text(field, page)
+    if text:
+        label = _inherited(field, "/TU") or name
+        yield _as_lines(f"{label}: {text}" if label else text)
+
+
+def note_texts(reader: PdfReader) -> Iterator[str]:
+    """Yield the texts of annotations that are displayed."""
+    for page, note in annotations(reader, is_widget=False):
+        if int(note.get("/F", 0)) & _HIDDEN or note.get("/Subtype") == "/Popup":
+            continue
+        text = str(get(note, "/Contents") or unescape(re.sub("<[^>]*>", "", str(get(note, "/RC") or ""))))
+        drawn = _drawn_text(note, page)
+        if not drawn and note.get("/Subtype") == "/Stamp":
+            drawn = str(note.get("/Name", "/Draft")).removeprefix("/")
+        if "".join(drawn.split()) not in "".join(text.split()):
+            text = f"{drawn}\n{text}".strip("\n")
+        if text:
+            yield _as_lines(text)
+
+
+def annotations(reader: PdfReader, is_widget: bool) -> Iterator[tuple[PageObject, DictionaryObject]]:
+    """Yield the annotations of all pages: form fields, or the others."""
+    for page in reader.pages:
+        for note in items(get(page, "/Annots")):
+            if isinstance(note, DictionaryObject) and (note.get("/Subtype") == "/Widget") == is_widget:
+                yield page, note
+
+
+def _drawn_text(note: DictionaryObject, page: PageObject) -> str:
+    """Return the text of an annotation's appearance."""
+    drawing = get(get(note, "/AP") or {}, "/N")
+    if drawing is not None and not isinstance(drawing, StreamObject):  # one for each state
+        drawing = get(drawing, str(note.get("/AS")))
+    return (
+        page.extract_xform_text(cast("EncodedStreamObject", drawing)).strip()
+        if isinstance(drawing, StreamObject)
+        else ""
+    )
+
+
+def get(dictionary: Any, key: str) -> Any:
+    """Return an entry of a dictionary, not a reference to it; None if there is none."""
+    value = dictionary.get(key)
+    return None if value is None else value.get_object()
+
+
+def items(value: Any) -> list[Any]:
+    """Return the items of an array, another value as the only one, and none of None."""
+    if isinstance(value, list):
+        return [each.get_object() for each in value]
+    return [] if value is None else [value]
+
+
+def _inherited(field: Any, key: str) -> Any:
+    """Return an entry of a form field, or of the fields above it."""
+    value, parent = get(field, key), get(field, "/Parent")
+    return value if value is not None or parent is None else _inherited(parent, key)
+
+
+def _qualified_name(field: Any) -> str:
+    parent = get(field, "/Parent")
+    names = ["" if parent is None else _qualified_name(parent), str(get(field, "/T") or "")]
+    return ".".join(filter(None, names))
+
+
+def _as_lines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
