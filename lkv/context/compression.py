@@ -16,7 +16,7 @@ from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.images import encode_images, protected_in_images, text_tokenizer
-from lkv.context.input_checks import check_model_and_tokenizer, check_text
+from lkv.context.input_checks import check_conversation, check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
@@ -33,7 +33,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 from lkv.utils.cpu_threads import adapt_threads
-from lkv.utils.prompts import encode_context
+from lkv.utils.prompts import Conversation, context_parts, encode_context
 
 _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
 
@@ -42,7 +42,7 @@ _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
 def compress(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    text: str,
+    text: str | Conversation,
     *,
     memory: float | int | str | None = None,
     retention: float | None = None,
@@ -60,7 +60,8 @@ def compress(
     Args:
         model: A decoder model of transformers.
         tokenizer: Its tokenizer, or its processor, which images need.
-        text: The text itself, not a path; `lkv.read_document` reads files.
+        text: The text itself, not a path; `lkv.read_document` reads files. Or a conversation, a list of messages with
+            `role` and `content` that ends with an answer: questions continue it.
         memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in
             16 bits a value (0.1 or "10%", the default), or bytes (200_000_000 or "200MB"). The best entries are stored
             in more bits, others in fewer, the rest are evicted. Sliding windows and an explicit `slack` are not
@@ -75,8 +76,9 @@ def compress(
         images: Images before the text, or at the image tokens that it contains, as the processor takes them (of PIL,
             for example). Their tokens are compressed as those of the text.
         protect: Spans that every head keeps, within the budget and in its best precision: strings, wherever they
-            occur in the text or the system prompt, or (start, end) character offsets in the text. "images" protects
-            all images, and a number in the list protects that image, counted from 0.
+            occur in the text or the system prompt, or (start, end) character offsets in the text. In a conversation,
+            {"role": "system"} protects all messages of a role. "images" protects all images, and a number in the list
+            protects that image, counted from 0.
         progress: Called with the completed share of the prefill; an exception from it aborts the prefill.
         **options: Options of RaggedCache: budget_tokens, streaming, bits, slack, decode_eviction, pattern.
 
@@ -90,8 +92,11 @@ def compress(
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
-    check_text(text, "the text", "give some text to compress, or a file's with lkv.read_document")
-    if len(text) < _LONGEST_PATH and os.path.isfile(text):
+    if isinstance(text, str) or not isinstance(text, Sequence):
+        check_text(text, "the text", "give some text to compress, or a file's with lkv.read_document")
+    else:
+        check_conversation(text)
+    if isinstance(text, str) and len(text) < _LONGEST_PATH and os.path.isfile(text):
         raise PromptError(
             f"the text is {text!r}, the name of a file, and would itself be compressed; read the file first: "
             f"lkv.compress(model, tokenizer, lkv.read_document({text!r}), ...)."
@@ -103,6 +108,8 @@ def compress(
         tokenizer = text_tokenizer(tokenizer)
         ids = encode_context(tokenizer, text, system)
         protected = protected_tokens(tokenizer, text, cast(Any, protect), system)
+    elif not isinstance(text, str):
+        raise PromptError("images come with a text, not with a conversation; describe the turns in the text.")
     else:
         ids, inputs = encode_images(model, tokenizer, text, images, system)
         protected = protected_in_images(model, tokenizer, ids, text, protect, system, len(images))
@@ -117,6 +124,7 @@ def compress(
             "protected": tuple(protected),
         }
     )
+    text = context_parts(tokenizer, text)[1]
     return compress_ids(model, text_tokenizer(tokenizer), ids, request, text, progress, inputs)
 
 

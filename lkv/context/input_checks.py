@@ -1,5 +1,6 @@
 """Argument checks shared by all entry points of contexts."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,24 @@ def check_text(text: Any, name: str, advice: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+
+
+def check_conversation(messages: Any) -> None:
+    """Raise PromptError unless `messages` are the turns of a conversation that the assistant ended."""
+    if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, Mapping) for each in messages):
+        raise PromptError('a conversation is a list of messages such as {"role": "user", "content": "..."}.')
+    for message in messages:
+        if not isinstance(message.get("role"), str):
+            raise PromptError("a message of the conversation has no role; give one, such as user.")
+        check_text(f"{message.get('content') or ''}.", "a message", "give text")
+        if not isinstance(message.get("content"), str):
+            raise PromptError(
+                "a message of the conversation has no text as its content; give one, perhaps an empty one."
+            )
+    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+        raise PromptError(
+            "the conversation must end with an answer of the assistant; ask the next question afterwards."
+        )
 
 
 def check_characters(characters: int, name: str, tokens: int, per_token: int) -> None:

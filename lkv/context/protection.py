@@ -2,29 +2,32 @@
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lkv.errors import PromptError
-from lkv.utils.prompts import bos_ids, chat_template_parts
+from lkv.utils.prompts import Conversation, bos_ids, chat_template_parts, context_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = str | tuple[int, int]
+Span = str | tuple[int, int] | Mapping[str, str]
 
 
 def protected_tokens(
-    tokenizer: "PreTrainedTokenizerBase", text: str, spans: Sequence[Span], system: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str | Conversation,
+    spans: Sequence[Span],
+    system: str | None = None,
 ) -> list[int]:
     """Find the tokens of protected spans.
 
     Args:
         tokenizer: The model's tokenizer; it must map tokens to characters (a "fast" tokenizer).
-        text: The text that is compressed.
+        text: The text or conversation that is compressed.
         spans: Words of the text or of the system prompt, protected wherever they occur, or (start, end) of characters
-            of the text.
+            of the text. In a conversation also {"role": "system"}, all messages of a role.
         system: The system prompt before the text.
 
     Returns:
@@ -37,7 +40,10 @@ def protected_tokens(
         raise PromptError(f"protect is {spans!r}; give a list of words of the text, or of (start, end) in characters.")
     if not spans:
         return []
-    before = chat_template_parts(tokenizer, system)[0]
+    before, rendered = context_parts(tokenizer, text, system)
+    if not isinstance(text, str):
+        spans = [place for span in spans for place in _places_of_role(span, text, rendered)]
+    text = rendered
     parts = [(len(before), text)]
     if system is not None:
         parts.append((_find_system(tokenizer, system.strip(), before), system.strip()))
@@ -61,6 +67,22 @@ def protected_tokens(
             raise PromptError(f"the protected span {whole[start:end][:60]!r} has no token; give words of the text.")
         positions.update(first + token for token in inside)
     return sorted(positions)
+
+
+def _places_of_role(span: Span, messages: Conversation, text: str) -> Iterator[Span]:
+    """Yield (start, end) of the messages of a role in the rendered conversation `text`; any other span unchanged."""
+    if not isinstance(span, Mapping):
+        yield span
+        return
+    if set(span) != {"role"} or span["role"] not in {message["role"] for message in messages}:
+        raise PromptError(f"protect names {dict(span)!r}; give {{'role': ROLE}} with the role of a message.")
+    start = 0
+    for message in messages:
+        content = message["content"].strip()
+        start = text.index(content, start)
+        if message["role"] == span["role"] and content:
+            yield start, start + len(content)
+        start += len(content)
 
 
 def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,9 @@ from lkv.errors import PromptError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Messages, each with a `role`, a `content` and, of assistants, perhaps `tool_calls`.
+Conversation = Sequence[Mapping[str, Any]]
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
 # Default texts before a continuation whose preceding text is unknown.
@@ -154,9 +157,36 @@ def bos_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return [] if bos is None or tokenizer("a")["input_ids"][:1] != [bos] else [bos]
 
 
-def encode_context(tokenizer: "PreTrainedTokenizerBase", context: str, system: str | None = None) -> list[int]:
+def context_parts(
+    tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, system: str | None = None
+) -> tuple[str, str]:
+    """Return the chat template's text before a context, and the context as text.
+
+    A text begins the user turn that its question ends. A conversation is rendered up to where the next user turn's
+    content begins; nothing comes before it.
+
+    Raises:
+        PromptError: For a conversation that the template refuses or changes, and for a system prompt beside one.
+    """
+    if isinstance(context, str):
+        return chat_template_parts(tokenizer, system)[0], context
+    if system is not None:
+        raise PromptError("a conversation has its system prompt among its messages; leave system out.")
+    turns = [dict(message) for message in context]
+    if not getattr(tokenizer, "chat_template", None):
+        return "", _render_plainly(turns, after_context=False).removesuffix(_PLAIN_ANSWER)
+    text = _apply_template(tokenizer, [*turns, {"role": "user", "content": _QUESTION}])
+    contents = [message["content"].strip() for message in turns]
+    if text.count(_QUESTION) != 1 or not all(content in text for content in contents):
+        raise PromptError("this model's chat template leaves messages out of a conversation; send it as one text.")
+    return "", text.split(_QUESTION)[0]
+
+
+def encode_context(
+    tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, system: str | None = None
+) -> list[int]:
     """Tokenise everything up to the end of the context."""
-    ids = encode(tokenizer, chat_template_parts(tokenizer, system)[0] + context)
+    ids = encode(tokenizer, "".join(context_parts(tokenizer, context, system)))
     # A chat template writes the first token itself.
     return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
 
@@ -164,6 +194,8 @@ def encode_context(tokenizer: "PreTrainedTokenizerBase", context: str, system: s
 def encode_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
     """Tokenise everything from the end of the context, the text `before`, to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
+    if before and before.endswith(next_turn_parts(tokenizer)[0]):  # a conversation, whose next turn has begun
+        between = ""
     return encode_continuation(tokenizer, between + question + after, before)
 
 

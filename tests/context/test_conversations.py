@@ -1,0 +1,140 @@
+"""Conversations as contexts: questions continue them as the chat template has it, and roles can be protected."""
+
+import pytest
+import torch
+from tokenizers import decoders
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lkv.context.chat import Chat
+from lkv.context.compression import compress
+from lkv.context.context import Context
+from lkv.context.protection import protected_tokens
+from lkv.errors import PromptError
+from lkv.hf.loading import load_default
+from lkv.hf.prompt_kv import read_prompt
+from lkv.utils.prompts import decode_tail, encode_context, encode_question
+from tests.conftest import save_model, uneven_policy
+from tests.context.test_chat import TEMPLATE
+from tests.context.test_protection import kept_positions
+from tests.masked import hidden_from_continuation
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MERGED = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+TURNS = [
+    {"role": "system", "content": "Answer in capital letters."},
+    {"role": "user", "content": "The lamp was lit at dusk, and nobody came that night.\n"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "tide"}}]},
+    {"role": "tool", "content": "high water at nine"},
+    {"role": "assistant", "content": "The sea was calm."},
+]
+QUESTION = "When was the lamp lit?"
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A tiny model in float64 with a byte tokenizer that decodes what it encodes, and a policy."""
+    folder = save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+    model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    return model, tokenizer, uneven_policy(model)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CHATML, MERGED, "of SmolLM2"])
+def test_conversation_and_question_are_the_template_s_whole(parts, template):
+    tokenizer = parts[1]
+    if template == "of SmolLM2":
+        tokenizer = load_default()[1]
+    else:
+        tokenizer.chat_template = template
+    ids = encode_context(tokenizer, TURNS)
+    whole = tokenizer.apply_chat_template(
+        [*TURNS, {"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
+    )
+    question = encode_question(tokenizer, QUESTION, decode_tail(tokenizer, ids))
+    assert ids + question == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def test_answers_are_those_of_the_stock_model_that_sees_what_is_kept(parts, tmp_path):
+    model, tokenizer, policy = parts
+    tokenizer.chat_template = CHATML
+    options = {"policy": policy, "retention": 0.4}
+    context = compress(model, tokenizer, TURNS, protect=[{"role": "system"}, "high water"], **options)
+    prompt = read_prompt(model, torch.tensor([context.ids]))
+    kept = kept_positions(context, prompt)
+    logits, answer = context.predict(QUESTION, "at dusk")
+    hidden = [
+        torch.tensor([[place not in own for place in range(context.tokens)] for own in heads])[None] for heads in kept
+    ]
+    turns = [*TURNS, {"role": "user", "content": QUESTION}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) + "at dusk"
+    whole = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    with hidden_from_continuation(model, hidden, context.tokens):
+        stock = model(whole, use_cache=False).logits[0, -len(answer) - 1 : -1]
+    torch.testing.assert_close(logits, stock, atol=1e-9, rtol=0)
+
+    context.save(tmp_path / "conversation.kv")
+    loaded = Context.load(tmp_path / "conversation.kv", model, tokenizer)
+    assert torch.equal(loaded.predict(QUESTION, "at dusk")[0], logits)
+    chat = Chat(context)
+    assert chat.ask(QUESTION, 8) == context.ask(QUESTION, 8)
+
+
+def test_a_role_is_protected_in_all_of_its_messages_and_nowhere_else(parts):
+    model, tokenizer, policy = parts
+    tokenizer.chat_template = CHATML
+    turns = [*TURNS[:2], {"role": "assistant", "content": "Answer in capital letters."}, *TURNS[3:]]
+    ids = encode_context(tokenizer, turns)
+    places = protected_tokens(tokenizer, turns, [{"role": "assistant"}])
+    assert tokenizer.decode([ids[place] for place in places]) == "Answer in capital letters.The sea was calm."
+    assert places[0] > len(tokenizer(turns[0]["content"] + turns[1]["content"])["input_ids"])
+    context = compress(model, tokenizer, turns, protect=[{"role": "assistant"}], policy=policy, retention=0.5)
+    kept = kept_positions(context, read_prompt(model, torch.tensor([ids])))
+    assert all(set(places) <= own for heads in kept for own in heads)
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "message"),
+    [
+        ([], {}, "a conversation is a list of messages"),
+        (["a", "b"], {}, "a conversation is a list of messages"),
+        ([{"content": "a"}], {}, "a message of the conversation has no role"),
+        ([{"role": "user", "content": None}], {}, "a message of the conversation has no text as its content"),
+        ([{"role": "user", "content": "\0"}], {}, "a message holds NUL characters"),
+        (TURNS[:2], {}, "must end with an answer of the assistant"),
+        (TURNS, {"system": "Be brief."}, "has its system prompt among its messages"),
+        (TURNS, {"images": [1]}, "images come with a text"),
+        (TURNS, {"protect": [{"role": "user", "at": 1}]}, "give {'role': ROLE}"),
+        (TURNS, {"protect": [{"role": "critic"}]}, "with the role of a message"),
+        ("a text", {"protect": [{"role": "user"}]}, "neither words of the text nor"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(parts, turns, options, message):
+    model, tokenizer, policy = parts
+    tokenizer.chat_template = CHATML
+    with pytest.raises(PromptError, match=message):
+        compress(model, tokenizer, turns, policy=policy, **options)
+
+
+def test_a_template_that_leaves_messages_out_is_refused(parts):
+    model, tokenizer, policy = parts
+    tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with pytest.raises(PromptError, match="leaves messages out of a conversation"):
+        compress(model, tokenizer, TURNS, policy=policy)
+
+
+def test_without_a_template_turns_are_written_plainly(parts):
+    tokenizer = parts[1]
+    tokenizer.chat_template = None
+    turns = [turn for turn in TURNS if turn["role"] != "tool" and turn["content"]]
+    text = tokenizer.decode(encode_context(tokenizer, turns))
+    assert text == f"{turns[0]['content']}\n\nQuestion: {turns[1]['content']}\nAnswer: The sea was calm."
+    question = encode_question(tokenizer, QUESTION, text)
+    assert tokenizer.decode(question) == f"\n\nQuestion: {QUESTION}\nAnswer:"
