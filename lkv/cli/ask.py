@@ -19,8 +19,8 @@ from lkv.cli.options import (
     find_needs,
     load_pattern,
     log,
+    show_reading,
 )
-from lkv.cli.reading import show_reading
 from lkv.errors import DEFAULT_MEMORY, DEFAULT_RETENTION, CacheError, DocumentError, LkvError
 
 if TYPE_CHECKING:

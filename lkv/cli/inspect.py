@@ -20,8 +20,8 @@ from lkv.cli.options import (
     check_methods,
     find_needs,
     log,
+    show_reading,
 )
-from lkv.cli.reading import show_reading
 from lkv.errors import DEFAULT_MEMORY, DEFAULT_RETENTION, LkvError
 from lkv.policy.shipped import describe_card, named_policy
 from lkv.utils.durations import format_duration

@@ -31,7 +31,7 @@ COMMANDS = {
     "train": "train a policy with settings of your own, or resume the training",
     "eval": "measure methods on RULER or LongBench, or resume a measurement",
 }
-_MODULES = {"policies": "methods"}
+_MODULES = {"policies": "methods", "fit": "train"}
 _EPILOG = "Sizes: 1 MB is 10^6 and 1 GB 10^9 bytes; options in MiB and GiB count 2^20 and 2^30 bytes."
 
 _USER_ERROR = 2  # as argparse exits; 1 is left to tracebacks

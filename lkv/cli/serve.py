@@ -43,9 +43,14 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         check_port(self.host, self.port)
         check_methods(self, [self.method])
         if self.engine == "vllm":
-            from lkv.integrations.vllm import command
+            from lkv.integrations.vllm.command import server_command
 
-            command.serve(self, self.model, self.revision, self.dtype, key)
+            words, environment = server_command(self, self.model, self.revision, self.dtype, key)
+            address = f"http://{self.host}:{self.port}"
+            print(
+                f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True
+            )
+            os.execve(words[0], words, {**os.environ, **environment})  # replaces this process
         import uvicorn
 
         from lkv.serving.app import make_app

@@ -7,23 +7,23 @@ with `--model_args pretrained=owner/name,retention=0.15`, for example.
 This is the harness's own command line, with `lkv` registered; in Python, importing this module registers it.
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
 from lkv.errors import DEFAULT_RETENTION, IntegrationError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
-from lkv.integrations.splitting import ContextSplit, common_prefix_length
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.methods.resolve import resolve_method
@@ -33,6 +33,80 @@ with optional_import("lm-eval", "lkv.integrations.lm_eval"):
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
+
+
+# Tasks of lm-evaluation-harness: (name, the document's field that is the context, how the question begins).
+TASKS: list[tuple[str, str | None, str | None]] = [
+    (r"longbench2?_\w+", "context", None),
+    (r"niah_\w+", None, r"\nWhat (?:is|are)(?: all)? the special magic "),
+    (r"ruler_vt", None, r"\n?Question: Find all variables that are assigned the value "),
+    (r"ruler_cwe", None, r"\nQuestion: What are the 10 most common words "),
+    (r"ruler_fwe", None, r"\nQuestion: Do not provide any explanation\. "),
+    (r"ruler_qa_\w+", None, r"\n\nAnswer the question based on the given documents\. "),
+]
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """How to split a prompt into its context and its question.
+
+    Args:
+        context_field: The context ends where the text of this field of the task's document ends; it includes all text
+            before.
+        question_marker: A regular expression; the question begins at its last match.
+        window: Without the two, and for tasks that are not in `TASKS`: the tokens of the question.
+    """
+
+    context_field: str | None = None
+    question_marker: str | None = None
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        if self.context_field is not None and self.question_marker is not None:
+            raise IntegrationError("context_field and question_marker both define the end of the context: give one.")
+        if type(self.window) is not int or self.window < 1:
+            raise IntegrationError(f"window is {self.window!r}, but a question has at least one token: give 1 or more.")
+        try:
+            re.compile(self.question_marker or "")
+        except (re.error, TypeError) as error:
+            problem = f"question_marker {self.question_marker!r} is no regular expression ({error})."
+            raise IntegrationError(problem) from error
+
+    def context_end(self, task: str, prompt: str, document: Mapping[str, Any]) -> tuple[str, int | None]:
+        """Return ("field" or "marker", how many characters of `prompt` are context), or ("window", None).
+
+        Raises IntegrationError if the document lacks the field, or the prompt lacks its text or the marker.
+        """
+        field, marker = self.context_field, self.question_marker
+        if field is None and marker is None:
+            field, marker = next(((f, m) for name, f, m in TASKS if re.fullmatch(name, task)), (None, None))
+        if field is not None:
+            return "field", _end_of_field(field, task, prompt, document)
+        if marker is None:
+            return "window", None
+        starts = [match.start() for match in re.finditer(marker, prompt)]
+        if not starts:
+            raise IntegrationError(
+                f"{task}: {marker!r}, which the question should begin with, is not in the prompt; give context_field "
+                "or another question_marker."
+            )
+        return "marker", starts[-1]
+
+
+def _end_of_field(field: str, task: str, prompt: str, document: Mapping[str, Any]) -> int:
+    text = document.get(field)
+    if not isinstance(text, str) or not text.strip():
+        raise IntegrationError(
+            f"{task}: the document has no text in a field {field!r}; its fields are {', '.join(map(str, document))}."
+        )
+    text = text.strip()  # as templates may strip it
+    start = prompt.rfind(text)
+    if start < 0:
+        raise IntegrationError(
+            f"{task}: the prompt does not contain the text of the field {field!r} unchanged; give question_marker, a "
+            "regular expression that the question begins with."
+        )
+    return start + len(text)
 
 
 @dataclass
@@ -79,9 +153,7 @@ class LKVLM(HFLM):
     Prompts are read one at a time.
     """
 
-    def __init__(
-        self, pretrained: Any, batch_size: Any = 1, min_context: int = 64, tolerance: float = 0.0, **options: Any
-    ):
+    def __init__(self, pretrained: Any, batch_size: Any = 1, min_context: int = 64, **options: Any):
         """Load the model.
 
         Args:
@@ -89,8 +161,6 @@ class LKVLM(HFLM):
             batch_size: Accepted, and always 1.
             min_context: Contexts of fewer tokens are not compressed; the results count them, and those that the method
                 cannot compress.
-            tolerance: The evaluation ends with an error if a method keeps more than `retention` + `tolerance` of a
-                context, or more bytes than its entries need.
             options: `method`, `retention`, `policy` and `bits` of `CompressionRequest`, the fields of `ContextSplit`,
                 and options of the harness's `hf`.
 
@@ -109,8 +179,7 @@ class LKVLM(HFLM):
         if is_full:
             options.pop("retention", None)  # it keeps everything
         self._request = CompressionRequest(**_take(options, "method", "retention", "policy", "bits"))
-        self._retention = self._request.retention or (1.0 if is_full else DEFAULT_RETENTION)
-        self._tolerance, self._min_context = tolerance, min_context
+        self._min_context = min_context
         loading = {"use_safetensors": True} if isinstance(pretrained, str) else {}
         super().__init__(pretrained, batch_size=1, **loading | options)
         patch_attention(self.model)
@@ -160,7 +229,8 @@ class LKVLM(HFLM):
         """Return the harness's model information, with settings and statistics per task under "lkv"."""
         tasks = {task: statistics.summary() for task, statistics in self._statistics.items()}
         method, bits = self._request.method, self._request.bits
-        settings = {"method": method, "retention": None if method == FULL else self._retention, "bits": bits}
+        retention = None if method == FULL else self._request.retention or DEFAULT_RETENTION
+        settings = {"method": method, "retention": retention, "bits": bits}
         return {**super().get_model_info(), "lkv": {**settings, "tasks": tasks}}
 
     def _progress(self, requests: list[Any], is_quiet: bool) -> Iterator[Any]:
@@ -179,7 +249,9 @@ class LKVLM(HFLM):
             context_tokens = max(0, prompt_tokens - self._split.window)
         else:
             # At least one token of the prompt is read after the context, to predict the next one.
-            context_tokens = min(common_prefix_length(ids, encode(request.args[0][:end])), prompt_tokens - 1)
+            pairs = zip(ids, encode(request.args[0][:end]), strict=False)
+            prefix_tokens = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            context_tokens = min(prefix_tokens, prompt_tokens - 1)
         self._question = ids[context_tokens:]
         try:
             yield
@@ -234,41 +306,12 @@ class LKVLM(HFLM):
         if self._last is None or self._last.ids != ids:
             self._last = None  # freed before the next one is read
             with suppress(PromptError):  # the method needs a longer text, or a shorter one
-                context = compress_ids(self.model, self.tokenizer, ids, self._resolved_request)
-                check_size(context, self._retention + self._tolerance, self._task)
-                self._last = context
+                self._last = compress_ids(self.model, self.tokenizer, ids, self._resolved_request)
         return self._last
 
 
 def _take(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: options.pop(name) for name in names if name in options}
-
-
-def check_size(context: Context, max_retention: float, task: str) -> None:
-    """Check the entries and the bytes of a compressed context.
-
-    Raises IntegrationError if it keeps more than the share `max_retention` of its entries, or takes more bytes than
-    these entries and their slack.
-    """
-    realised, cache = context.realised_retention(), context.cache
-    if realised > max_retention + 1e-9:
-        raise IntegrationError(
-            f"{task}: {realised:.4f} of the entries of a context of {context.tokens} tokens are kept, but at most "
-            f"{max_retention:.4f} may be: give the method more tolerance=..., or leave short contexts uncompressed "
-            "with min_context=..."
-        )
-    if not isinstance(cache, RaggedCache):
-        return
-    entry_nbytes = 2 * cache.spec.head_dim * context.model.dtype.itemsize
-    allowed_nbytes = 0
-    for layer in cache.ragged_layers:
-        kept_entries = int(layer.lens.sum())
-        heads = layer.lens.numel()
-        slack = heads * cache.config.slack_for(-(-kept_entries // heads), context.model.device)
-        allowed_nbytes += (kept_entries + slack) * entry_nbytes
-    nbytes = sum(layer.nbytes() for layer in cache.ragged_layers)
-    if nbytes > allowed_nbytes:
-        raise IntegrationError(f"{task}: the cache takes {nbytes:,} bytes, but its entries take {allowed_nbytes:,}.")
 
 
 if __name__ == "__main__":

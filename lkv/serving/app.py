@@ -11,17 +11,23 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from lkv.errors import LkvError, PromptError, UnknownContextError
+from lkv.errors import LkvError, PromptError
 from lkv.serving import LOOPBACK
 from lkv.serving.answer import Answer
-from lkv.serving.middleware import RequestGuard
-from lkv.serving.request_log import RequestLog, add_facts
-from lkv.serving.routes import add_context_routes, add_error_handlers, describe_model, read_body
+from lkv.serving.middleware import RequestGuard, RequestLog, add_facts
+from lkv.serving.routes import (
+    add_context_routes,
+    add_error_handlers,
+    describe_contexts,
+    describe_model,
+    read_body,
+    split_model_name,
+)
 from lkv.serving.schemas import ChatRequest, error_object, parse_chat
 from lkv.serving.service import Service
 
@@ -60,8 +66,15 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
 
     add_context_routes(app, service)
     _add_chat(app, service)
-    _add_models(app, service)
-    _add_state(app, service, registry)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [describe_model(service.name), *await describe_contexts(service)]}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
+
     return app
 
 
@@ -111,23 +124,11 @@ class _Stream(StreamingResponse):
 
 
 def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> Answer:
-    name = _context_name(service, body.model)
+    name = split_model_name(body.model or service.name, service.models)
     if body.context and name and body.context != name:
         raise PromptError("the fields model and context name different contexts; name one context.")
     messages = [message.plain() for message in body.messages]
-    return service.ask(messages, body.context or name, body.sampling(), notify)
-
-
-def _context_name(service: Service, model: str) -> str:
-    """Return the context in a model's name, "" for none. Raises UnknownContextError for another model."""
-    if model in ("", service.name):  # which may contain colons
-        return ""
-    before, _, name = model.rpartition(":")
-    if before != service.name:
-        raise UnknownContextError(f"there is no model {model!r} here, only {service.name!r}; GET /v1/models lists all.")
-    if not name:
-        raise PromptError(f"the model {model!r} names no context after the colon; give an id, or no colon.")
-    return name
+    return service.ask(messages, body.context or name or "", body.sampling(), notify)
 
 
 class _AnswerResponse:
@@ -138,12 +139,11 @@ class _AnswerResponse:
     ):  # fmt: skip
         self._service, self._request, self._answer, self._changed = service, request, answer, changed
         self._context_tokens = 0 if answer.context is None else answer.context.tokens
-        self._base = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model or service.name,
-        }  # fmt: skip
+        model = body.model or service.name
+        self._base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._has_usage = body.stream_options is not None and body.stream_options.include_usage
         self._is_late = False
-        context = body.context or _context_name(service, body.model) or None
+        context = body.context or split_model_name(model, service.models)
         add_facts(request.scope, id=self._base["id"], context=context)
 
     async def whole(self) -> Any:
@@ -216,32 +216,3 @@ class _AnswerResponse:
 
 def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        stored = await asyncio.to_thread(service.store.list_contexts)
-        named = [describe_model(f"{service.name}:{context.id}", context.created) for context in stored]
-        return {"object": "list", "data": [describe_model(service.name), *named]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        context = _context_name(service, name)
-        if not context:
-            return describe_model(service.name)
-        found = await asyncio.to_thread(service.queue.find, context, service.store)
-        return describe_model(name, found.created)
-
-
-def _add_state(app: FastAPI, service: Service, registry: CollectorRegistry) -> None:
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(await asyncio.to_thread(generate_latest, registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/health")  # the path of vLLM
-    @app.get("/healthz")
-    async def healthz() -> PlainTextResponse:
-        if not service.is_healthy:
-            return PlainTextResponse("the server's threads have ended; restart it\n", 503)
-        return PlainTextResponse("ok\n")

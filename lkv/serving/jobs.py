@@ -8,7 +8,7 @@ from typing import Any
 
 from lkv.errors import BusyError, ContextFileError, ContextPendingError, LkvError, UnknownContextError
 from lkv.serving.inputs import CompressionSettings, EncodedText
-from lkv.serving.request_log import format_facts
+from lkv.serving.middleware import format_facts
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
 
@@ -29,9 +29,7 @@ class Job:
     progress: float = 0.0
     error: str | None = None
     is_started: bool = False
-    is_cancelled: bool = False  # by a deletion or at the end of the server
     is_deleted: bool = False
-    is_replaced: bool = False  # deleted, and the text was sent again
 
     def as_object(self) -> dict[str, Any]:
         """Return the JSON object of a pending or failed context."""
@@ -68,29 +66,37 @@ class JobQueue:
 
     def __init__(self, max_unfinished: int):
         """At most `max_unfinished` texts wait or are being compressed."""
-        self.hidden: set[str] = set()  # deleted contexts that running requests still use
         self.is_closed = False
         self._max_unfinished = max_unfinished
-        self._jobs: dict[str, Job] = {}
-        self._unfinished: set[Job] = set()  # deleted ones are in it until they end
+        self._jobs: list[Job] = []  # deleted ones are in it until they end
         self._changed = threading.Condition()
 
     def jobs(self) -> list[Job]:
-        """Return all jobs."""
+        """Return all jobs that are not deleted."""
         with self._changed:
-            return list(self._jobs.values())
+            return [job for job in self._jobs if not job.is_deleted]
 
-    def find_running(self, name: str, title: str = "") -> Job | None:
-        """Return the job of a context that is not ready yet, if any, and give it a `title`."""
+    def _find(self, name: str) -> Job | None:
+        return next((job for job in self.jobs() if job.id == name), None)
+
+    def _find_running(self, new: Job) -> Job | None:
+        """Return the unfinished job of the context of a new job, which takes the new one's title, if there is one."""
         with self._changed:
-            job = self._jobs.get(name)
+            job = self._find(new.id)
             if job is None or job.error is not None:
                 return None
-            job.title = title or job.title
+            job.title = new.title or job.title
             return job
 
-    def find_made(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> "StoredContext | Job | None":
-        """Return the running job or the stored context of the text of a new `job`, under the new job's title.
+    def _forget_failed(self, name: str) -> str:
+        """Forget the failed job of a context, if there is one, and return its title."""
+        with self._changed:
+            failed = [job for job in self._jobs if job.id == name and job.error is not None]
+            self._jobs = [job for job in self._jobs if job not in failed]
+            return failed[0].title if failed else ""
+
+    def submit(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> StoredContext | Job:
+        """Add a job, unless the context is stored or being made; the context takes the job's title.
 
         Args:
             job: The new job. It takes the title of a damaged context.
@@ -98,45 +104,32 @@ class JobQueue:
             check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
 
         Returns:
-            None if there is no context, or a damaged one, and the store has space for one.
+            The job that makes the context, or the stored one.
 
         Raises:
+            BusyError: If too many texts wait, or the server is stopping.
             StoreError: If the store is full, or fails.
         """
-        if (running := self.find_running(job.id, job.title)) is not None:
+        if (running := self._find_running(job)) is not None:
             return running
-        stored = self._describe(job.id, store)
+        stored = store.describe(job.id)
         if stored is not None:
             try:
                 check(job.id)
             except (ContextFileError, UnknownContextError):
                 job.title = job.title or stored.name
-                stored = None
-        if stored is None:
-            store.check_quota()
-            return None
+            else:
+                self._forget_failed(job.id)  # before another server stored it
+                return store.rename(stored, job.title)
+        store.check_quota()
         with self._changed:
-            failed = self._jobs.get(job.id)
-            if failed is not None and failed.error is not None:  # before another server stored it
-                del self._jobs[job.id]
-        return store.rename(stored, job.title)
-
-    def add(self, job: Job) -> Job:
-        """Add a job, or return the running one of the same context.
-
-        Raises BusyError if too many texts wait, or the server is stopping.
-        """
-        with self._changed:
-            if (running := self.find_running(job.id, job.title)) is not None:
+            if (running := self._find_running(job)) is not None:
                 return running
-            if self.is_closed or len(self._unfinished) >= self._max_unfinished:
+            if self.is_closed or sum(other.error is None for other in self._jobs) >= self._max_unfinished:
                 raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
-            if (failed := self._jobs.pop(job.id, None)) is not None:
-                job.title = job.title or failed.title
-            for other in self._unfinished:
-                other.is_replaced |= other.id == job.id
-            self._jobs[job.id] = job
-            self._unfinished.add(job)
+            failed_title = self._forget_failed(job.id)
+            job.title = job.title or failed_title
+            self._jobs.append(job)
             self._changed.notify()
         return job
 
@@ -144,7 +137,7 @@ class JobQueue:
         """Start the job that waits for longest; None if none comes within `seconds`, or the queue is closed."""
 
         def find() -> Job | None:
-            return next((job for job in self._jobs.values() if not job.is_started and job.error is None), None)
+            return next((job for job in self._jobs if not job.is_started and job.error is None), None)
 
         with self._changed:
             self._changed.wait_for(lambda: self.is_closed or find() is not None, seconds)
@@ -159,71 +152,65 @@ class JobQueue:
         Args:
             job: The job, with its error if it failed.
             store: The store.
-            stored: Its context, which takes a title that came while it was being stored; None without one.
+            stored: The context that is stored under its id now, if there is one. It takes a title that came meanwhile.
 
         Returns:
             Whether the job was deleted, so that its context must be, too.
         """
         with self._changed:
             title = job.title
-            self._unfinished.discard(job)
-            if stored is not None:
-                self.hidden.discard(job.id)  # made anew
-                if self._jobs.get(job.id) is job:  # else it was deleted, and perhaps sent again
-                    del self._jobs[job.id]
-            failed = [earlier.id for earlier in self._jobs.values() if earlier.error is not None]
-            for name in failed[: max(0, len(failed) - _FAILED_JOBS)]:
-                del self._jobs[name]
-            is_deleted = job.is_deleted and not job.is_replaced
-        if stored is not None and not is_deleted:
-            try:
-                store.rename(stored, title)
-            except LkvError as error:  # the context can be used all the same
-                _LOG.warning("the context %s could not be renamed: %s", job.id, error)
-        return is_deleted
+            failed = [other for other in self._jobs if other.error is not None]
+            ended = failed[: max(0, len(failed) - _FAILED_JOBS)]
+            if job.error is None or job.is_deleted:
+                ended.append(job)
+            self._jobs = [other for other in self._jobs if other not in ended]
+            is_replaced = self._find(job.id) is not None
+        if stored is None:
+            return False
+        if job.is_deleted:  # the context of a text that was sent again stays
+            return stored.created == job.created and not is_replaced
+        try:
+            store.rename(stored, title)
+        except LkvError as error:  # the context can be used all the same
+            _LOG.warning("the context %s could not be renamed: %s", job.id, error)
+        return False
 
-    def delete(self, name: str) -> Job | None:
-        """Remove the job of a context, if any, and cancel it."""
+    def delete(self, name: str, store: ContextStore) -> Job | None:
+        """Delete a context, and the job that makes it, if there is one.
+
+        Raises UnknownContextError for neither, and StoreError if the store fails.
+        """
         with self._changed:
-            job = self._jobs.pop(name, None)
+            job = self._find(name)
             if job is not None:
-                job.is_deleted = job.is_cancelled = True
-                if not job.is_started:
-                    self._unfinished.discard(job)
-            return job
+                job.is_deleted = True
+                if not job.is_started or job.error is not None:
+                    self._jobs.remove(job)
+        if not store.delete(name) and job is None:
+            raise unknown_context(name)
+        return job
 
     def close(self) -> None:
-        """Take no more jobs, cancel all, and log which texts get no context."""
+        """Take no more jobs, and log which texts get no context."""
         with self._changed:
             self.is_closed = True
-            for job in self._jobs.values():
-                if job.error is None and not job.is_cancelled:
+            for job in self.jobs():
+                if job.error is None:
                     facts = format_facts({"context": job.id, "name": job.title, "progress": round(job.progress, 3)})
                     _LOG.warning("the server stops before a text is compressed, send it again: %s", facts)
-                job.is_cancelled = True
             self._changed.notify_all()
-
-    def _describe(self, name: str, store: ContextStore) -> StoredContext | None:
-        """Return the description of a stored context; None for one that is deleted, missing or damaged."""
-        return None if name in self.hidden else store.describe(name)
 
     def find(self, name: str, store: ContextStore) -> StoredContext | Job:
         """Return a stored context, or the job of one that is not ready. Raises UnknownContextError."""
-        with self._changed:
-            job = self._jobs.get(name)
+        job = self._find(name)
         if job is not None and job.error is None:
             return job
-        stored = self._describe(name, store)
-        if job is None:
-            if stored is None:
-                raise unknown_context(name)
-            return stored
-        if not _is_superseded(job, stored):
+        stored = store.describe(name)
+        if job is not None and not _is_superseded(job, stored):
             return job
-        with self._changed:
-            if self._jobs.get(name) is job:
-                del self._jobs[name]
-        assert stored is not None
+        self._forget_failed(name)
+        if stored is None:
+            raise unknown_context(name)
         return stored
 
     def check_ready(self, name: str, store: ContextStore) -> None:
@@ -234,7 +221,7 @@ class JobQueue:
     def list_contexts(self, store: ContextStore) -> list[StoredContext | Job]:
         """Return the jobs, then the stored contexts without a job."""
         jobs = self.jobs()  # first: what becomes ready meanwhile is in the store
-        stored = {context.id: context for context in store.list_contexts() if context.id not in self.hidden}
+        stored = {context.id: context for context in store.list_contexts()}
         current = {job.id: job for job in jobs if not _is_superseded(job, stored.get(job.id))}
         return [*current.values(), *(context for context in stored.values() if context.id not in current)]
 

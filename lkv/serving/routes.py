@@ -6,13 +6,13 @@ from importlib.resources import files
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
-from lkv.errors import LkvError, PromptError
+from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving.jobs import Job, JobQueue
-from lkv.serving.request_log import add_facts
+from lkv.serving.middleware import add_facts
 from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
 from lkv.serving.store import ContextStore
 from lkv.serving.stored_context import StoredContext
@@ -31,6 +31,10 @@ class ContextServer(Protocol):
     queue: JobQueue
 
     @property
+    def models(self) -> list[str]:
+        """The names of its model."""
+
+    @property
     def body_limit(self) -> int:
         """The largest request in bytes."""
 
@@ -43,9 +47,12 @@ class ContextServer(Protocol):
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
 
+    async def check_health(self) -> bool:
+        """Return whether requests are answered."""
+
 
 def add_context_routes(app: FastAPI, server: ContextServer) -> None:
-    """Add /v1/contexts, and the page on which contexts are made and asked."""
+    """Add /v1/contexts, /v1/models/NAME, /healthz, and the page on which contexts are made and asked."""
 
     @app.post("/v1/contexts", status_code=202)
     async def create(request: Request) -> JSONResponse:
@@ -70,6 +77,21 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
     async def delete(name: str) -> dict[str, Any]:
         await server.delete(name)
         return {"object": "context", "id": name, "deleted": True}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        context = split_model_name(name, server.models)
+        if context is None:
+            return describe_model(name)
+        found = await asyncio.to_thread(server.queue.find, context, await server.open_store())
+        return describe_model(name, found.created)
+
+    @app.get("/health")  # the path of vLLM
+    @app.get("/healthz")
+    async def health() -> PlainTextResponse:
+        if not await server.check_health():
+            return PlainTextResponse("the server has failed; restart it\n", 503)
+        return PlainTextResponse("ok\n")
 
     @app.get("/")
     async def root() -> HTMLResponse:
@@ -97,6 +119,28 @@ def add_error_handlers(app: FastAPI, other_routes: str = "") -> None:
 def describe_model(name: str, created: float = 0) -> dict[str, Any]:
     """Return the JSON object of a model, or of `MODEL:CONTEXT`, made at `created`."""
     return {"id": name, "object": "model", "created": int(created), "owned_by": "lkv"}
+
+
+async def describe_contexts(server: ContextServer) -> list[dict[str, Any]]:
+    """Return the stored contexts as models. Raises LkvError if there is no store."""
+    stored = await asyncio.to_thread((await server.open_store()).list_contexts)
+    return [describe_model(f"{name}:{context.id}", context.created) for name in server.models for context in stored]
+
+
+def split_model_name(model: str, models: list[str]) -> str | None:
+    """Return the context in `MODEL:CONTEXT`, None for the name of a model, which may contain colons.
+
+    Raises UnknownContextError for another model, and PromptError for an empty context.
+    """
+    if model in models:
+        return None
+    before, _, name = model.rpartition(":")
+    if before not in models:
+        names = " and ".join(map(repr, models))
+        raise UnknownContextError(f"there is no model {model[:80]!r} here, only {names}; GET /v1/models lists all.")
+    if not name:
+        raise PromptError(f"the model {model!r} names no context after the colon; give an id, or no colon.")
+    return name
 
 
 @functools.cache

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -22,14 +21,13 @@ from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, CompressionSettings, encode_conversation, encode_text
 from lkv.serving.jobs import Job, JobQueue
-from lkv.serving.request_log import format_facts
+from lkv.serving.middleware import format_facts
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ServiceSettings
-from lkv.serving.store import ContextStore, unknown_context
+from lkv.serving.store import ContextStore
 from lkv.serving.stored_context import StoredContext
 from lkv.utils.prompts import bos_ids
 
-_RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 _BYTES_PER_CHARACTER = 6  # in JSON, where all are escaped
 _EXPIRY_SECONDS = 600.0  # between two looks for expired contexts
 _LOG = logging.getLogger(__name__)
@@ -66,8 +64,6 @@ class Service:
         self.answers = AnswerWorker(model, tokenizer, settings.max_requests, settings.max_batch, memory_bytes)
         self.queue = JobQueue(settings.max_texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
-        self._rate: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
-        self._rate_lock = threading.Lock()
         self._worker = threading.Thread(target=self._compress_all, daemon=True)
         self._worker.start()
 
@@ -79,9 +75,18 @@ class Service:
         )
 
     @property
+    def models(self) -> list[str]:
+        """The model's name for clients."""
+        return [self.name]
+
+    @property
     def is_healthy(self) -> bool:
         """Whether questions are answered and texts compressed."""
         return self.answers.is_alive and self._worker.is_alive()
+
+    async def check_health(self) -> bool:
+        """Return `is_healthy`."""
+        return self.is_healthy
 
     async def open_store(self) -> ContextStore:
         """Return the store."""
@@ -110,13 +115,11 @@ class Service:
         with self._tokenizing:
             text = encode_text(self.tokenizer, max_positions(self.model), body.text, settings)
         job = Job(text.id, body.name, settings, time.time(), text, skipped)
-        return self.queue.find_made(job, self.store, self.store.get) or self.queue.add(job)
+        return self.queue.submit(job, self.store, self.store.get)
 
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
-        job = self.queue.delete(name)
-        if not await asyncio.to_thread(self.store.delete, name) and job is None:
-            raise unknown_context(name)
+        await asyncio.to_thread(self.queue.delete, name, self.store)
 
     def context(self, name: str) -> Context:
         """Return a stored context.
@@ -169,7 +172,7 @@ class Service:
 
         def progress(share: float) -> None:
             job.progress = share
-            if job.is_cancelled:
+            if job.is_deleted or self.queue.is_closed:
                 raise _CancelledError
 
         assert job.text is not None
@@ -178,8 +181,7 @@ class Service:
         with self.answers.passes:
             context = compress_ids(self.model, self.tokenizer, job.text.ids, request, job.text.text, progress)
         self.store.check_quota()  # again: other texts were stored since the request
-        if job.is_cancelled:
-            raise _CancelledError
+        progress(1.0)
         stored = StoredContext.describe(job.id, job.title, context, job.settings, job.created, job.skipped)
         self.store.put(stored, context)
         return stored
@@ -222,16 +224,6 @@ class Service:
         self.answers.stop(seconds)
         self._worker.join(seconds)
 
-    def tokens_per_second(self) -> float:
-        """Return the generated tokens per second, over the last ten seconds or since the last call."""
-        with self._rate_lock:
-            now, count = time.monotonic(), self.answers.tokens
-            while len(self._rate) > 1 and now - self._rate[0][0] > _RATE_WINDOW:
-                self._rate.popleft()
-            before, earlier = self._rate[0]
-            self._rate.append((now, count))
-        return (count - earlier) / max(now - before, 1e-9)
-
     def collect(self) -> Iterator[Any]:
         """Return all metrics, as Prometheus's client reads them."""
         jobs = [job for job in self.queue.jobs() if job.error is None]
@@ -241,7 +233,6 @@ class Service:
         yield CounterMetricFamily("lkv_failures", "Batches of requests that failed", self.answers.failures)
         yield GaugeMetricFamily("lkv_texts_waiting", "Texts that wait or are being compressed", len(jobs))
         yield CounterMetricFamily("lkv_generated_tokens", "Tokens generated", self.answers.tokens)
-        yield GaugeMetricFamily("lkv_tokens_per_second", "Tokens generated per second", self.tokens_per_second())
         yield GaugeMetricFamily("lkv_contexts_resident", "Contexts in memory", len(resident))
         yield GaugeMetricFamily("lkv_context_bytes", "Bytes of k and v of contexts in memory", sum(resident.values()))
         saved = "Bytes that their full caches would take beyond that"

@@ -37,11 +37,6 @@ def unknown_context(name: str) -> UnknownContextError:
     return UnknownContextError(f"there is no context {name[:80]!r}; GET /v1/contexts lists all contexts.")
 
 
-def _is_file(file: dict[str, Any]) -> bool:
-    """Return whether a listed entry is a regular file, not a folder, link or pipe."""
-    return file.get("type", "file") == "file"
-
-
 def _modified(file: dict[str, Any], default: float) -> float:
     """Return the modification time of a listed file, in seconds since 1970; `default` if it is unknown."""
     written = file.get("mtime") or file.get("LastModified") or file.get("created")
@@ -194,7 +189,7 @@ class ContextStore:
 
     def _descriptions(self) -> list[StoredContext]:
         """Return the descriptions of all stored contexts that can be read, those of other models among them."""
-        names = [name for name, file in self._listing().items() if name.endswith(_DESCRIPTION) and _is_file(file)]
+        names = [name for name in self._listing() if name.endswith(_DESCRIPTION)]
         return [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
 
     def check_quota(self) -> None:
@@ -209,13 +204,13 @@ class ContextStore:
         return len(contexts), sum(file.get("size") or 0 for file in files.values())
 
     def _listing(self) -> dict[str, dict[str, Any]]:
-        """Return the file system's information on each file, by name."""
+        """Return the file system's information on each regular file, by name; not on folders, links and pipes."""
         with self._store_errors("listed", "check its folder"):
             try:
                 files = self._files.ls(self._root, detail=True, refresh=True)
             except FileNotFoundError:  # an object store has no empty folders
                 files = []
-            return {Path(file["name"]).name: dict(file) for file in files}
+            return {Path(file["name"]).name: dict(file) for file in files if file.get("type", "file") == "file"}
 
     def delete(self, name: str) -> bool:
         """Delete a context; running answers continue. False if there is none."""
@@ -264,7 +259,7 @@ class ContextStore:
             stem, suffix = name.rpartition(".")[0], name[name.rfind(".") :]
             is_cut_off = suffix == _TEMPORARY and name.startswith(".")
             is_cut_off |= suffix == _CONTEXT and bool(_ID.fullmatch(stem)) and stem + _DESCRIPTION not in files
-            if is_cut_off and _is_file(file) and _modified(file, time.time()) < time.time() - _DAY:
+            if is_cut_off and _modified(file, time.time()) < time.time() - _DAY:
                 yield self._delete_file, name
         if seconds is None:
             return

@@ -1,17 +1,17 @@
 """lm-evaluation-harness with `--model lkv`: its own tasks from local files, scores against a dense reference."""
 
+import importlib
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lkv.cache.layer import RaggedLayer
-from lkv.errors import IntegrationError, PromptError, RetentionError
-from lkv.methods.request import CompressionRequest
+from lkv.errors import IntegrationError, MissingPackageError, PromptError, RetentionError
 from tests.conftest import save_model, tiny_llama
 from tests.dense import Dense, Row, kept_of
 from tests.families import longrope_model
@@ -43,6 +43,12 @@ def parts(folder):
     from transformers import AutoTokenizer
 
     return tiny_llama(vocab_size=259, max_position_embeddings=1024), AutoTokenizer.from_pretrained(folder)
+
+
+def split(**options):
+    from lkv.integrations.lm_eval import ContextSplit
+
+    return ContextSplit(**options)
 
 
 def harness(parts, kind="lkv", **options):
@@ -157,25 +163,13 @@ def test_a_context_that_the_method_cannot_compress_is_left_whole(parts):
     assert held["realised_retention"] == pytest.approx((64 + 65 // 2) / (64 + 65))
 
 
-def test_questions_share_a_context_that_may_not_keep_more_entries_or_bytes_than_requested(parts, monkeypatch):
+def test_questions_share_a_context(parts, monkeypatch):
     import lkv.integrations.lm_eval as integration
 
     read, real = [], integration.compress_ids
-    with monkeypatch.context() as patch:
-        patch.setattr(integration, "compress_ids", lambda *a, **k: read.append(len(a[2])) or real(*a, **k))
-        lm = harness(parts, **OWN)
-        lm.loglikelihood(requests("loglikelihood", *[(PROMPT, f" {x}") for x in "ABCD"]), True)
+    monkeypatch.setattr(integration, "compress_ids", lambda *a, **k: read.append(len(a[2])) or real(*a, **k))
+    harness(parts, **OWN).loglikelihood(requests("loglikelihood", *[(PROMPT, f" {x}") for x in "ABCD"]), True)
     assert len(read) == 1
-    asked, more = requests("loglikelihood", (PROMPT, " 4")), {"method": "knorm", "retention": RETENTION + 0.1}
-    with monkeypatch.context() as patch:
-        patch.setattr(integration, "compress_ids", lambda *given: real(*given[:3], CompressionRequest(**more)))
-        with pytest.raises(IntegrationError, match=r"some_task: 0\.3\d+ of the entries of a context of \d+ tokens are"):
-            harness(parts, **OWN).loglikelihood(asked, True)
-        assert harness(parts, tolerance=0.1, **OWN).loglikelihood(asked, True)
-    nbytes = RaggedLayer.nbytes
-    monkeypatch.setattr(RaggedLayer, "nbytes", lambda self: 4 * nbytes(self))
-    with pytest.raises(IntegrationError, match="bytes, but its entries take"):
-        harness(parts, **OWN).loglikelihood(asked, True)
 
 
 def test_wrong_options_are_refused(parts):
@@ -261,3 +255,66 @@ def test_ruler_from_the_harness(folder, tmp_path, monkeypatch):
         prompt, end = sample["arguments"][0][0], "\nWhat is the special magic number for "
         assert len(prompt) < 700 and prompt.count(end) == 1
     assert report["context_tokens"] == sum(s["arguments"][0][0].index(end) for s in results["samples"]["niah_single_1"])
+
+
+DOCUMENT_TEXT = "One boat.\nTwo boats. Question: a trap?"
+LONGBENCH = f"Answer the question.\n\n{DOCUMENT_TEXT}\n\nAnswer the question based on the above."
+LONGBENCH += "\n\nQuestion: Boats?\nAnswer:"
+# The ends of RULER's prompts as lm-evaluation-harness writes them.
+RULER = {
+    "niah_single_1": "\nWhat is the special magic number for old-quay mentioned in the provided text?",
+    "niah_multivalue": "\nWhat are all the special magic numbers for old-quay mentioned in the provided text?",
+    "ruler_vt": "\nQuestion: Find all variables that are assigned the value 41 in the text above.",
+    "ruler_cwe": "\nQuestion: What are the 10 most common words in the above list?",
+    "ruler_fwe": "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three?",
+    "ruler_qa_squad": "\n\nAnswer the question based on the given documents. Only give me it.\n\nQuestion: Boats?",
+}
+
+
+@pytest.mark.parametrize("task", ["longbench_qasper", "longbench_gov_report_e", "longbench2_academic_single"])
+def test_longbench_context_is_a_field(task):
+    split_by, end = split().context_end(task, LONGBENCH, {"context": DOCUMENT_TEXT + "\n", "question": "Boats?"})
+    assert split_by == "field" and LONGBENCH[end:].startswith("\n\nAnswer the question based on the above.")
+
+
+@pytest.mark.parametrize("task", RULER)
+def test_ruler_question_is_found_by_its_marker(task):
+    # The instruction before the texts uses the same words, and a solved example may come first.
+    prompt = f"Answer the question based on the given documents. {RULER[task]}\n{DOCUMENT_TEXT}{RULER[task]} Answer:"
+    split_by, end = split().context_end(task, prompt, {"input": prompt})
+    assert split_by == "marker" and prompt[end:] == RULER[task] + " Answer:"
+
+
+def test_options_take_precedence_over_known_tasks_and_others_use_the_window():
+    document = {"context": DOCUMENT_TEXT, "question": "Boats?"}
+    for options, by, rest in (
+        ({"context_field": "question"}, "field", "\nAnswer:"),
+        ({"question_marker": r"Question: \w+\?"}, "marker", "Question: Boats?\nAnswer:"),
+    ):
+        split_by, end = split(**options).context_end("longbench_qasper", LONGBENCH, document)
+        assert split_by == by and LONGBENCH[end:] == rest
+    assert split().context_end("hellaswag", LONGBENCH, {}) == ("window", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context_field": "passage"}, "no text in a field 'passage'; its fields are context, question"),
+        ({"context_field": "context"}, "text of the field 'context' unchanged; give question_marker"),
+        ({"question_marker": "Frage:"}, "is not in the prompt; give context_field"),
+        ({"context_field": "context", "question_marker": "Question"}, "give one"),
+        ({"question_marker": "("}, "no regular expression"),
+        *(({"window": window}, "at least one token") for window in (0, 1.5, "8")),
+    ],
+)
+def test_wrong_splits_are_refused(options, message):
+    with pytest.raises(IntegrationError, match=message):
+        split(**options).context_end("squad", LONGBENCH, {"context": "other words", "question": "Boats?"})
+
+
+def test_a_missing_harness_is_named(monkeypatch):
+    for name in {"lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "lkv.integrations.lm_eval")
+    with pytest.raises(MissingPackageError, match=r"lm_eval needs .*pip install .*\[lm-eval\]"):
+        importlib.import_module("lkv.integrations.lm_eval")

@@ -1,14 +1,21 @@
 """What the pages show works as written: every code block of README and docs that can run is run, on a tiny model.
 
 A block behind a comment `<!-- not run: why -->` is not; `<!-- needs: package -->` leaves it out where that is missing.
-Blocks of one page share their names, as a reader's session would.
+Blocks of one page share their names, as a reader's session would. Blocks followed by a `text` block are also run with
+the embedded model, and their output is compared.
 """
 
+import contextlib
 import importlib.util
+import io
 import json
 import re
 import shlex
+import shutil
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,42 +23,56 @@ from transformers import AutoTokenizer
 
 import lkv.hf.loading
 import lkv.policy.shipped
+from experiments.report.figures import method_styles
+from experiments.report.names import method_label
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.cli.main import COMMANDS
 from lkv.hf.attention import patch_attention
 from lkv.hf.conversion import _DONE, _VERSION
-from lkv.methods.registry import METHODS, budgets, selectors
+from lkv.methods import registry
+from lkv.methods.registry import METHODS, budgets, parse_method, selectors
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.commands import PROGRAMS, main, parse_arguments
-from tests.conftest import save_model
+from tests.conftest import save_model, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MORE_PAGES = [
-    ROOT / name
-    for name in (
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "experiments/README.md",
-        "experiments/runs/README.md",
-        "experiments/results/small/README.md",
-    )
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / "experiments" / f"{folder}README.md" for folder in ("", "runs/", "results/small/")),
 ]
-_BLOCK = re.compile(r"(?:<!-- (not run|needs): ([^>]*?) -->\n)?```(python|sh)\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>not run|needs): (?P<reason>[^>]*?) -->\n)?```(?P<kind>python|sh)\n(?P<code>.*?)```"
+    r"(?:\n\n```text\n(?P<shown>.*?)```)?",
+    re.DOTALL,
+)
+_TIMES = re.compile(r"in [\d.]+ s \([\d,]+ tokens/s\)")
 _TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>a: {% endif %}"
 )
 
 
+def name_of(page: Path) -> str:
+    """The page's name in the names of tests."""
+    return str(page.relative_to(ROOT))
+
+
+def found_blocks(page: Path) -> list[re.Match]:
+    """The blocks of a page that are not marked as not run, nor need a package that is missing."""
+    found = _BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [
+        block
+        for block in found
+        if block["mark"] is None
+        or (block["mark"] == "needs" and importlib.util.find_spec(block["reason"].strip()) is not None)
+    ]
+
+
 def blocks(page: Path, language: str) -> list[str]:
-    """The blocks of a page that are to be run here."""
-    found = []
-    for mark, reason, kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")):
-        missing = mark == "needs" and importlib.util.find_spec(reason.strip()) is None
-        if kind == language and mark != "not run" and not missing:
-            found.append(code)
-    return found
+    """The code of a page that is to be run here."""
+    return [block["code"] for block in found_blocks(page) if block["kind"] == language]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +106,7 @@ def session(reader, own_registry, monkeypatch):
     monkeypatch.setattr(lkv.policy.shipped, "_POLICIES", reader / "policies")
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_python_runs_as_it_stands(page, session):
@@ -101,9 +120,7 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("lkv ")]
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
 def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
     for words in commands(page):
         assert words[0] != "serve", "a server does not end: mark the block as not run"
@@ -123,9 +140,10 @@ def test_messages_that_fail_are_those_of_the_code():
     assert len(messages) > 15 and [part for part in fixed if part not in code] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_command_that_is_shown_has_its_options(page, capsys):
-    for _, _, kind, code in _BLOCK.findall(page.read_text(encoding="utf-8")):
+    for block in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        kind, code = block["kind"], block["code"]
         # Commands of others may go over several lines.
         for line in (line for line in code.splitlines() if kind == "sh" and "lkv " in line):
             words = shlex.split(line, comments=True)
@@ -167,26 +185,26 @@ def test_the_notebook_finds_what_its_text_says(tmp_path):
     NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    printed = printed_by(notebook)
+    printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
     assert printed.count("is 5308.") == 4 and printed.count("Ingrid Solberg") == 2
     assert "1704 tokens: 3.9 of 78.5 MB" in printed
-
-
-def printed_by(notebook) -> str:
-    """What all cells of a notebook printed."""
-    return "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
 
 
 def test_every_method_is_named_and_no_file_that_is_not_there():
     text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     for name in (*METHODS, *budgets(), *selectors()):
         assert f"`{name}`" in text, f"docs/methods.md does not name {name}"
+    packages = "cache|kernels|methods|policy|training|evaluation|integrations"
     for page in [*PAGES, *MORE_PAGES]:
-        for path in re.findall(r"`((?:lkv|tests|examples|dev)/[\w/]+(?:\.\w+)?/?)`", page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        paths = re.findall(r"`((?:lkv|tests|examples|dev|experiments)/[\w/]+(?:\.\w+)?/?)`", text)
+        if page.name == "CONTRIBUTING.md":
+            paths += [f"lkv/{path}" for path in re.findall(rf"`((?:{packages})/[\w/]*(?:\.py)?)`", text)]
+        for path in set(paths) - {"experiments/NAME.py", "experiments/results/NAME.json"}:
             assert (ROOT / path).exists(), f"{page.name} names {path}, which is not there"
 
 
-@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *MORE_PAGES], ids=name_of)
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -202,3 +220,82 @@ def test_links_lead_somewhere(page):
 def slug(title: str) -> str:
     """The anchor that forges and mkdocs make of a title."""
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+
+
+def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    exec(code, {})
+    assert method_label("lkv-h+large-values") == "Large values, LKV-H budgets"
+    assert method_styles(["uniform+large-values"])
+    assert "values of large norm" not in parse_method("snapkv").description
+    assert parse_method("pyramid+large-values").budget == "pyramid"
+    assert main(["methods"]) == 0
+    model = tiny_llama()
+    cache = RaggedCache(model, retention=0.5, method="uniform+large-values")
+    model(torch.arange(3, 23)[None], past_key_values=cache, use_cache=True)
+    assert cache.realised_retention() == 0.5
+
+
+def test_the_package_of_the_methods_page_is_found(tmp_path, own_registry, monkeypatch, capsys):
+    """Its files as they are shown, installed as pip would: the command line lists the method."""
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    code, config = (
+        re.search(rf"```{kind}\n(.*?)```", page[page.index("`my_methods.py`:") :], re.DOTALL)[1]
+        for kind in ("python", "toml")
+    )
+    project = tomllib.loads(config)
+    (module,) = project["tool"]["setuptools"]["py-modules"]
+    (tmp_path / f"{module}.py").write_text(code)
+    info = tmp_path / "my_methods-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['project']['name']}\nVersion: 0.1\n")
+    points = project["project"]["entry-points"]["lkv.methods"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[lkv.methods]", *lines, ""]))
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._load_plugins.cache_clear()
+    try:
+        assert main(["methods"]) == 0
+    finally:
+        registry._load_plugins.cache_clear()
+        sys.modules.pop(module, None)
+    assert re.search(r"^ *large-values +.*values of large norm", capsys.readouterr().out, re.MULTILINE)
+
+
+def printed(block: re.Match, names: dict) -> str:
+    """What a block prints; `lkv` commands to stderr too."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        if block["kind"] == "python":
+            exec(compile(block["code"], "page", "exec"), names)
+            return out.getvalue()
+        with contextlib.redirect_stderr(out):
+            for line in block["code"].splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == ["lkv"]:
+                    assert main(words[1:]) == 0, out.getvalue()
+    return out.getvalue()
+
+
+def without_times(text: str) -> str:
+    """The lines without times, progress (on a terminal a bar, which goes) and empty lines."""
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.startswith(("Loading weights", "[reading"))
+    ]
+    return "\n".join(_TIMES.sub("in ...", line) for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block["shown"] for block in found_blocks(page))], ids=name_of
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_pages_show_what_is_printed(page, tmp_path, monkeypatch, own_registry):
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "lighthouse.txt", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    found, names = found_blocks(page), dict[str, Any]()
+    last = max(number for number, block in enumerate(found) if block["shown"])
+    for block in found[: last + 1]:
+        if block["kind"] == "python" or block["shown"]:
+            output = printed(block, names)
+            assert not block["shown"] or without_times(output) == without_times(block["shown"]), block["code"]

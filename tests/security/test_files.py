@@ -1,8 +1,10 @@
-"""Files that were changed after they were written, or hold numbers that no model has."""
+"""Files that were changed, hold numbers that no model has, or fill the memory of their reader."""
 
+import gzip
 import json
 import math
 import os
+import zipfile
 import zlib
 from contextlib import nullcontext
 
@@ -11,10 +13,14 @@ import torch
 from filelock import FileLock
 
 from lkv.errors import DataError, ModelLoadError, TrainingError
+from lkv.evaluation.longbench import _read_rows
 from lkv.hf import conversion
 from lkv.hf.conversion import _VERSION, convert_once, file_digest, is_complete
 from lkv.hf.fingerprint import encode_direction
 from lkv.training.checkpoint import lock_folder
+from lkv.training.data.decontamination import read_strings
+from lkv.utils import data_files
+from lkv.utils.data_files import read_json, read_json_lines, read_text
 from lkv.utils.journal import lock_journal
 
 
@@ -72,3 +78,40 @@ def test_a_lock_that_is_released_deletes_no_lock_of_another(tmp_path):
 def test_rows_without_a_direction_have_no_fingerprint(values):
     assert encode_direction("a", values) is None
     assert encode_direction("a", [1e300, 5e-324]) is not None
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    monkeypatch.setattr(data_files, "_MAX_SMALL", 2**16)
+    monkeypatch.setattr(data_files, "_MAX_LINE", 2**16)
+
+
+def compressed(path, data):
+    with gzip.open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def test_gzip_files_of_nothing_but_zeros_are_refused(tmp_path, small_limits):
+    bomb = compressed(tmp_path / "a.json.gz", b" " * 2**22)
+    for read in (read_json, read_text, lambda path: list(read_strings(path))):
+        with pytest.raises(DataError, match=r"a\.json\.gz holds more than 200 bytes for each of its own; get the file"):
+            read(bomb)
+    lines = compressed(tmp_path / "a.jsonl.gz", b" " * 2**22)
+    with pytest.raises(DataError, match="has a line of more than 65,536 characters"):
+        list(read_json_lines(lines))
+
+
+def test_members_of_zip_archives_are_bounded(tmp_path, small_limits):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data/a.jsonl", b" " * 2**22)
+    for rows in (read_strings(tmp_path / "a.zip"), _read_rows(tmp_path / "a.zip", "a")):
+        with pytest.raises(DataError, match="more than 200 bytes for each of its own"):
+            list(rows)
+
+
+def test_what_people_compress_is_read(tmp_path, small_limits):
+    rows = [{"text": f"Row {number} of a text that repeats itself. " * 20} for number in range(1000)]
+    path = compressed(tmp_path / "a.jsonl.gz", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    assert list(read_json_lines(path)) == rows
+    assert json.loads(read_text(path).split("\n")[7]) == rows[7]

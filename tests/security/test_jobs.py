@@ -36,10 +36,10 @@ def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, mon
 
     def list_before_the_end():
         stored = [context for context in plain() if context.id != name]
-        service.queue._jobs.pop(name)
+        service.queue._jobs.clear()
         return stored
 
-    service.queue._jobs[name] = job
+    service.queue._jobs.append(job)
     assert listed() == 1
     monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
     assert listed() == 1
@@ -49,12 +49,12 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service = make()
     text = encode_text(service.tokenizer, 2048, TEXT, service.compression)
     first, second = (Job("a", "", service.compression, 0.0, text) for _ in range(2))
-    service.queue._jobs["a"] = second  # the first was deleted, and its text sent again, while it was written
+    service.queue._jobs.append(second)  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
-    assert service.queue._jobs["a"] is second
+    assert service.queue.jobs() == [second]
     service._compress(second)
-    assert "a" not in service.queue._jobs
+    assert service.queue.jobs() == []
 
 
 def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_context_that_cannot_take_a_late_name_keeps_the_first(make, monkeypatc
 def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     service = make()
     name = ready(service, "old")
-    service.queue._jobs[name] = Job(name, "", service.compression, 0.0, error="no")  # before it was stored
+    service.queue._jobs.append(Job(name, "", service.compression, 0.0, error="no"))  # before it was stored
 
     monkeypatch.setattr(service.store, "_rewrite", fail_to_write)
     with pytest.raises(StoreError, match="no space"):
@@ -136,7 +136,7 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
     until(lambda: second.store.describe(job.id))
     stopping = threading.Thread(target=first.stop, args=(20,))
     stopping.start()
-    until(lambda: job.is_cancelled)
+    until(lambda: first.queue.is_closed)
     release.set()
     stopping.join()
     assert second.store.describe(job.id) is not None
@@ -152,9 +152,9 @@ def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypa
     until(lambda: second.store.describe(job.id))
     assert [stored.as_object()["status"] for stored in first.queue.list_contexts(first.store)] == ["ready"]
     assert first.context(job.id).tokens and first.queue.jobs() == []
-    first.queue._jobs[job.id] = job
+    first.queue._jobs.append(job)
     assert isinstance(first.queue.find(job.id, first.store), StoredContext) and first.queue.jobs() == []
-    first.queue._jobs[job.id] = job
+    first.queue._jobs.append(job)
     assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.queue.jobs() == []
 
 

@@ -167,9 +167,7 @@ def test_metrics_read_no_descriptions(make, monkeypatch):
 
 def test_metrics_are_read_by_many_at_once(server):
     with ThreadPoolExecutor(16) as pool:
-        rates = list(pool.map(lambda _: server.service.tokens_per_second(), range(4000)))
-        pages = list(pool.map(lambda _: server.ask("/metrics")[0], range(32)))
-    assert min(rates) >= 0 and set(pages) == {200}
+        assert set(pool.map(lambda _: server.ask("/metrics")[0], range(32))) == {200}
 
 
 def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 
 from lkv.context.compression import compress
 from lkv.errors import PolicyFileError, PolicyMismatchError, PromptError, StoreError
-from lkv.integrations.vllm import context_middleware, http
-from lkv.integrations.vllm.contexts import Compression, VllmContexts
-from lkv.integrations.vllm.http import ContextRoutes
+from lkv.integrations.vllm import http
+from lkv.integrations.vllm.contexts import COMPRESS, Compression, VllmContexts
+from lkv.integrations.vllm.http import ContextRoutes, split_name
 from lkv.serving.inputs import CompressionSettings
 from lkv.serving.jobs import Job
 from lkv.serving.settings import ContextSettings
@@ -35,11 +35,18 @@ class Engine:
     started = cancelled = 0
     has_read, is_done, failure = False, True, ""
 
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+
     def __init__(self, store_context):
         self._store_context = store_context
 
+    async def check_health(self):
+        if self.failure:
+            raise RuntimeError(self.failure)
+
     async def generate(self, prompt, params, request, **options):
         self.started, self.options = self.started + 1, options
+        self.created = json.loads(params.extra_args[COMPRESS])["created"]
         try:
             while not self.has_read:
                 await asyncio.sleep(0.01)
@@ -50,7 +57,7 @@ class Engine:
 
     async def collective_rpc(self, method, args=()):
         if method == "lkv_outcome" and self.has_read and self.is_done and not self.failure:
-            self._store_context()
+            self._store_context(created=self.created)
         return [self.failure if self.is_done else None]
 
 
@@ -62,8 +69,8 @@ def contexts(parts, tmp_path):
     contexts.settings = ContextSettings(method="knorm", store=str(tmp_path))
     contexts.policy, contexts.max_positions = None, 2048
     contexts.compression = CompressionSettings("knorm", 0.15, None, "", "")
-    contexts.store, contexts._announced_texts, contexts._checked_files = contexts.open_store(0), {}, {}
-    contexts._checking, contexts._remembered_tokens = threading.Lock(), {}
+    contexts.store, contexts._checked_files, contexts._remembered_tokens = contexts.open_store(0), {}, {}
+    contexts._checking, contexts.secret = threading.Lock(), "secret"
     return contexts
 
 
@@ -72,8 +79,8 @@ def store(contexts, parts):
     """Store the context of TEXT, under a title; returns its id."""
     name, context = contexts.encode(TEXT, contexts.compression).id, compress(*parts, TEXT, method="knorm")
 
-    def store(title=""):
-        contexts.store.put(StoredContext.describe(name, title, context, contexts.compression), context)
+    def store(title="", created=None):
+        contexts.store.put(StoredContext.describe(name, title, context, contexts.compression, created), context)
         return name
 
     return store
@@ -84,7 +91,7 @@ def routes(contexts, store, monkeypatch):
     """The routes over `contexts` and an `Engine`."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     routes = ContextRoutes()
-    routes._length, routes._engine, routes._models = 2048, Engine(store), ["tiny"]
+    routes.max_length, routes.engine, routes.models = 2048, Engine(store), ["tiny"]
     monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
     return routes
 
@@ -128,38 +135,38 @@ def delete(client, name, status=200):
         {"cache_salt": f"lkv_context:{NAME}:"},
         {"vllm_xargs": {"lkv_context": NAME}},
         {"vllm_xargs": {"lkv_compress": 1}},
+        {"context": NAME},
+        {"model": f"m:{NAME}"},
     ],
 )
 def test_contexts_are_not_asked_where_vllm_asks_for_no_key(monkeypatch, key, path, named):
     """vLLM's own routes outside of /v1 answer without its key."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    app, received = app_of(ContextRoutes(), key=key), []
+    routes, received = ContextRoutes(), []
+    routes.models, app = ["m"], app_of(routes, key=key)
 
     @app.post(path)
-    async def answer(request: Request):
+    async def receive(request: Request):
         received.append(await request.json())
 
     client, body = TestClient(app), {"model": "m", "messages": [{"role": "user", "content": "lkv"}]}
     assert client.post(path, json=body).status_code == 200 and received.pop() == body
     # "lkv_" in other letters of JSON
     written = json.dumps(body | named).replace("lkv_", "lk\\u0076_")
-    status = client.post(path, content=written.encode()).status_code
+    answer = client.post(path, content=written.encode())
     if key is not None:
-        assert (status, received) == (401, [])
+        assert (answer.status_code, received) == (401, [])
     elif NAME in json.dumps(named):  # not a route that can use contexts
-        assert (status, received) == (400, [])
+        says = f"{path} cannot use contexts; use /v1/chat/completions or /v1/completions."
+        assert (answer.status_code, received, answer.json()["error"]["message"]) == (400, [], says)
     else:
-        assert (status, received) == (200, [body | named])
+        assert (answer.status_code, received) == (200, [body | named])
 
 
 @pytest.mark.parametrize("path", ["/v1/contexts", "/api/v1/contexts"])
 def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
-    routes = ContextRoutes()
-    app = app_of(routes, host="127.0.0.1")
+    app = app_of(ContextRoutes(), host="127.0.0.1")
     assert TestClient(app, "http://evil.example", root_path="/api").get(path).status_code == 421
-    routes.is_stopping = True
-    client = TestClient(app, "http://127.0.0.1", root_path="/api")
-    assert client.get(path.replace("/v1/contexts", "/health")).status_code == 503
 
 
 @pytest.mark.parametrize(
@@ -169,27 +176,13 @@ def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
     with pytest.raises(
         PromptError, match=f"'{next(iter(body))}' is no field that names a context; put 'context' beside"
     ):
-        ContextRoutes().split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body})
-    assert ContextRoutes().split_name({"model": "tiny", "metadata": {"context": "a"}}) is None
-
-
-def test_texts_that_are_not_compressed_are_not_kept(contexts, routes, client):
-    routes.queue._unfinished = {Job(str(number), "", None, 0.0) for number in range(http._MAX_TEXTS)}
-    for number in range(3):
-        create(client, f"{TEXT} {number}", status=429)
-    assert contexts._announced_texts == {}
-
-
-def test_a_failed_job_hides_no_context_that_another_server_stored(routes, store, client):
-    name = store()
-    routes.queue._jobs[name] = Job(name, "", None, 0.0, error="no")
-    create(client, status=200)
-    assert routes.queue._jobs == {}
+        split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body}, ["tiny"])
+    assert split_name({"model": "tiny", "metadata": {"context": "a"}}, ["tiny"]) is None
 
 
 def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(contexts, routes, store, client):
     name = store()
-    routes.queue._jobs[name] = Job(name, "", contexts.compression, time.time(), error="failed.")
+    routes.queue._jobs.append(Job(name, "", contexts.compression, time.time(), error="failed."))
     delete(client, name)
     assert contexts.store.describe(name) is None
 
@@ -200,7 +193,7 @@ def test_a_full_store_gives_what_it_has(contexts, routes, store, client):
     create(client, status=200)
     full = create(client, f"{TEXT} again", status=507)
     assert "the store is full" in full["error"]["message"]
-    assert routes.queue._jobs == {} and contexts._announced_texts == {}
+    assert routes.queue.jobs() == []
 
 
 def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, store):
@@ -222,76 +215,25 @@ def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkey
     assert [*contexts._remembered_tokens] == ["other"]
 
 
-def test_a_context_that_cannot_take_a_late_name_keeps_the_first(contexts, routes, client, monkeypatch):
-    name = create(client, name="first")["id"]
-    until(lambda: routes._engine.started)
-    monkeypatch.setattr(contexts.store, "_rewrite", fail_to_write)
-    create(client, name="second")
-    routes._engine.has_read = True
-    until(lambda: not routes._tasks)
-    assert routes.queue._jobs == {} and contexts.store.describe(name).name == ""  # as the engine stored it
-
-
-def test_a_store_that_cannot_be_read_makes_no_context_anew(contexts, routes, client, monkeypatch):
-    monkeypatch.setattr(contexts.store, "describe", fail_to_write)
-    create(client, status=507)
-    assert routes.queue._jobs == {}
-
-
-def test_a_context_made_anew_keeps_its_name(contexts, routes, store, client, tmp_path):
-    name = store("a name")
-    (tmp_path / f"{name}.kv").write_bytes(b"damaged")
-    assert create(client)["name"] == "a name"
-    routes.queue._jobs[name].error = "no"
-    (tmp_path / f"{name}.json").unlink()
-    assert create(client)["name"] == "a name"
-    assert contexts._announced_texts[name].name == "a name"
-
-
-def test_a_context_that_becomes_ready_is_listed(contexts, routes, client, monkeypatch):
-    routes.queue._jobs[NAME] = Job(NAME, "", contexts.compression, 0.0)
-
-    def list_before_the_end():
-        routes.queue._jobs.pop(NAME)
-        return []
-
-    monkeypatch.setattr(contexts.store, "list_contexts", list_before_the_end)
-    assert [one["id"] for one in client.get("/v1/contexts").json()["data"]] == [NAME]
-
-
 @pytest.mark.parametrize(("error", "says"), [(None, "is still being compressed; ask again"), ("too short.", "too sh")])
 def test_a_context_that_is_being_compressed_cannot_be_asked_yet(routes, client, error, says):
-    routes.queue._jobs[NAME] = Job(NAME, "", None, 0.0, error=error)
+    routes.queue._jobs.append(Job(NAME, "", None, 0.0, error=error))
     answer = client.post("/v1/chat/completions", json={"model": f"tiny:{NAME}", "messages": TURN})
     assert answer.status_code == 409 and says in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("is_sent_again", [False, True])
 def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(contexts, routes, client, is_sent_again):
-    routes._engine.is_done = False
+    routes.engine.is_done = False
     name = create(client)["id"]
-    until(lambda: routes._engine.started)
+    until(lambda: routes.engine.started)
     delete(client, name)
     if is_sent_again:
         create(client)
-    routes._engine.has_read = routes._engine.is_done = True
+    routes.engine.has_read = routes.engine.is_done = True
     until(lambda: not routes._tasks)
     assert client.get(f"/v1/contexts/{name}").status_code == (200 if is_sent_again else 404)
     assert (contexts.store.describe(name) is not None) == is_sent_again
-
-
-@pytest.mark.parametrize("failure", ["", "the disk is full."])
-def test_a_context_deleted_in_use_and_made_again_goes_only_where_that_fails(contexts, routes, store, client, failure):
-    name, routes._engine.failure = store(), failure
-    with client.portal.wrap_async_context_manager(routes.using(name)):
-        delete(client, name)
-        assert contexts.store.describe(name) is not None
-        create(client)
-    assert contexts.store.describe(name) is not None
-    routes._engine.has_read = True
-    until(lambda: not routes._tasks)
-    assert client.get(f"/v1/contexts/{name}").json()["error"] == (failure or None)
-    assert (contexts.store.describe(name) is None) == bool(failure)
 
 
 def test_a_deletion_that_fails_can_be_repeated(contexts, store, client):
@@ -350,19 +292,19 @@ def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, e
 
 def test_a_deleted_text_is_not_read_on(routes, client):
     name = create(client)["id"]
-    until(lambda: routes._engine.started)
+    until(lambda: routes.engine.started)
     delete(client, name)
     until(lambda: not routes._tasks)
-    assert routes._engine.cancelled == 1 and routes._readings == {} and routes.queue._jobs == {}
+    assert routes.engine.cancelled == 1 and routes._readings == {} and routes.queue._jobs == []
 
 
 def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
     monkeypatch.setattr(routes.queue, "_max_unfinished", 2)
-    routes._engine.is_done = False
+    routes.engine.is_done = False
     for number in range(2):
         delete(client, create(client, f"{TEXT} {number}")["id"])
     create(client, status=429)
-    routes._engine.is_done = True
+    routes.engine.is_done = True
     until(lambda: not routes._tasks)
     create(client)
 
@@ -377,7 +319,7 @@ def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, t
 
 
 def test_bodies_without_end_are_not_kept(client, monkeypatch):
-    monkeypatch.setattr(context_middleware, "_MAX_BODY", 5000)
+    monkeypatch.setattr(http, "_MAX_BODY", 5000)
     answer = client.post("/v1/chat/completions", content=b"x" * 5001)
     assert answer.status_code == 413 and "larger than 5,000 bytes" in answer.json()["error"]["message"]
     assert client.post("/v1/chat/completions", content=b"x" * 5000).status_code == 404  # no vLLM answers here
@@ -458,20 +400,12 @@ def test_a_context_that_is_lost_while_a_question_waits_is_named(routes, store, t
     assert other.status_code == 500 and "Internal" in other.json()["error"]["message"]
     lost = client.post("/v1/chat/completions", json=chat)
     assert lost.status_code == 409 and "is no saved context" in lost.json()["error"]["message"]
-    assert routes._metrics.requests == {"200": 0, "500": 1, "409": 1}
+    assert routes.metrics.requests == {"200": 0, "500": 1, "409": 1}
 
 
-def test_the_health_of_both_servers_has_one_path(routes):
-    app = app_of(routes)
-
-    @app.get("/health")
-    async def health():
-        return Response()
-
-    client = TestClient(app)
-    assert client.get("/health").status_code == client.get("/healthz").status_code == 200
-    routes.is_stopping = True
-    assert client.get("/health").status_code == client.get("/healthz").status_code == 503
+def test_the_health_of_both_servers_has_one_path(routes, client):
+    for routes.engine.failure, status in (("", 200), ("dead", 503)):
+        assert {client.get(path).status_code for path in ("/health", "/healthz")} == {status}
 
 
 def test_the_list_of_models_has_the_contexts(routes, store, monkeypatch):

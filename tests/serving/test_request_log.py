@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from lkv.serving.request_log import format_facts
+from lkv.context.document_reader import parse_document
+from lkv.serving.middleware import format_facts
 from lkv.serving.service import Service
 from tests.serving.server import OTHER, TEXT, field, form, serving, slow_answers, until
 
@@ -21,7 +22,7 @@ def lines(caplog):
     caplog.set_level(logging.INFO, "lkv")
 
     def lines(path):
-        messages = [record.getMessage() for record in caplog.records if record.name.endswith("request_log")]
+        messages = [record.getMessage() for record in caplog.records if record.name.endswith("middleware")]
         found = [re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)', message) for message in messages]
         facts = [{name: json.loads(value) if value[0] == '"' else value for name, value in line} for line in found]
         return [each for each in facts if each["path"] == path]
@@ -119,10 +120,13 @@ def test_texts_are_logged_when_compressed_and_when_not(server, caplog, monkeypat
 
 def test_a_context_says_what_its_file_held_beside_its_text_and_keeps_its_time(parts, tmp_path):
     page = b"<!doctype html><title>Lisse</title><script>1</script><p>The harbour of Lisse holds 41 boats.</p>"
+    document = parse_document(page, "a.txt")
     with serving(*parts, tmp_path) as server:
         status, made = server.ask("/v1/contexts", field("retention", "1") + form(page), **FORM)
         ready = server.finished(made)
-        assert (status, ready["status"]) == (202, "ready") and made["skipped"] == ready["skipped"] != []
+        assert (status, ready["status"]) == (202, "ready")
+        assert made["skipped"] == ready["skipped"] == document.skipped != []
+        assert server.compressed(document.text, retention=1.0) == made["id"]
         assert made["created"] == ready["created"]
         plain = server.ask(f"/v1/contexts/{server.compressed(TEXT)}")[1]
         assert plain["skipped"] is None

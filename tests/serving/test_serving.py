@@ -1,4 +1,7 @@
-"""The server as its clients see it: stock OpenAI clients and curl, contexts and answers, limits and the end."""
+"""The server as its clients see it: stock OpenAI clients and curl, contexts and answers, limits and the end.
+
+Requests are those that openai 3.57, langchain-openai 1.7 and litellm 1.110 send.
+"""
 
 import http.client
 import json
@@ -14,7 +17,6 @@ import pytest
 from lkv.cli.main import main, parse_arguments
 from lkv.cli.serve import check_port, read_api_key
 from lkv.context.compression import compress
-from lkv.context.document_reader import parse_document
 from lkv.errors import ServerError
 from lkv.serving.service import Service
 from lkv.utils.prompts import render_messages
@@ -23,6 +25,15 @@ from tests.ports import free_port
 from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, slow_answers, until
 
 QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
+WHO, SURE = {"role": "user", "content": "Who?"}, {"role": "user", "content": "Sure?"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+RESULT = {"content": "41", "role": "tool", "tool_call_id": "call_1"}
+USAGE = {"include_usage": True}
+# A chat template that renders calls and results, beside the one of the server's tokenizer, which does not.
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }} {{ c.function.arguments.q }}>{% endfor %}</s>{% endfor %}[assistant]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +98,6 @@ def test_curl_uploads_a_file_and_asks(server, tmp_path):
     )
     assert lines[0].startswith("data: {") and lines[-2] == "data: [DONE]"
     assert curl(f"{server.url}/healthz") == curl(f"{server.url}/health") == "ok\n"
-
-
-def test_a_document_is_read_as_it_is_displayed_and_what_is_left_out_is_named(server):
-    page = b"<!doctype html><title>Lisse</title><script>1</script><p>The harbour of Lisse holds 41 boats.</p>"
-    body, kind = form(page), {"Content-Type": "multipart/form-data; boundary=b"}
-    status, made = server.ask("/v1/contexts", field("retention", "1") + body, **kind)
-    document = parse_document(page, "a.txt")
-    assert status == 202 and made["skipped"] == document.skipped != []
-    assert server.compressed(document.text, retention=1.0) == made["id"]
 
 
 def stock_answer(model, tokenizer, ids):
@@ -183,6 +185,43 @@ def test_a_models_name_may_hold_colons(server, context, expected, monkeypatch):
     assert server.answer("Who?", None, model=f"owner/a:b:{context}") == expected["Who?"]
     assert server.answer("Who?", context, model="owner/a:b") == expected["Who?"]
     assert server.chat("Who?", None, model="owner/a")[0] == 404
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    listed = {model.id: model for model in client.models.list()}
+    for name in ("owner/a:b", f"owner/a:b:{context}"):
+        assert client.models.retrieve(name) == listed[name]
+    for name in ("owner/a", "owner/a:b:none"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [WHO]},  # openai, litellm
+        {"stream": False, "messages": [WHO]},  # LangChain
+        {"stream": True, "messages": [WHO]},  # LangChain
+        {"messages": [WHO], "temperature": 0, "max_tokens": 5, "stream": True},  # litellm
+        {"stream": True, "messages": [WHO], "stream_options": USAGE, "temperature": 0.8, "top_p": 0.9},  # a chat page
+        {"messages": [WHO], "stream": False, "max_completion_tokens": 1000},  # a chat page, for a title
+        {"messages": [{**WHO, "name": "me"}], "user": "me", "n": 1, "tools": None, "response_format": {"type": "text"}},
+    ],
+)
+def test_what_clients_send_by_default_is_answered(server, body):
+    status, content = server.ask("/v1/chat/completions", {"model": "tiny", **body})
+    assert status == 200 and ("data: [DONE]" in content if body.get("stream") else content["choices"])
+
+
+@pytest.mark.parametrize("missing", [{"content": None}, {}])  # LangChain, litellm
+def test_calls_of_tools_in_a_history_are_rendered_or_refused_by_name(server, monkeypatch, missing):
+    messages = [WHO, {"role": "assistant", "tool_calls": [CALL], **missing}, RESULT, SURE]
+    status, said = server.problem("/v1/chat/completions", {"messages": messages})
+    assert status == 400 and "chat template leaves tool_calls out" in said
+    tokenizer = server.service.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE)
+    plain = server.answer(
+        "", messages=[{"role": "user", "content": "Who?</s>[assistant]<search x></s>[tool]41</s>[user]Sure?"}]
+    )
+    assert server.answer("", messages=messages) == plain
 
 
 def test_sampling_seeds_and_stops(server, context, expected):
@@ -245,7 +284,7 @@ def test_metrics_tell_what_is_held(server, context):
     values, resident = metrics(), server.service.store.resident()
     assert float(values["lkv_generated_tokens_total"]) == server.service.answers.tokens > 0
     assert float(values["lkv_contexts_resident"]) == len(resident) >= 1
-    assert float(values["lkv_context_bytes_saved"]) > 0 and float(values["lkv_tokens_per_second"]) >= 0
+    assert float(values["lkv_context_bytes_saved"]) > 0
     assert float(values["lkv_requests_open"]) == 0 and float(values["lkv_texts_waiting"]) == 0
 
 

@@ -8,7 +8,7 @@ from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
 from lkv.errors import LkvError
 from lkv.integrations.vllm.command import server_command
-from lkv.integrations.vllm.http import ContextRoutes
+from lkv.integrations.vllm.http import split_name
 from lkv.serving.settings import ServiceSettings
 
 
@@ -74,4 +74,4 @@ def test_a_folder_is_served_under_its_own_name(model, tmp_path, monkeypatch):
 def test_no_field_of_vllm_resembles_the_field_of_a_context(schema):
     module, _, name = schema.partition(":")
     fields = getattr(import_module(f"vllm.entrypoints.openai.{module}.protocol"), name).model_fields
-    ContextRoutes().split_name(dict.fromkeys(fields))
+    split_name(dict.fromkeys(fields), [])

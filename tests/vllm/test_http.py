@@ -230,7 +230,7 @@ def test_every_error_has_the_form_of_openai(server):
     assert answer.status_code == 404 and answer.json()["error"]["message"] == "GET /v1/nothing: Not Found."
 
 
-def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
+def test_a_context_deleted_during_an_answer_lets_it_end(server, lab):
     text, before = lab.text(33), server.memory()
     name, want = server.create(text), expected(lab, lab.context(text), "what?", 200)
     messages = [{"role": "user", "content": "what?"}]
@@ -241,8 +241,8 @@ def test_a_context_deleted_during_an_answer_goes_afterwards(server, lab):
     first = [next(parts) for _ in range(3)]
     assert server.http.delete(f"/v1/contexts/{name}").status_code == 200
     assert server.http.get(f"/v1/contexts/{name}").status_code == 404
+    assert not (lab.store / f"{name}.kv").exists() and server.memory() == before
     assert squash("".join(x.choices[0].delta.content or "" for x in [*first, *parts] if x.choices)) == want
-    until(lambda: not (lab.store / f"{name}.kv").exists() and server.memory() == before, 10)
 
 
 def test_a_context_that_a_worker_cannot_read_is_named(server, lab, tmp_path):
@@ -299,25 +299,6 @@ def test_errors_have_the_form_of_openai(server, body, status, match):
     assert answer.status_code == status and match in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions/render"])
-@pytest.mark.parametrize(
-    "named",
-    [
-        {"context": "a"}, {"model": "tiny:a"}, {"vllm_xargs": {"lkv_context": "a"}}, {"cache_salt": "lkv_context:a"},
-        {"context": 3},
-    ],
-)  # fmt: skip
-def test_other_routes_refuse_contexts(server, path, named):
-    """They would answer without the context."""
-    turns = [{"role": "user", "content": "a"}]
-    answer = server.http.post(path, json={"model": "tiny", "messages": turns, "input": "a", "max_tokens": 2, **named})
-    problem = answer.json()["error"]
-    assert answer.status_code == 400 and problem["type"] == "invalid_request_error", answer.text
-    if named != {"context": 3}:
-        says = f"{path} cannot use contexts; use /v1/chat/completions or /v1/completions."
-        assert problem["message"] == says
-
-
 def test_bad_questions_and_texts_are_refused_and_the_engine_lives(server, lab):
     name = server.create(lab.text(35))
     for body, match in (
@@ -361,8 +342,7 @@ def test_a_killed_engine_loses_no_context(server, lab):
     """The last test of this server: its engine process is killed, and another server finds the contexts.
 
     That one is then ended while it answers, by Ctrl-C, which all of its processes get, with two seconds for the
-    answers: what takes less is answered, and what is cut off gets the reason. A request that comes within them is
-    refused; one second can pass before it is sent on a busy machine, and the longest answers take four or more.
+    answers: what takes less is answered, and what takes longer ends with a reason.
     """
     text = lab.text(36)
     name, want = server.create(text), expected(lab, lab.context(text), "what?")
@@ -391,25 +371,13 @@ def test_a_killed_engine_loses_no_context(server, lab):
                 next(rest)
                 for process in (*children, other.process):
                     process.send_signal(signal.SIGINT)
-                late = wait_for_refusal(other)
-                assert other.http.get("/health").status_code == 503
                 assert "data: [DONE]" in list(rest)
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             cut_off = [[whole.result().json()], events]
-            assert late.status_code == 503 and "the server is shutting down" in late.json()["error"]["message"]
             other.process.wait(30)
     for parts in cut_off:
-        # vLLM may end it before its engine ends; on a busy machine it may have come to its end, with all its tokens.
+        # vLLM may abort it; on a busy machine it may have come to its end, with all its tokens.
         reasons = {choice["finish_reason"] for choice in parts[-1].get("choices", ())}
-        error = parts[-1].get("error", {}).get("message", "")
         tokens = sum(len(choice["token_ids"] or ()) for part in parts for choice in part.get("choices", ()))
         is_whole = reasons == {"length"} and tokens == endless["max_tokens"]
-        assert reasons == {"abort"} or is_whole or "the server is shutting down" in error, (tokens, parts[-1])
-
-
-def wait_for_refusal(server):
-    """The answer to a request after the server has begun to end."""
-    while True:
-        answer = server.http.post("/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 1})
-        if answer.status_code != 200:
-            return answer
+        assert reasons == {"abort"} or is_whole or "error" in parts[-1], (tokens, parts[-1])

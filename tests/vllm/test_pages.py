@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lkv.integrations.vllm.batch import Batch, Row
 from lkv.integrations.vllm.pages import AmxLayout, CPUPages, FlashPages, PageLayout, page_layout
+from lkv.integrations.vllm.passes import Batch, Row
 
 HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 3, 32, 32, 12
 SCALE = DIM**-0.5

@@ -19,7 +19,7 @@ from lkv.integrations.vllm import adapter
 from lkv.integrations.vllm import worker as worker_hooks
 from lkv.integrations.vllm.contexts import VllmContexts, unsupported_reason
 from lkv.integrations.vllm.requests import compress
-from lkv.integrations.vllm.runners import install_runners
+from lkv.integrations.vllm.worker import install_runners
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings
 from lkv.serving.store import ContextStore

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import vllm
 
-from lkv.integrations.vllm.runners import _STATE_METHODS
+from lkv.integrations.vllm.worker import _STATE_METHODS
 from tests.vllm.signatures import CALLS, FILE, NEEDED, read_signatures
 
 RECORDED = json.loads(FILE.read_text())

@@ -9,18 +9,13 @@ docs/guides/vllm.md.
 
 | file | what it does |
 |---|---|
-| `adapter.py` | the entry point of the plugin, hooks into the front end, and a list of all hooks |
-| `worker.py` | hooks into the worker, and its RPCs |
-| `runners.py` | vLLM's two model runners, each with the same `ContextPasses` around its forward pass |
+| `adapter.py` | the entry point of the plugin, a list of all hooks, those into the front end and the scheduler |
+| `worker.py` | hooks into the worker: both of vLLM's model runners, RPCs |
+| `passes.py` | a worker's forward passes: which tokens follow which context, which texts are compressed |
+| `attention.py`, `pages.py` | attention backends; k and v in vLLM's pages, and the log-sum-exp of attention over them |
 | `contexts.py` | settings; stored contexts of vLLM's model, in each process |
 | `skeleton.py` | the transformers model without weights, by which contexts are checked, loaded and scored |
 | `requests.py` | checks requests in the front end; prompts for `vllm.LLM` |
-| `passes.py` | the forward passes of a worker: requests are opened, passes planned and finished |
-| `batch.py` | one forward pass: which tokens follow which context, which texts are compressed |
-| `lost_requests.py` | requests whose context became unreadable end with an error, and so do their pages |
-| `ranks.py` | ranks of tensor parallelism |
-| `attention.py` | attention backends: CPU, CUDA |
-| `pages.py` | k and v in vLLM's pages, and the log-sum-exp of attention over them |
-| `context_middleware.py`, `answers.py`, `http.py` | `/v1/contexts`, and chats about contexts |
+| `server.py`, `http.py` | contexts of the server, metrics; `/v1/contexts`, and chats about contexts |
 | `command.py` | the command line of `lkv serve --engine vllm` |
 """

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lkv.integrations.vllm.batch import Batch, attached_batch
 from lkv.integrations.vllm.pages import CPUPages, FlashPages
-from lkv.integrations.vllm.ranks import gather_heads
+from lkv.integrations.vllm.passes import attached_batch, gather_heads
 from lkv.integrations.vllm.worker import install_in_worker
 
 try:
@@ -48,7 +47,19 @@ class ContextAttention:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute attention as vLLM's own implementation does, with its arguments; `output` [N, Hq, d] is completed."""
+        """Compute attention as vLLM's own implementation does, and over contexts.
+
+        Args:
+            layer: vLLM's attention layer.
+            query: The queries [N, Hq * d] or [N, Hq, d] of all tokens of the pass.
+            key: Their keys.
+            value: Their values.
+            kv_cache: The layer's pages.
+            attn_metadata: The pass, with its `Batch`.
+            output: The attention [N, Hq, d], which is completed.
+            args: As vLLM's own implementation.
+            kwargs: As vLLM's own implementation.
+        """
         attend: Any = super()
         out = attend.forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         batch = attached_batch(attn_metadata)
@@ -59,7 +70,11 @@ class ContextAttention:
                 query, rows = (x.view(len(x), self.num_heads, self.head_size) for x in (query, output))
                 lse = pages.log_sum_exp(batch, query, block_table, self.scale)
                 batch.add_contexts(index, query, rows, lse, self.scale)
-            compress_texts(batch, index, pages, block_table, self.scale)
+            for row, work in batch.compressions:  # their k and v of this layer are all in the pages
+                key, value = pages.read(block_table[row.index], row.length)
+                key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
+                if work.compression is not None:
+                    work.compression.add_layer(index, key[None], value[None], self.scale)
         return out
 
 
@@ -79,23 +94,6 @@ class LkvCPUAttentionBackend(CPUAttentionBackend):
         """Return the implementation; only workers ask for it, where the rest of the plugin is then installed."""
         install_in_worker()
         return LkvCPUAttentionImpl
-
-
-def compress_texts(batch: Batch, layer: int, pages: CPUPages | FlashPages, block_table: Tensor, scale: float) -> None:
-    """Evict from the texts that end in this pass: their k and v of one layer are all in the pages.
-
-    Args:
-        batch: The part of LKV in the pass.
-        layer: The layer's number.
-        pages: Its KV cache.
-        block_table: The blocks [R, n] of each request of the pass.
-        scale: The scale of attention scores.
-    """
-    for row, work in batch.compressions:
-        key, value = pages.read(block_table[row.index], row.length)
-        key, value = (gather_heads(x, batch.total_heads) for x in (key, value))
-        if work.compression is not None:
-            work.compression.add_layer(layer, key[None], value[None], scale)
 
 
 class LkvFlashAttentionImpl(ContextAttention, FlashAttentionImpl):

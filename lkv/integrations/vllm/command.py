@@ -19,16 +19,6 @@ _OWN_OPTIONS = {"--model", "--served-model-name", "--host", "--port", "--additio
 _MEMORY_OPTIONS = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 
-def serve(
-    settings: ServiceSettings, model: str | None, revision: str | None, dtype: str | None, key: str | None
-) -> None:
-    """Replace this process by vLLM's server; arguments and errors as in `server_command`."""
-    arguments, environment = server_command(settings, model, revision, dtype, key)
-    address = f"http://{settings.host}:{settings.port}"
-    print(f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True)
-    os.execve(arguments[0], arguments, {**os.environ, **environment})
-
-
 def server_command(
     settings: ServiceSettings, model: str | None, revision: str | None, dtype: str | None, key: str | None
 ) -> tuple[list[str], dict[str, str]]:

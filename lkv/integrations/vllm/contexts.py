@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,12 +36,10 @@ from lkv.serving.settings import ContextSettings
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
 
-_MAX_ANNOUNCED_TEXTS = 1024  # texts that wait for their request
+CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
 _MAX_WRITES = 256  # contexts whose write outcome is remembered
 _REMEMBERED = 5.0  # seconds for which a check of a context is valid
 _LOG = logging.getLogger("vllm.lkv")
-_ATTRIBUTE = "_lkv_contexts"
-_open_lock = threading.Lock()
 
 
 def plugin_settings(vllm_config: Any) -> ContextSettings:
@@ -104,7 +103,7 @@ class VllmContexts:
         self.compression = CompressionSettings.of_server(settings, patched.spec, self.tokenizer, self.policy)
         self.method(self.compression)  # refuses methods that do not fit, before any text is read
         self.store = self.open_store(settings.contexts_bytes if memory_bytes is None else memory_bytes)
-        self._announced_texts: dict[str, NewContext] = {}
+        self.secret = secrets.token_hex()  # of requests that compress: otherwise a client could replace any context
         self._checked_files: dict[str, tuple[float, ...]] = {}
         self._checking = threading.Lock()
         self._remembered_tokens: dict[str, tuple[float, int]] = {}  # of requests on their way, with the time
@@ -137,6 +136,7 @@ class VllmContexts:
             sha256=hashlib.sha256(text.encode()).hexdigest(),
             ids=encoded.ids,
             protected=encoded.protected,
+            secret=self.secret,
         )
         self.method_of(new_context).check_length(len(encoded.ids))
         return new_context
@@ -148,22 +148,6 @@ class VllmContexts:
     def method_of(self, new_context: "NewContext") -> Method:
         """Return the method that compresses a text."""
         return self.method(self.settings_of(new_context), new_context.protected)
-
-    def announce(self, new_context: "NewContext") -> None:
-        """Expect a request that compresses `new_context`."""
-        while len(self._announced_texts) >= _MAX_ANNOUNCED_TEXTS:
-            self._announced_texts.pop(next(iter(self._announced_texts)), None)
-        self._announced_texts[new_context.id] = new_context
-
-    def check_announced(self, new_context: "NewContext", ids: list[int]) -> None:
-        """Raise PromptError unless the request's text was announced; otherwise a client could replace any context."""
-        announced = self._announced_texts.get(new_context.id)
-        # Another client may have announced the same text under another name.
-        own = {"name", "created", "skipped"}
-        same = announced is not None and announced.model_dump(exclude=own) == new_context.model_dump(exclude=own)
-        if announced is None or announced.ids != ids or not same:
-            raise PromptError("lkv_compress is set by POST /v1/contexts alone; create the context there.")
-        del self._announced_texts[new_context.id]
 
     def store_in_background(self, name: str, store: Callable[[], None]) -> None:
         """Run `store`, which stores the context `name`, in a thread: no request waits for the disk."""
@@ -239,6 +223,7 @@ class NewContext(BaseModel):
     name: str = Field(default="", max_length=200)
     created: float = Field(default_factory=time.time)  # seconds since 1970
     skipped: list[str] | None = None  # what of a file is not in its text
+    secret: str = ""  # `VllmContexts.secret`
     ids: list[int] = Field(default_factory=list, exclude=True)
 
     @classmethod
@@ -262,7 +247,14 @@ class Compression:
         self._error: Exception | None = None
 
     def add_layer(self, layer: int, key: torch.Tensor, value: torch.Tensor, scale: float) -> None:
-        """Evict from the whole k and v [1, H, T, d] of one layer; a failure ends this compression alone."""
+        """Evict from the whole k and v of one layer; a failure ends this compression alone.
+
+        Args:
+            layer: The layer's number.
+            key: Its keys [1, H, T, d].
+            value: Its values [1, H, T, d].
+            scale: The scale of attention scores.
+        """
         prompt = LayerKV(key, value, scale, rotation=self._contexts.rotations[layer])
         try:
             if self._error is None:
@@ -316,28 +308,3 @@ def unsupported_reason(vllm_config: Any) -> str | None:
         "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
     }  # fmt: skip
     return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def open_contexts(owner: Any, vllm_config: Any, device: torch.device, memory_bytes: int | None = None) -> VllmContexts:
-    """Return the contexts of an object of vLLM's, made at the first call.
-
-    Args:
-        owner: LKV's part of a runner, or an input processor.
-        vllm_config: vLLM's configuration.
-        device: Where its model is.
-        memory_bytes: Contexts in memory; by default as the settings say.
-
-    Raises:
-        LkvError: As `VllmContexts` raises.
-    """
-    with _open_lock:
-        contexts = getattr(owner, _ATTRIBUTE, None)
-        if contexts is None:
-            contexts = VllmContexts(vllm_config, device, memory_bytes)
-            setattr(owner, _ATTRIBUTE, contexts)
-    return contexts
-
-
-def loaded_contexts(owner: Any) -> VllmContexts | None:
-    """Return the contexts that `open_contexts` made for `owner`, if any."""
-    return getattr(owner, _ATTRIBUTE, None)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lkv.errors import IntegrationError
-from lkv.integrations.vllm.batch import Batch, Row
+from lkv.integrations.vllm.passes import Batch, Row
 
 _MAX_SCORES = 2**23  # of one product
 
@@ -69,7 +69,10 @@ class CPUPages:
         out = query.new_empty(query.shape[1], len(batch.tokens), dtype=torch.float32)
         # Requests with equally many new tokens (all that decode) are computed together.
         if "tables" not in batch.work:
-            batch.work["tables"] = [self._tables(rows, block_table) for rows in _group_by_tokens(batch.rows)]
+            groups: dict[int, list[Row]] = {}
+            for row in batch.rows:
+                groups.setdefault(row.tokens, []).append(row)
+            batch.work["tables"] = [self._tables(rows, block_table) for rows in groups.values()]
         for columns, tables, visible in batch.work["tables"]:
             tokens = batch.tokens[columns]  # [R, T]
             queries = query[tokens].unflatten(2, (self._heads, -1)).permute(0, 2, 3, 1, 4)  # [R, H, g, T, d]
@@ -101,13 +104,6 @@ class CPUPages:
         return scores.masked_fill_(~visible[:, None, None], -torch.inf).logsumexp(-1)
 
 
-def _group_by_tokens(rows: list[Row]) -> list[list[Row]]:
-    groups: dict[int, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(row.tokens, []).append(row)
-    return list(groups.values())
-
-
 class FlashPages:
     """vLLM's KV cache of one layer for FlashAttention, [blocks, H, block size, 2 d]: each token's k, then its v."""
 
@@ -123,7 +119,14 @@ class FlashPages:
         return key, value
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
-        """As `CPUPages.log_sum_exp`, from FlashAttention over the tokens of `batch` alone."""
+        """Return the log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`.
+
+        Args:
+            batch: The part of LKV in the pass.
+            query: The queries [N, Hq, d] of all tokens of the pass.
+            block_table: The blocks [R, n] of each request of the pass.
+            scale: The scale of attention scores.
+        """
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         if "rows" not in batch.work:

@@ -7,6 +7,8 @@ A request names its context by `extra_args` of its sampling parameters, or its p
 "lkv_context:ID": beam search, which has sampling parameters of its own, passes that on from beam to beam.
 """
 
+import secrets
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,22 +17,32 @@ import torch
 
 from lkv.context.protection import Span
 from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, UnknownContextError
-from lkv.integrations.vllm.batch import COMPRESS, CONTEXT
-from lkv.integrations.vllm.contexts import NewContext, VllmContexts, open_contexts
+from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, NewContext, VllmContexts
 from lkv.integrations.vllm.pages import page_layout
 from lkv.serving.jobs import Job, JobQueue
 from lkv.utils.prompts import encode_question
 
+CONTEXTS = "lkv_contexts"  # attribute of vLLM's input processor
+_open_lock = threading.Lock()
+
 
 def front_contexts(processor: Any) -> VllmContexts:
-    """Return the contexts of a front end's input processor. Raises LkvError if contexts cannot be used."""
+    """Return the contexts of a front end's input processor, which are made at the first call.
+
+    Raises LkvError if contexts cannot be used.
+    """
     from vllm.platforms import current_platform
 
-    config = processor.vllm_config
-    if current_platform.is_cpu():
-        model = config.model_config
-        page_layout(model.dtype, config.cache_config.block_size, model.get_head_size())
-    return open_contexts(processor, config, torch.device("cpu"), 0)
+    with _open_lock:
+        contexts: VllmContexts | None = getattr(processor, CONTEXTS, None)
+        if contexts is None:
+            config = processor.vllm_config
+            if current_platform.is_cpu():
+                model = config.model_config
+                page_layout(model.dtype, config.cache_config.block_size, model.get_head_size())
+            contexts = VllmContexts(config, torch.device("cpu"), 0)
+            setattr(processor, CONTEXTS, contexts)
+        return contexts
 
 
 def split_salt(salt: Any) -> tuple[str | None, str]:
@@ -88,8 +100,8 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
     if COMPRESS in extra:
         if params.max_tokens != 1:
             raise PromptError(f"{COMPRESS} reads a text and answers nothing; give max_tokens=1.")
-        new_context = NewContext.parse(extra[COMPRESS])
-        contexts.check_announced(new_context, list(ids))
+        if not secrets.compare_digest(NewContext.parse(extra[COMPRESS]).secret, contexts.secret):
+            raise PromptError(f"{COMPRESS} is set by POST /v1/contexts alone; create the context there.")
         return
     if CONTEXT not in extra:
         raise PromptError(
@@ -145,11 +157,10 @@ def compress(
     settings = contexts.compression.for_text(retention, memory, system, protect)
     new_context = contexts.encode(text, settings)
     job = Job(new_context.id, name, settings, time.time())
-    if (made := JobQueue(1).find_made(job, contexts.store, contexts.tokens)) is not None:
-        return made.id
+    if JobQueue(1).submit(job, contexts.store, contexts.tokens) is not job:
+        return job.id
     new_context.name = job.title
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
-    contexts.announce(new_context)
     llm.generate({"prompt_token_ids": new_context.ids}, params, use_tqdm=False)
     while None in (outcomes := llm.collective_rpc("lkv_outcome", args=(new_context.id,))):
         time.sleep(0.001)
