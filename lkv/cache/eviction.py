@@ -83,11 +83,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
 
 
 def evict_entries(
-    context: LayerContext,
-    store: KVStore,
-    limits: Tensor,
-    free_slots: int,
-    score: Callable[[RaggedStore], Tensor],
+    context: LayerContext, store: KVStore, limits: Tensor, free_slots: int, score: Callable[[RaggedStore], Tensor]
 ) -> KVStore:
     """Make a store of the best entries of `store`, appended ones included; raises CacheError for NaN scores.
 

@@ -32,11 +32,7 @@ from lkv.utils.tensor_file import FileKind
 
 WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
 POLICY_FILE = FileKind(
-    "lkv-policy",
-    2,
-    "policy",
-    PolicyFileError,
-    "give a folder that Policy.save_pretrained wrote, or download it again",
+    "lkv-policy", 2, "policy", PolicyFileError, "give a folder that Policy.save_pretrained wrote, or download it again"
 )
 
 

@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from experiments.profile.memory import LiveBytes
 from lkv.cache import ragged_store
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.errors import (
-    CacheError,
-    LkvError,
-    PolicyFileError,
-    PolicyMismatchError,
-    PromptError,
-    RetentionError,
-)
+from lkv.errors import CacheError, LkvError, PolicyFileError, PolicyMismatchError, PromptError, RetentionError
 from lkv.hf.attention import patch_attention
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.budgets.lkv_h import raise_to_least

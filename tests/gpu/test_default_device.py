@@ -49,8 +49,7 @@ def small():
 
 
 every_method = pytest.mark.parametrize(
-    "method",
-    sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern)),
+    "method", sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern))
 )
 
 

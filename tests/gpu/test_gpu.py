@@ -287,10 +287,7 @@ def test_reading_a_prompt_waits_once_for_all_layers(on_fake, learned, waits):
         assert log.count("wait") == 0, log.summary("wait")
 
 
-WAYS = {
-    "decode eviction": {"decode_eviction": True, "slack": 1},
-    "streaming": {"streaming": True, "prompt_tokens": 26},
-}
+WAYS = {"decode eviction": {"decode_eviction": True, "slack": 1}, "streaming": {"streaming": True, "prompt_tokens": 26}}
 
 
 @torch.no_grad()

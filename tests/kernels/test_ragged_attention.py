@@ -230,11 +230,7 @@ def test_long_heads_are_shared_out_among_threads(threads, dtype):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     ("lengths", "runs"),
-    [
-        ([[7, 7], [7, 7]], [(0, 4)]),
-        ([[7, 7], [3, 7]], [(0, 2), (2, 1), (3, 1)]),
-        ([[5, 7], [7, 7]], [(0, 1), (1, 3)]),
-    ],
+    [([[7, 7], [7, 7]], [(0, 4)]), ([[7, 7], [3, 7]], [(0, 2), (2, 1), (3, 1)]), ([[5, 7], [7, 7]], [(0, 1), (1, 3)])],
 )
 def test_spans_of_one_length_are_one_batch(rows, lengths, runs):
     torch.manual_seed(2)

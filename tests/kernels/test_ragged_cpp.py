@@ -17,10 +17,7 @@ from lkv.kernels.ragged_attention import RaggedKV, api, cpp, loop, ragged_attent
 from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.utils import cpp_compiler as build
 from tests.conftest import tiny_llama
-from tests.kernels.pools import (
-    coded_pools,
-    pool_of,
-)
+from tests.kernels.pools import coded_pools, pool_of
 from tests.kernels.test_ragged_attention import Without
 
 if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):

@@ -141,7 +141,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         cache = RaggedCache(model, method=Method("random", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Random()))
         model(torch.randint(3, 67, (rows, 40)), past_key_values=cache, use_cache=True)
         fake = SimpleNamespace(
-            append_and_attend=lambda q, key, value, kv, scale, buffers, softcap: kv.lens.add_(1)[0, 0] * q,
+            append_and_attend=lambda q, key, value, kv, scale, buffers, softcap: kv.lens.add_(1)[0, 0] * q
         )
 
         def step() -> None:

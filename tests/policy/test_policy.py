@@ -150,10 +150,7 @@ def test_a_description_that_this_version_does_not_know_is_refused_in_one_sentenc
         Policy.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}],
-)
+@pytest.mark.parametrize("change", [{"card": {"trained_tokens": 10**400}}, {"model": {"directions": [""] * 50}}])
 def test_a_description_that_says_nothing_is_used_or_refused_in_one_sentence(tmp_path, policy, change):
     rewrite(policy, tmp_path, change)
     loaded = Policy.from_pretrained(tmp_path)

@@ -39,12 +39,7 @@ class ExpectedAttention(Selector):
     reads_queries = True
 
     def __init__(
-        self,
-        model: "PreTrainedModel",
-        future: int = 512,
-        sinks: int = 4,
-        value_norm: bool = True,
-        epsilon: float = 0.0,
+        self, model: "PreTrainedModel", future: int = 512, sinks: int = 4, value_norm: bool = True, epsilon: float = 0.0
     ):
         """Expect queries at `future` positions after the prompt, and always keep the first `sinks` tokens.
 
