@@ -24,7 +24,7 @@ import lkv.kernels.ragged_attention.triton as launch
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.prompt_kv import LayerKV
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
@@ -71,7 +71,7 @@ def stub(arch: int) -> None:
                              device=lambda device: nullcontext())  # fmt: skip
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
-    for cached in (api._chosen, launch._launch, triton_devices.shared_memory, launch._multiprocessors):
+    for cached in (api._chosen, launch._launch, triton_helpers.shared_memory, launch._multiprocessors):
         cached.cache_clear()
 
 

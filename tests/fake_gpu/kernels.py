@@ -12,9 +12,8 @@ import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection as selection_api
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.api as soft_api
-import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.utils import devices
 from tests.fake_gpu.device import NAME, load, logs, watched
 
@@ -23,7 +22,7 @@ _KERNELS = (
     (ragged.kernels, ("slice_kernel", "enter_kernel", "leave_kernel")),
     (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient")),
-    (continuation.kernels, ("forward", "query_gradient", "mask_gradient")),
+    (soft.continuation_kernels, ("forward", "query_gradient", "mask_gradient")),
 )
 _CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
 
@@ -66,7 +65,7 @@ def fake_gpus(stubbed: bool = False) -> Iterator[list[str]]:
         for module, names in _KERNELS:
             for name in names:
                 patch.setattr(module, name, FakeKernel(getattr(module, name), name, made, stubbed))
-        patch.setattr(triton_devices, "is_interpreted", lambda: True)
+        patch.setattr(triton_helpers, "is_interpreted", lambda: True)
         _forget()
         yield made
     _forget()

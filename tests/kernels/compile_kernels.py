@@ -30,9 +30,8 @@ from triton.runtime import driver, jit
 
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
-import lkv.kernels.soft_mask_attention.continuation as continuation
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV
 from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
@@ -97,7 +96,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.device_guard = lambda device: nullcontext()
-        for cached in (ragged._launch, triton_devices.shared_memory, ragged._multiprocessors, soft.tiles_on):
+        for cached in (ragged._launch, triton_helpers.shared_memory, ragged._multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit, arch = self._run, self.rows, GPUS[self._arch][0], self._arch
 
@@ -226,7 +225,7 @@ def training_rows(dim: int, dtype: torch.dtype) -> int:
     soft._SoftMaskAttention.backward(context, out)
     q, new = on_gpu(4, 8, 130, dim, dtype=dtype), on_gpu(4, 2, 130, dim, dtype=dtype)
     prompt, mask, owners = on_gpu(1, 2, 2100, dim, dtype=dtype), on_gpu(4, 2, 2100), on_gpu(4, dtype=torch.int64)
-    call, context = continuation._ContinuationAttention, saving_context()
+    call, context = soft._ContinuationAttention, saving_context()
     out = call.forward(context, dim**-0.5, tiles, q, new, new, prompt, prompt, mask, owners)
     call.backward(context, out)
     return tiles.shared

@@ -10,12 +10,12 @@ import triton.language as tl
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.kernels.ragged_attention import RaggedKV, append_and_attend, ragged_attention
 from lkv.kernels.selection import ScoreWeights
 from tests.kernels.pools import assert_equals_reference, coded_pools, pool_of, split_randomly
 
-if not triton_devices.is_interpreted():
+if not triton_helpers.is_interpreted():
     pytest.skip("TRITON_INTERPRET=0 was set", allow_module_level=True)
 from tests.kernels.interpreter import Endless, unlimited_memory, watched
 

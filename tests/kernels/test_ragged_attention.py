@@ -50,7 +50,7 @@ def on_device(request, monkeypatch):
     if backend == "cpp" and (reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64)):
         pytest.skip(reason)
     if backend == "triton":
-        devices = pytest.importorskip("lkv.kernels.triton_devices")
+        devices = pytest.importorskip("lkv.kernels.triton_helpers")
         device = "cpu" if devices.is_interpreted() else "cuda"
         if device == "cuda" and not torch.cuda.is_available():
             pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU")

@@ -28,11 +28,11 @@ from tests.kernels.pools import (
     split_randomly,
 )
 
-triton_devices = pytest.importorskip("lkv.kernels.triton_devices")
+triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
-if not triton_devices.is_interpreted() and not torch.cuda.is_available():
+if not triton_helpers.is_interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
-DEVICE = "cpu" if triton_devices.is_interpreted() else "cuda"
+DEVICE = "cpu" if triton_helpers.is_interpreted() else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -96,17 +96,17 @@ def test_a_backend_by_name_never_falls_back(dim, dtype, message):
 
 
 def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
-    monkeypatch.setattr(triton_devices, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
     assert "needs a CUDA device" in triton.refusal(torch.device("cpu"), torch.float32, 64, 64)
 
 
 def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
     properties = SimpleNamespace(name="Small", major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(triton_devices, "is_interpreted", lambda: False)
-    monkeypatch.setattr(triton_devices, "shared_memory", lambda device: 48 * 1024)
+    monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton_helpers, "shared_memory", lambda device: 48 * 1024)
     assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
-    monkeypatch.setattr(triton_devices, "shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(triton_helpers, "shared_memory", lambda device: 227 * 1024)
     assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
     properties.major = 7
     assert "Small has compute capability 7.9" in triton.refusal(torch.device("cuda", 0), torch.float16, 64, 64)

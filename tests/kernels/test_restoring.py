@@ -7,8 +7,8 @@ import torch
 from lkv.cache.quantization import _join
 from lkv.kernels.ragged_attention.arguments import LEVELS
 
-triton_devices = pytest.importorskip("lkv.kernels.triton_devices")
-if not triton_devices.is_interpreted():
+triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")
+if not triton_helpers.is_interpreted():
     pytest.skip("the PTX is emulated in the interpreter alone", allow_module_level=True)
 
 import triton  # noqa: E402

@@ -11,13 +11,13 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton")
 import lkv.kernels.selection.triton as selection
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.kernels.selection import ScoreWeights
 from lkv.kernels.selection.triton import Entries
 
-if not triton_devices.is_interpreted() and not torch.cuda.is_available():
+if not triton_helpers.is_interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
-DEVICE = "cpu" if triton_devices.is_interpreted() else "cuda"
+DEVICE = "cpu" if triton_helpers.is_interpreted() else "cuda"
 
 
 @pytest.fixture(autouse=True)

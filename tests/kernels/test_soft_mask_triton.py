@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lkv.errors import BackendError
 from lkv.kernels.soft_mask_attention import api, continuation_attention, soft_mask_attention
 
-triton_devices = pytest.importorskip("lkv.kernels.triton_devices")
+triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")
 triton = pytest.importorskip("lkv.kernels.soft_mask_attention.triton")
-if not triton_devices.is_interpreted() and not torch.cuda.is_available():
+if not triton_helpers.is_interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
-DEVICE = "cpu" if triton_devices.is_interpreted() else "cuda"
+DEVICE = "cpu" if triton_helpers.is_interpreted() else "cuda"
 
 
 class Poison(TorchDispatchMode):
@@ -164,8 +164,8 @@ def gpu(monkeypatch, major, shared):
     """A CUDA device with these properties, and kernels that are not interpreted."""
     properties = SimpleNamespace(name="TestGPU", major=major, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(triton_devices, "shared_memory", lambda _: shared)
-    monkeypatch.setattr(triton_devices, "is_interpreted", lambda: False)
+    monkeypatch.setattr(triton_helpers, "shared_memory", lambda _: shared)
+    monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
     api._chosen.cache_clear()
     triton.tiles_on.cache_clear()
     return torch.device("cuda")

@@ -9,7 +9,6 @@ from torch import Tensor
 from lkv.errors import BackendError
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.checks import check_storages, check_tensor
-from lkv.kernels.ragged_attention.basis import Basis
 
 MAX_QUANTIZED = 2  # sets of quantised entries a layer
 # Code c stands for u (a + b u^2) with u = c - (2^bits - 1) / 2: the best such levels for a standard normal variable.
@@ -18,6 +17,45 @@ LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.
 _INTEGERS = (torch.int32, torch.int64)
 _BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
 _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
+
+
+class Basis(NamedTuple):
+    """The coordinates of stored entries: k' = (k - mean) / scale @ key_rotation and v' = v @ value_rotation.
+
+    With q' = q scale @ key_rotation, q' k' equals q k up to q mean, which is the same for all entries of a span and
+    does not change attention. All tensors are contiguous; rotations are float32.
+
+    Attributes:
+        mean: [B, Hkv, d], float32 or, as a cache stores it, in 16 bits.
+        scale: [B, Hkv, d], positive, in the dtype of `mean`.
+        key_rotation: Orthogonal [d, d].
+        value_rotation: Orthogonal [dv, dv].
+    """
+
+    mean: Tensor
+    scale: Tensor
+    key_rotation: Tensor
+    value_rotation: Tensor
+
+    def enter_queries(self, q: Tensor) -> Tensor:
+        """Return q' of queries [B, Hq, Tq, d], in their dtype."""
+        scaled = _widen(q).unflatten(1, (self.scale.shape[1], -1)) * self.scale[:, :, None, None]
+        return (scaled.flatten(1, 2) @ _match(q, self.key_rotation)).to(q.dtype)
+
+    def enter_entries(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k' and v' of entries [B, Hkv, T, .], in their dtype."""
+        centred = (_widen(key) - self.mean[:, :, None]) / self.scale[:, :, None]
+        new_key, new_value = centred @ _match(key, self.key_rotation), _widen(value) @ _match(key, self.value_rotation)
+        return new_key.to(key.dtype), new_value.to(value.dtype)
+
+    def leave_outputs(self, out: Tensor) -> Tensor:
+        """Transform outputs [B, Hq, Tq, dv] over v' to the model's coordinates."""
+        return (_widen(out) @ _match(out, self.value_rotation).mT).to(out.dtype)
+
+    def leave_lse(self, lse: Tensor, q: Tensor, scale: float) -> Tensor:
+        """Convert the log-sum-exp [B, Hq, Tq] of q' k' to that of q k; `q` is in the model's coordinates."""
+        grouped = _widen(q).unflatten(1, (self.mean.shape[1], -1))
+        return lse + scale * (grouped * self.mean[:, :, None, None]).sum(-1).flatten(1, 2).to(lse.dtype)
 
 
 class QuantizedKV(NamedTuple):
@@ -76,6 +114,15 @@ class RaggedKV(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """Pools, starts and lens by name."""
         return dict(zip(self._fields[:4], self[:4], strict=True))
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _match(like: Tensor, rotation: Tensor) -> Tensor:
+    """`rotation` in the dtype of computations with `like`; unlike elementwise operators, `@` promotes no dtypes."""
+    return rotation.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def check_arguments(q: Tensor | None, kv: RaggedKV, key: Tensor | None = None, value: Tensor | None = None) -> None:

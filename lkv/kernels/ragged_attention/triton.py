@@ -17,9 +17,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
-from lkv.kernels import triton_devices
-from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, RaggedKV, check_entering
-from lkv.kernels.ragged_attention.basis import Basis
+from lkv.kernels import triton_helpers
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, Basis, RaggedKV, check_entering
 from lkv.kernels.selection.triton import Entries, move
 from lkv.kernels.triton_helpers import LOG2_E
 from lkv.utils import devices
@@ -36,7 +35,7 @@ _OWN_SHARED_MEMORY = 4096
 # What is done for new tokens: nothing; attend to one and append it; count those that are in the pools already.
 _NONE, _SINGLE, _COUNT = 0, 1, 2
 # Whether codes are restored by PTX, which Triton's interpreter does not know.
-_ALLOWS_PTX = not triton_devices.is_interpreted()
+_ALLOWS_PTX = not triton_helpers.is_interpreted()
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
@@ -76,7 +75,7 @@ class Launch:
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why these kernels cannot run, in one sentence; None if they can."""
-    if reason := triton_devices.refusal(device, dtype):
+    if reason := triton_helpers.refusal(device, dtype):
         return reason
     if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
@@ -245,7 +244,7 @@ def _launch(
     rows = max(8, min(8 if wide else 16, triton.next_power_of_2(packed))) if bits else block_m
     tiles = -(-packed // rows)
     warps = 8 if block_m * blocks["BLOCK_V"] > 8192 else 4
-    programs = 2 * _multiprocessors(device) if triton_devices.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
+    programs = 2 * _multiprocessors(device) if triton_helpers.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     # With 16-bit operands, three TF32 products are as accurate as float32, and faster.
     rotated = {
@@ -281,7 +280,7 @@ def _launch(
 
 
 def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
-    block_d, block_v = triton_devices.padded(dim), triton_devices.padded(value_dim)
+    block_d, block_v = triton_helpers.padded(dim), triton_helpers.padded(value_dim)
     # About 16 KiB of k at once: enough loads in flight, and memory for several stages.
     wide = max(block_d, block_v) * dtype.itemsize
     return {"BLOCK_D": block_d, "BLOCK_V": block_v, "BLOCK_N": max(16, min(128, 16384 // wide))}
@@ -306,7 +305,7 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
 
 def _memory(device: torch.device) -> int:
     """Return the bytes of shared memory of a block; plenty in the interpreter."""
-    return triton_devices.shared_memory(device) if triton_devices.is_compiled_for(device) else 2**20
+    return triton_helpers.shared_memory(device) if triton_helpers.is_compiled_for(device) else 2**20
 
 
 @functools.cache

@@ -7,9 +7,9 @@ import triton
 from torch import Tensor
 
 import lkv.kernels.selection.triton_kernels as kernels
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.kernels.selection import ScoreWeights
-from lkv.kernels.triton_devices import padded
+from lkv.kernels.triton_helpers import padded
 from lkv.utils import devices
 
 LARGEST_DIM = 256
@@ -58,7 +58,7 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
     """Return why the kernels cannot run, in one sentence; None if they can."""
     if not 0 < max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
-    return triton_devices.refusal(device, dtype)
+    return triton_helpers.refusal(device, dtype)
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,22 @@ from lkv.errors import BackendError
 from lkv.kernels.causal_attention import causal_attention, pad_heads
 from lkv.kernels.checks import check_devices, check_storages, check_tensor, import_problem
 from lkv.kernels.soft_mask_attention import cpu
-from lkv.kernels.soft_mask_attention.arguments import Continuations
 from lkv.kernels.softcap import cap_scores
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
+
+
+class Continuations(NamedTuple):
+    """Tensors of `api.continuation_attention`."""
+
+    q: Tensor
+    key: Tensor
+    value: Tensor
+    prompt_key: Tensor
+    prompt_value: Tensor
+    log_mask: Tensor | None
+    owners: Tensor | None
 
 
 def soft_mask_attention(
@@ -137,13 +149,12 @@ def continuation_attention(
         given = add_sinks(given, sinks, scale)
         q, key, value, prompt_key, prompt_value, log_mask, owners = given
     if backend == "auto" and q.device.type == "cpu" and softcap is None:
-        return cpu.attend(given, scale)
+        return cpu.attend(scale, *given)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     if softcap is None and _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
-        attend = import_module("lkv.kernels.soft_mask_attention.continuation").attend
-        return attend(given._replace(log_mask=log_mask, owners=owners), scale)
+        return _triton_module().attend_continuations(scale, *given[:5], log_mask, owners)
     k, v = (
         torch.cat([x.expand(rows, -1, -1, -1) if owners is None else x[owners], own], 2)
         for x, own in ((prompt_key, key), (prompt_value, value))

@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad, threshold
 
 from lkv.kernels.causal_attention import flash_attention, merge, own_gradients, repeat_heads
-from lkv.kernels.soft_mask_attention.arguments import Continuations
 from lkv.utils.devices import full_precision
 
 _MOST_SCORES = 2**19  # held at a time: few enough for a core's cache, enough for full speed
@@ -24,10 +23,10 @@ _LEAST, _LEAST_EXPONENT = 1e-20, -50.0  # probabilities up to the first count as
 LOWEST = -1e30
 
 
-def attend(given: Continuations, scale: float) -> Tensor:
-    """As `api.continuation_attention`; scores are in float32 or better."""
-    with full_precision(given.q.device):
-        return _ContinuationAttention.apply(scale, *given)
+def attend(scale: float, q: Tensor, *tensors: Tensor | None) -> Tensor:
+    """As `api.continuation_attention` of the tensors of `Continuations`; scores are in float32 or better."""
+    with full_precision(q.device):
+        return _ContinuationAttention.apply(scale, q, *tensors)
 
 
 def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:

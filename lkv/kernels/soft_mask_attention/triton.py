@@ -1,4 +1,4 @@
-"""Soft-masked attention in Triton: tile sizes, launches and the autograd function around `triton_kernels`."""
+"""Soft-masked attention in Triton: tile sizes, launches and autograd functions around the kernels."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,8 +8,9 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import lkv.kernels.soft_mask_attention.continuation_kernels as continuation_kernels
 import lkv.kernels.soft_mask_attention.triton_kernels as kernels
-from lkv.kernels import triton_devices
+from lkv.kernels import triton_helpers
 from lkv.utils import devices
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -62,13 +63,13 @@ _TILES = {
 
 def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why these kernels cannot run, in one sentence; None if they can."""
-    if reason := triton_devices.refusal(device, dtype):
+    if reason := triton_helpers.refusal(device, dtype):
         return reason
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
     if tiles_on(device, dtype, dim) is None:
         name = devices.runtime(device).get_device_properties(device).name
-        size = triton_devices.shared_memory(device)
+        size = triton_helpers.shared_memory(device)
         return f"{name} has {size} bytes of shared memory a block, too little for heads of {dim} in {dtype}."
     return None
 
@@ -85,9 +86,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tile
 def tiles_on(device: torch.device, dtype: torch.dtype, dim: int) -> Tiles | None:
     """Return the tiles in use on a device; None if its shared memory is too small."""
     options = _TILES[dtype.itemsize, triton.next_power_of_2(dim)]
-    if not triton_devices.is_compiled_for(device):
+    if not triton_helpers.is_compiled_for(device):
         return options[0]
-    memory, major = triton_devices.shared_memory(device), devices.runtime(device).get_device_properties(device).major
+    memory, major = triton_helpers.shared_memory(device), devices.runtime(device).get_device_properties(device).major
     return next((tiles for tiles in options if tiles.shared <= memory and major not in tiles.not_on), None)
 
 
@@ -156,3 +157,67 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) 
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+
+
+def attend_continuations(scale: float, *tensors: Tensor) -> Tensor:
+    """As `api.continuation_attention` of all tensors of `Continuations`, where `refusal` has no objection.
+
+    Nothing of the prompt is copied or differentiated, and only the continuations' own tensors and the mask are saved.
+    """
+    *parts, log_mask, owners = tensors
+    q = parts[0]
+    tiles = tiles_on(q.device, q.dtype, q.shape[3])
+    parts = [x if x.stride(3) == 1 else x.contiguous() for x in parts]
+    with devices.device_guard(q.device):
+        return _ContinuationAttention.apply(scale, tiles, *parts, log_mask.float().contiguous(), owners)
+
+
+class _ContinuationAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scale: float, tiles: Tiles, *tensors: Tensor) -> Tensor:
+        q, key, value, prompt_key, prompt_value, log_mask, owners = tensors
+        batch, heads, rows, _ = q.shape
+        out = laid_out_as_rows(q)
+        lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
+        tail_mask = q.new_zeros((batch, key.shape[1], rows), dtype=torch.float32)
+        saved = q, key, value, tail_mask, prompt_key, prompt_value, log_mask, owners, out, lse
+        grid = (triton.cdiv(rows, tiles.forward.rows), batch * heads)
+        continuation_kernels.forward[grid](
+            *saved, **_continuation_arguments(q, key, value, prompt_key, prompt_value, scale, tiles.forward)
+        )
+        ctx.save_for_backward(*saved)
+        ctx.scale, ctx.tiles = scale, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        *given, out, lse = ctx.saved_tensors
+        q, key, value, tail_mask, prompt_key, prompt_value, log_mask, owners = given
+        batch, heads, rows, _ = q.shape
+        kv_heads, columns = prompt_key.shape[1:3]
+        d_out = laid_out_as_rows(d_out).copy_(d_out) if d_out.stride() != out.stride() else d_out
+        d_q, d_key, d_value = (laid_out_as_rows(x) for x in (q, key, value))
+        d_mask, d_tail_mask, delta = torch.empty_like(log_mask), torch.empty_like(tail_mask), torch.empty_like(lse)
+        tile = ctx.tiles.query_gradient
+        arguments = _continuation_arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
+        continuation_kernels.query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
+            *given, out, d_out, lse, delta, d_q, **arguments
+        )
+        tile, results = ctx.tiles.key_gradient, (d_key, d_value, d_tail_mask)
+        launch_key_gradient(q, key, value, tail_mask, d_out, lse, delta, *results, ctx.scale, tile)
+        if ctx.needs_input_grad[7]:
+            arguments = _continuation_arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
+            prompt_arguments = {name: x for name, x in arguments.items() if not name.startswith(("k_", "v_"))}
+            continuation_kernels.mask_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
+                q, prompt_key, prompt_value, log_mask, owners, d_out, lse, delta, d_mask, **prompt_arguments
+            )
+        return None, None, d_q, d_key, d_value, None, None, d_mask, None
+
+
+def _continuation_arguments(
+    q: Tensor, key: Tensor, value: Tensor, prompt_key: Tensor, prompt_value: Tensor, scale: float, tile: Tile
+) -> dict[str, Any]:
+    of_prompt = shared_arguments(q, prompt_key, prompt_value, scale, tile)
+    strides = {f"prompt_{name}": x for name, x in of_prompt.items() if name.startswith(("k_", "v_"))}
+    return shared_arguments(q, key, value, scale, tile) | strides | {"columns": prompt_key.shape[2]}
