@@ -15,8 +15,8 @@ from lkv.cache.cache_config import CacheConfig, SharedState, list_contexts
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
-from lkv.cache.quantization import check_width
 from lkv.cache.read_again import ReadAgainLayer
+from lkv.cache.tiers import check_width
 from lkv.errors import CacheError
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.quantization import check_width, code_width, dequantize, quantize, rotation, to_dtype
 from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
-from lkv.cache.tiers import KeyBasis, Tier, TierSplit
+from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, dequantize, quantize, rotation, to_dtype
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,

@@ -1,14 +1,129 @@
-"""Precision tiers: their entries, the assignment of entries to tiers, and the coordinates for quantising k."""
+"""KV entries in 8, 4 or 3 bits a value: codes, the coordinates for quantising k, and tiers of equal precision.
 
+An entry is rotated, scaled by its norm, and rounded to levels for a normal distribution. A Hadamard rotation spreads
+outlier channels over all channels. The values of an entry are then nearly normal, and one scale per entry is enough.
+Entries are coded independently, so they can be appended, moved or dropped one by one.
+"""
+
+import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import dequantize, rotation
 from lkv.cache.ragged_store import packed_starts, slot_indices
+from lkv.errors import CacheError
+from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.methods.targets import Precision
+
+WIDTH_MULTIPLE = 8  # head sizes must be multiples of it
+_LARGEST = 1e18  # the square of larger norms overflows float32
+
+
+def code_width(bits: int, width: int) -> int:
+    """Return the bytes of the codes of an entry with `width` channels."""
+    return width * bits // 8
+
+
+def check_width(*widths: int) -> None:
+    """Raise CacheError for head sizes that cannot be quantised."""
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        raise CacheError(
+            f"heads of {' and '.join(map(str, sorted(set(widths))))} channels cannot be quantised: bits and memory "
+            f"need a multiple of {WIDTH_MULTIPLE}; give a retention alone."
+        )
+
+
+@torch.no_grad()
+def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise entries with nearly normal values.
+
+    Args:
+        values: Rotated entries [n, d], d a multiple of 8.
+        bits: 8, 4 or 3.
+
+    Returns:
+        Codes uint8 [n, d * bits / 8], and norms bfloat16 [n], the scales of their levels. The norms make the error of
+        an entry orthogonal to it. (Least-squares norms would shrink all entries, and so the attention outputs, by
+        some percent at few bits, while errors of many entries cancel out.)
+
+    Raises:
+        CacheError: If values are not finite, or too large.
+    """
+    values = values.float()
+    norms = values.square().mean(-1, keepdim=True).sqrt()
+    if values.numel() and not float(norms.amax()) < _LARGEST:
+        raise CacheError("k or v has values that are not finite or too large: they cannot be quantised.")
+    levels = _levels(bits, values.device)
+    scaled = values / norms.clamp(min=torch.finfo(torch.float32).tiny)
+    codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    near = levels[codes]
+    product = (scaled * near).sum(-1, True).clamp(min=torch.finfo(torch.float32).tiny)
+    norms = norms * scaled.square().sum(-1, True) / product
+    return _join(codes.to(torch.uint8), bits), norms[:, 0].bfloat16()
+
+
+def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Return the entries [n, d] of `codes` and `norms`, in `dtype`."""
+    values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
+    return to_dtype(values, dtype)
+
+
+def to_dtype(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert `values`, possibly in place, to `dtype`, clamped to the range of float16."""
+    return (values.clamp_(-65504, 65504) if dtype == torch.float16 else values).to(dtype)
+
+
+@functools.cache
+def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make an orthogonal matrix [d, d] that mixes channels: Hadamard, times a cosine transform for the odd factor."""
+    hadamard, odd = torch.ones(1, 1, dtype=torch.float64, device="cpu"), width
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu") / math.sqrt(2)
+    while odd % 2 == 0:
+        hadamard, odd = torch.kron(pair, hadamard), odd // 2
+    step = torch.arange(odd, dtype=torch.float64, device="cpu")
+    cosine = torch.cos(math.pi / odd * step[:, None] * (step + 0.5)) * math.sqrt(2 / odd)
+    cosine[0] /= math.sqrt(2)
+    with torch.inference_mode(False):
+        return torch.kron(cosine, hadamard).to(dtype).to(device)
+
+
+@functools.cache
+def _levels(bits: int, device: torch.device) -> Tensor:
+    slope, cubic = LEVELS[bits]
+    centred = torch.arange(2**bits, dtype=torch.float32, device="cpu") - (2**bits - 1) / 2
+    with torch.inference_mode(False):
+        return (centred * (slope + cubic * centred.square())).to(device)
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes [n, d].
+
+    4 bits: byte j has channel j in its low half and channel j + d / 2 in its high half. 3 bits: channels j, j + d / 4,
+    j + d / 2 and j + 3 d / 4 form a 12-bit group j, lowest bits first. The first d / 4 bytes have the lower 8 bits of
+    all groups. The next d / 8 have the upper 4: group j in the low half of byte j, group j + d / 8 in the high half.
+    """
+    if bits == 8:
+        return codes
+    if bits == 4:
+        low, high = codes.chunk(2, 1)
+        return low | high << 4
+    words = torch.stack([part.int() << 3 * place for place, part in enumerate(codes.chunk(4, 1))]).sum(0)
+    first, second = (words >> 8).chunk(2, 1)
+    return torch.cat([words & 255, first | second << 4], 1).to(torch.uint8)
+
+
+def _split(codes: Tensor, bits: int) -> Tensor:
+    """Unpack what `_join` packed."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return torch.cat([codes & 15, codes >> 4], 1)
+    low, halves = codes.int().tensor_split([2 * codes.shape[1] // 3], 1)
+    words = low | torch.cat([halves & 15, halves >> 4], 1) << 8
+    return torch.cat([words >> 3 * place & 7 for place in range(4)], 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lkv.cache.quantization import check_width, quantize, rotation
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
-from lkv.cache.tiers import TierSplit
+from lkv.cache.tiers import TierSplit, check_width, quantize, rotation
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError
@@ -21,7 +20,7 @@ from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, Precision
 from tests import dense
 from tests.cache.helpers import METHOD, RATIOS, ids
-from tests.cache.test_quantization import DTYPES, normal
+from tests.cache.test_tiers import DTYPES, normal
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 

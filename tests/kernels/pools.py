@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lkv.cache.quantization import code_width, dequantize, rotation
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
-from lkv.cache.tiers import TierSplit
+from lkv.cache.tiers import TierSplit, code_width, dequantize, rotation
 from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV, api, append_and_attend, ragged_attention
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments import ragged_attention as benchmark
-from lkv.cache.quantization import rotation
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.tiers import rotation
 from lkv.errors import BackendError
 from lkv.kernels.ragged_attention import Basis, api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead

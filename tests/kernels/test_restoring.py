@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from lkv.cache.quantization import _join
+from lkv.cache.tiers import _join
 from lkv.kernels.ragged_attention.arguments import LEVELS
 
 triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")

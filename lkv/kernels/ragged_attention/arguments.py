@@ -61,7 +61,7 @@ class Basis(NamedTuple):
 class QuantizedKV(NamedTuple):
     """Quantised entries of all spans, packed: value = level(code) * norm of the entry.
 
-    N entries in all. Codes are laid out as `lkv.cache.quantization.quantize` returns them; the pools are in the
+    N entries in all. Codes are laid out as `lkv.cache.tiers.quantize` returns them; the pools are in the
     same rotated coordinates.
 
     Attributes:

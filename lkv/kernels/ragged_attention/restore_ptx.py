@@ -1,7 +1,7 @@
 """PTX that restores codes in the registers that tensor cores multiply, without conversions and without shared memory.
 
 An element holds eight codes of an entry: 4 bytes at 4 bits, 4 bytes of each half at 8 bits, 2 bytes of the lower plane
-and 2 halves of bytes of the upper one at 3 bits (`quantization._join`). The code takes two elements at once and returns
+and 2 halves of bytes of the upper one at 3 bits (`cache.tiers._join`). The code takes two elements at once and returns
 eight registers: register p is the pair of code p of both elements, as 16-bit numbers w (w^2 + a). Times a factor these
 are the levels. A field of bits becomes a number by setting it into the mantissa of a power of two, which is then
 subtracted together with the centre of the codes.

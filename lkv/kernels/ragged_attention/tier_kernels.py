@@ -66,7 +66,7 @@ def _channels(element, part: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
 def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
     """Return the levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
 
-    Every lane reads the bytes that hold its own code; the layout is that of `lkv.cache.quantization`.
+    Every lane reads the bytes that hold its own code; the layout is that of `lkv.cache.tiers`.
     """
     at = codes + entry * (DIM * BITS // 8)
     if BITS == 8:

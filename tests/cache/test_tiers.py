@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.quantization import _join, _split, dequantize, quantize, rotation
-from lkv.cache.tiers import KeyBasis
+from lkv.cache.tiers import KeyBasis, _join, _split, dequantize, quantize, rotation
 from lkv.errors import CacheError
 from tests import dense
 
