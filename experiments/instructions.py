@@ -27,8 +27,7 @@ from lkv.context.protection import protected_tokens
 from lkv.errors import LkvError
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.registry import FULL
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.utils.prompts import encode_context
 
 METHODS = ["lkv", "kvzip", "snapkv"]

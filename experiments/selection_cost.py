@@ -13,8 +13,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.loading import load_default
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.methods.registry import METHODS, parse_method
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.policy.lookup import default_policy
 
 

@@ -19,8 +19,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.methods.targets import Precision, TierTable
 from lkv.policy.policy import Policy
 from lkv.training.data.mixture import Mixture

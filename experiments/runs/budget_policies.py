@@ -24,8 +24,7 @@ from lkv.errors import LkvError, check_retention
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import DEFAULT, load_model
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_context

@@ -16,8 +16,7 @@ from lkv.methods.base import TierBudget, check_numbers
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.methods.selectors import Selector
 from lkv.methods.targets import UNQUANTIZED, Precision
 

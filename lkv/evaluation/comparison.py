@@ -23,7 +23,7 @@ from lkv.methods.base import MethodInputs, TierBudget
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method, combine_rowwise
 from lkv.methods.registry import COMPENSATION, FULL, POLICY, MethodSpec, parse_method, selectors
-from lkv.methods.resolve import build_tiers, tier_table_of
+from lkv.methods.request import build_tiers, tier_table_of
 from lkv.methods.selectors import Selector, StreamingLLM
 from lkv.methods.targets import MemoryTarget, RetentionTarget, TierTable
 from lkv.policy.policy import Policy

@@ -25,8 +25,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
 from lkv.methods.registry import FULL
-from lkv.methods.request import CompressionRequest
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.utils.extras import optional_import
 
 with optional_import("lm-eval", "lkv.integrations.lm_eval"):

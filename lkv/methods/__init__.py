@@ -4,7 +4,7 @@
 * `targets`: how much to keep, without torch;
 * `base`: the interfaces and inputs of budgets and selectors;
 * `method`: `Method`, a budget and a selector for one model;
-* `resolve`: `resolve_method`, which builds a `Method` from a request and a model;
+* `request`: `CompressionRequest`, what a user asks for, and `resolve_method`, which builds its `Method`;
 * `budgets`, `selectors`: the components, which register themselves;
 * `compensation`: adjusts the kept values by least squares.
 """

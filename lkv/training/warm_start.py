@@ -16,7 +16,7 @@ from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.hf.spec import full_attention_modules, reader_modules
 from lkv.kernels.softcap import log_expected_exp
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.replay import REQUEST, ReplayLayer, replay
+from lkv.methods.selectors.kvzip import REQUEST, ReplayLayer, replay
 from lkv.policy.policy import Policy
 from lkv.policy.score_formula import ContentWeights, content_formula, expected_attention_scores, interpolate_knots
 from lkv.policy.token_scores import FUTURE

@@ -13,7 +13,7 @@ from lkv.context.context import Context
 from lkv.errors import CacheError, ContextFileError, LkvError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.replay import ReplayLayer, replay
+from lkv.methods.selectors.kvzip import ReplayLayer, replay
 from lkv.utils.prompts import encode_continuation, encode_question
 from tests.conftest import present, tiny_llama
 from tests.hf.test_vision_models import assert_close, masked, method_of

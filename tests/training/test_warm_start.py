@@ -10,7 +10,7 @@ from lkv.hf.attention import patch_attention, unpatch_attention
 from lkv.hf.loading import load_model
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.replay import REQUEST
+from lkv.methods.selectors.kvzip import REQUEST
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample

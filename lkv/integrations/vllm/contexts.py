@@ -27,7 +27,7 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.integrations.vllm.skeleton import build_skeleton
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL, parse_method
-from lkv.methods.resolve import resolve_method
+from lkv.methods.request import resolve_method
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 from lkv.serving.inputs import CompressionSettings, encode_text

@@ -3,9 +3,8 @@
 from lkv.methods.base import Budget, FixedBudget
 from lkv.methods.budgets.competitive import Ada, GlobalTopKBudget, drop_tokens
 from lkv.methods.budgets.duo import Duo, DuoOfHeads, check_table, estimate_mean_pattern, estimate_pattern, read_pattern
+from lkv.methods.budgets.fixed import PerHead, Pyramid, PyramidOfKvpress, Uniform
 from lkv.methods.budgets.lkv_h import LearnedBudget
-from lkv.methods.budgets.pyramid import Pyramid, PyramidOfKvpress
-from lkv.methods.budgets.uniform import PerHead, Uniform
 
 __all__ = [
     "Ada", "Budget", "Duo", "DuoOfHeads", "FixedBudget", "GlobalTopKBudget", "LearnedBudget", "PerHead",
