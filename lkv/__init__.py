@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from lkv.methods.registry import register_method as register_method
     from lkv.methods.selectors import Selector as Selector
     from lkv.policy.lookup import default_policy as default_policy
-    from lkv.policy.lookup import policy_for as policy_for
     from lkv.policy.policy import Policy as Policy
     from lkv.policy.policy import push_to_hub as push_to_hub
     from lkv.training.fitting import fit as fit
@@ -55,7 +54,6 @@ _HOMES = {
     "load_model": "lkv.hf.loading",
     "patch_attention": "lkv.hf.attention",
     "pipeline": "lkv.context.pipeline",
-    "policy_for": "lkv.policy.lookup",
     "push_to_hub": "lkv.policy.policy",
     "read_document": "lkv.context.document_reader",
     "register_method": "lkv.methods.registry",

@@ -135,7 +135,7 @@ def _make_profiler(options: Profile) -> Any:
     from experiments.profile.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
-    from lkv.policy.lookup import policy_for
+    from lkv.policy.lookup import default_policy
     from lkv.utils.files import short_name
 
     try:
@@ -155,7 +155,7 @@ def _make_profiler(options: Profile) -> Any:
     policy = options.load_policy()
     if policy is None:
         try:
-            policy = policy_for(model, name=options.model)
+            policy = default_policy(model, name=options.model)
         except PolicyMismatchError:
             policy = random_policy(spec, options.seed)
     if any(POLICY in find_needs(method) for method in options.methods):

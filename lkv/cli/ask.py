@@ -137,13 +137,13 @@ class Ask(PolicyOptions, RunOptions):
         text = read_document(self.words[0])
         from lkv.context.compression import check_length, compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
-        from lkv.policy.lookup import policy_for
+        from lkv.policy.lookup import default_policy
         from lkv.utils.prompts import encode_context
 
         policy = self.load_policy()
         model, tokenizer = self.load_model()
         if policy is None and POLICY in find_needs(self.method):
-            policy = policy_for(model, name=self.model)
+            policy = default_policy(model, name=self.model)
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0

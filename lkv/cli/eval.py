@@ -117,7 +117,7 @@ def _evaluate(
     from lkv.evaluation.statistics import summarize
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
-    from lkv.policy.lookup import load_policy, policy_for
+    from lkv.policy.lookup import default_policy, load_policy
     from lkv.utils.devices import distributed_state
     from lkv.utils.files import strip_parent_dirs
 
@@ -130,7 +130,7 @@ def _evaluate(
     model, tokenizer = options.load_model(str(state.device))
     spec = patch_attention(model).spec
     if needs_policy and policy is None and not policies:
-        policy = policy_for(model, name=options.model)
+        policy = default_policy(model, name=options.model)
     if options.suite == "ruler" and (length := max(options.lengths)) > spec.max_positions:
         raise LkvError(
             f"--lengths has {length}, but {options.model_name} reads at most {spec.max_positions} tokens; give less."

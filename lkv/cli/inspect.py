@@ -137,13 +137,13 @@ def _load_policy(options: Inspect) -> "Policy":
     if options.model is None:
         options.refuse_unread("a policy", "--revision", advice="use --policy-revision, or give --model too")
     from lkv.hf.loading import load_model
-    from lkv.policy.lookup import default_policy, load_policy, policy_for
+    from lkv.policy.lookup import default_policy, load_policy
 
     if name is not None:
         return load_policy(name, options.strict, options.policy_revision)
     if options.model is None:
         return default_policy()
-    return policy_for(load_model(options.model, revision=options.revision)[0], name=options.model)
+    return default_policy(load_model(options.model, revision=options.revision)[0], name=options.model)
 
 
 def _write_page(options: Inspect, source: str) -> None:

@@ -22,48 +22,35 @@ if TYPE_CHECKING:
 _FIT_MINUTES, _FIT_TOKENS = 10, 200_000  # the least time of `lkv fit`, and the tokens it reads for a good policy
 
 
-def default_policy(model: "PreTrainedModel | str" = DEFAULT, paper: bool = False) -> Policy:
-    """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
-
-    Args:
-        model: a model, recognised by its weights, or a name: a policy's name in `lkv policies`, or a model's hub id.
-            If there is no local policy for a hub id, a policy published under its name in `$LKV_POLICY_HUB`
-            (default: lkv-policies) is downloaded and a message is printed.
-        paper: whether to use the policy with the paper's scorer.
-
-    Raises:
-        PolicyMismatchError: If there is no policy for it.
-    """
-    if not isinstance(model, str):
-        return policy_for(model, paper)
-    if policy := stored_policy(model, paper) or (None if paper else _published_policy(model)):
-        return policy
-    raise PolicyMismatchError(_no_policy(repr(model), _worse_policy(model), model))
-
-
-def policy_for(model: "PreTrainedModel | ModelSpec", paper: bool = False, name: str | None = None) -> Policy:
+def default_policy(
+    model: "PreTrainedModel | ModelSpec | str" = DEFAULT, paper: bool = False, name: str | None = None
+) -> Policy:
     """Load the policy for a model: a shipped one, or one that `lkv fit` made here.
 
     If both exist, the better one on the held-out texts of `lkv fit` is used. A policy that was worse than SnapKV there
     is not used.
 
     Args:
-        model: the model, or its description, `patch_attention(model).spec`.
-        paper: as in `default_policy`.
-        name: the requested model name; a hub id allows a download, as in `default_policy`.
+        model: a model, recognised by its weights; its description, `patch_attention(model).spec`; or a name: a policy's
+            name in `lkv policies`, or a model's hub id.
+        paper: whether to use the policy with the paper's scorer.
+        name: the name that the model was loaded by. If there is no local policy for a hub id, a policy published under
+            its name in `$LKV_POLICY_HUB` (default: lkv-policies) is downloaded and a message is printed.
 
     Raises:
         PolicyMismatchError: If there is none; the message lists methods without a policy and how to make a policy.
     """
-    spec = model if isinstance(model, ModelSpec) else patch_attention(model).spec
-    if policy := stored_policy(spec, paper):
+    loaded = None if isinstance(model, str | ModelSpec) else model
+    known = model if isinstance(model, str | ModelSpec) else patch_attention(model).spec
+    if policy := stored_policy(known, paper):
         return policy
-    if name and not paper and (policy := _published_policy(name, spec)):
+    if isinstance(known, str):
+        name, about = known, repr(known)
+    else:
+        about = f"this model ({known.architecture}, {known.layers} layers of {known.kv_heads} KV heads)"
+    if name and not paper and (policy := _published_policy(name, None if isinstance(known, str) else known)):
         return policy
-    about = f"this model ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads)"
-    raise PolicyMismatchError(
-        _no_policy(about, _worse_policy(spec), name, None if isinstance(model, ModelSpec) else model)
-    )
+    raise PolicyMismatchError(_no_policy(about, _worse_policy(known), name, loaded))
 
 
 def stored_policy(model: ModelSpec | str, paper: bool = False) -> Policy | None:
@@ -111,12 +98,12 @@ def load_policy(name: str | os.PathLike[str], strict: bool = True, revision: str
     `strict` and `revision` are those of `Policy.from_pretrained`. Raises PolicyFileError.
     """
     folder = as_path(name, PolicyFileError, "the policy")
-    is_folder = is_policy(folder)
-    if is_policy(folder / "policy") and not is_folder:
-        return Policy.from_pretrained(folder / "policy", strict, revision)
-    if not is_folder and (entry := named_policy(str(name))):
+    for path in (folder, folder / "policy"):
+        if is_policy(path):
+            return Policy.from_pretrained(path, strict, revision)
+    if entry := named_policy(str(name)):
         return Policy.from_pretrained(entry.folder, strict, revision)
-    if (folder / "config.json").is_file() and not is_folder:
+    if (folder / "config.json").is_file():
         raise PolicyFileError(
             f"{folder} looks like a model, not like a policy; give the folder that `lkv fit` or `lkv train` wrote."
         )
@@ -138,12 +125,12 @@ def resolve_policy(
 
     Args:
         model: The model, or its description.
-        policy: A policy, or an argument of `load_policy`; by default `policy_for` finds one.
+        policy: A policy, or an argument of `load_policy`; by default `default_policy` finds one.
         strict: As in `load_policy`.
-        name: As in `policy_for`.
+        name: As in `default_policy`.
     """
     if policy is None:
-        return policy_for(model, name=name)
+        return default_policy(model, name=name)
     loaded = policy if isinstance(policy, Policy) else load_policy(policy, strict)
     loaded.check_model(model if isinstance(model, ModelSpec) else patch_attention(model).spec)
     return loaded

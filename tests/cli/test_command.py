@@ -10,7 +10,7 @@ from lkv.cli.command import Command
 from lkv.cli.main import COMMANDS, find_command
 from lkv.errors import PolicyMismatchError
 from lkv.methods.registry import METHODS
-from lkv.policy.lookup import policy_for
+from lkv.policy.lookup import default_policy
 from lkv.training.config import SETTINGS
 from tests.commands import PROGRAMS, main, parse_arguments
 from tests.conftest import save_model
@@ -111,7 +111,7 @@ def test_policies_list_what_is_shipped_and_the_alternatives(capsys):
 def test_a_model_that_cannot_be_fitted_is_not_sent_to_fit(tmp_path, capsys):
     model = tiny_gpt2()
     with pytest.raises(PolicyMismatchError, match=r"this model .* makes none: GPT2LMHeadModel has no rotary embedding"):
-        policy_for(model)
+        default_policy(model)
     model.save_pretrained(save_model(tmp_path))
     assert main(["policies", "--model", str(tmp_path)]) == 0
     output = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 
 from lkv.cli.main import main
 from lkv.errors import PolicyMismatchError
-from lkv.policy.lookup import default_policy, load_policy, policy_for
+from lkv.policy.lookup import default_policy, load_policy
 from lkv.policy.shipped import describe_card, fitted_policies, shipped_policies
 
 
@@ -54,7 +54,7 @@ def test_cards_that_name_no_models_are_left_out(stored, card, model, capsys):
     assert fitted_policies() == []
     assert main(["policies"]) == 0 and "mine\n" not in capsys.readouterr().out
     with pytest.raises(PolicyMismatchError, match="there is no policy for this model"):
-        policy_for(model, paper=True)
+        default_policy(model, paper=True)
 
 
 @pytest.mark.parametrize("place", [".", "policy"])
@@ -76,5 +76,5 @@ def test_files_that_are_no_descriptions_are_left_out(stored, model, capsys):
     (stored.parent / "loop" / "config.json").symlink_to("config.json")
     os.mkfifo(stored.parent / "loop" / "pipe")
     assert [entry.name for entry in fitted_policies()] == ["mine"] and main(["policies"]) == 0
-    for found in (policy_for(model, paper=True), default_policy("owner/tiny", paper=True)):
+    for found in (default_policy(model, paper=True), default_policy("owner/tiny", paper=True)):
         assert found.card["hub"] == ["owner/tiny"]

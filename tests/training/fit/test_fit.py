@@ -21,7 +21,7 @@ from lkv.errors import (
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy import lookup
-from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy, policy_for
+from lkv.policy.lookup import default_policy, estimate_fit_minutes, load_policy
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import fitted_folder, fitted_policies
 from lkv.training import fit_run, fitting, loop
@@ -107,7 +107,7 @@ def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys
     assert max(rates) <= first and last <= rates[-1] < first
     assert not (cache / "policies" / fitted_policies()[0].name / ".fit").exists()
     # Stored in 16 bits, it is found by the model's weights, by the model's name, and listed.
-    for found in (policy_for(model), default_policy("owner/tiny"), default_policy(model)):
+    for found in (default_policy("owner/tiny"), default_policy(model)):
         assert torch.allclose(found.tokens.hidden, policy.tokens.hidden, atol=1e-3)
     inputs = torch.tensor([ids(8, 100)])
     cached = lkv.RaggedCache(model, retention=0.3)
@@ -231,12 +231,12 @@ def test_the_better_of_a_shipped_and_a_fitted_policy_is_the_default(loaded, cach
     shipped.save_pretrained(cache / "shipped" / "tiny")
     fitted.save_pretrained(fitted_folder("tiny", spec))
     monkeypatch.setattr("lkv.policy.shipped._POLICIES", cache / "shipped")
-    assert policy_for(model).card["is"] == "shipped"
+    assert default_policy(model).card["is"] == "shipped"
     fitted.card["fit"]["preferred"] = True
     fitted.save_pretrained(fitted_folder("tiny", spec))
-    assert policy_for(spec).card["is"] == "fitted"
+    assert default_policy(spec).card["is"] == "fitted"
     (fitted_folder("tiny", spec) / "config.json").write_text("{")
-    assert policy_for(model).card["is"] == "shipped"
+    assert default_policy(model).card["is"] == "shipped"
     shutil.rmtree(cache / "shipped")
 
 
@@ -254,7 +254,7 @@ def test_a_policy_published_for_the_model_is_fetched_and_reported(loaded, cache,
 
     monkeypatch.setattr(lookup.Policy, "from_pretrained", download)
     monkeypatch.setenv("LKV_POLICY_HUB", "team")
-    assert default_policy("owner/tiny").commit == "abc" and policy_for(model, name="owner/tiny").commit == "abc"
+    assert default_policy("owner/tiny").commit == "abc" and default_policy(model, name="owner/tiny").commit == "abc"
     assert capsys.readouterr().err.count("using the policy team/tiny from the hub (commit abc)") == 2
     monkeypatch.delenv("LKV_POLICY_HUB")
     with pytest.raises(PolicyMismatchError, match="there is no policy for 'owner/other' yet; make one with `lkv fit"):
@@ -266,9 +266,9 @@ def test_a_policy_published_for_the_model_is_fetched_and_reported(loaded, cache,
     with pytest.raises(
         PolicyMismatchError, match=r"there is no policy for this model .* make one with `lkv fit owner/tiny`"
     ):
-        policy_for(other, name="owner/tiny")
+        default_policy(other, name="owner/tiny")
     assert not capsys.readouterr().err
     count = len(asked)
     with pytest.raises(PolicyMismatchError):
-        policy_for(model)  # not asked for by a name
+        default_policy(model)  # not asked for by a name
     assert len(asked) == count and estimate_fit_minutes(model) == 10
