@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ def gather_best(
 
 
 def _move_best(
-    kernels: Any, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
+    kernels: ModuleType, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
     positions: Tensor | None = None, has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `store` with the best `entries` by `scores`, with arrival scores and positions, in two launches."""

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.methods.targets import Precision, RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
@@ -36,10 +39,10 @@ class MethodInputs:
     target: RetentionTarget
     policy: Policy | None = None
     heads: slice = field(default_factory=lambda: slice(None))  # the KV heads that this process computes
-    model: Any = None
+    model: "PreTrainedModel | None" = None
     layers: int | None = None  # the number of layers with eviction
     pattern: list[list[float]] | None = None  # DuoAttention's alphas [L][H]
-    tokenizer: Any = None
+    tokenizer: "PreTrainedTokenizerBase | None" = None
     strict: bool = True  # if False, a budget that cannot reach `target` keeps the least it can
 
     def require(self, name: str) -> Any:
@@ -56,7 +59,7 @@ class Buildable:
     required_inputs: tuple[str, ...] = ()  # the constructor's first arguments, such as "model" or "policy"
 
     @classmethod
-    def from_inputs(cls, inputs: MethodInputs, **options: Any) -> Any:
+    def from_inputs(cls, inputs: MethodInputs, **options: Any) -> Self:
         """Build the component for one model, with its registered options. Raises LkvError for missing inputs."""
         return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
 

@@ -16,9 +16,12 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pkgutil import iter_modules
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lkv.errors import LkvError
+
+if TYPE_CHECKING:
+    from lkv.methods.base import Budget, MethodInputs, Selector
 
 FULL = "full"  # no method: transformers' own cache, uncompressed
 POLICY, PATTERN, QUERIES, SECOND_PASS = "a policy", "a pattern of retrieval heads", "queries", "a second pass"
@@ -42,7 +45,7 @@ class Component:
     name: str
     description: str
     label: str
-    build: Callable[[Any], Any]
+    build: Callable[["MethodInputs"], Any]
     needs: tuple[str, ...] = ()  # besides k and v, among POLICY, PATTERN, QUERIES and SECOND_PASS
     variant: str = ""
     compares_heads: bool = False
@@ -110,11 +113,11 @@ class MethodSpec:
         needs = f"needs {', '.join(self.needs) or 'nothing more'}"
         return "; ".join([budget.description, selector.description + paper, *compensation, needs, *self.variants])
 
-    def build_budget(self, inputs: Any) -> Any:
+    def build_budget(self, inputs: "MethodInputs") -> "Budget":
         """Build the budget from `MethodInputs`. Raises LkvError for missing inputs."""
         return self.components[0].build(inputs)
 
-    def build_selector(self, inputs: Any) -> Any:
+    def build_selector(self, inputs: "MethodInputs") -> "Selector":
         """Build the selector, as the budget."""
         return self.components[1].build(inputs)
 

@@ -6,7 +6,8 @@ do the same with PyTorch's operators.
 
 import functools
 from importlib import import_module
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +42,14 @@ class ScoreWeights(NamedTuple):
     end: Tensor | None = None
 
 
-def kernels_for(key: Tensor, value: Tensor) -> Any:
+def kernels_for(key: Tensor, value: Tensor) -> ModuleType | None:
     """Return the module `triton` if its kernels can run on k and v [..., d], else None."""
     if not devices.is_gpu(key.device) or value.dtype != key.dtype:
         return None
     return _kernels_for(key.device, key.dtype, key.shape[-1], value.shape[-1])
 
 
-def ranking_for(scores: Tensor) -> Any:
+def ranking_for(scores: Tensor) -> ModuleType | None:
     """Return the module `triton` if its `rank` supports `scores` [N, T], else None."""
     if not devices.is_gpu(scores.device) or scores.dtype == torch.float64:
         return None
@@ -56,7 +57,7 @@ def ranking_for(scores: Tensor) -> Any:
 
 
 @functools.cache
-def _kernels_for(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> Any:
+def _kernels_for(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> ModuleType | None:
     # Without a working Triton, PyTorch's operators are used; attention logs the reason.
     try:
         module = import_module("lkv.kernels.selection.triton")

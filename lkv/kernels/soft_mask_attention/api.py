@@ -67,22 +67,8 @@ def soft_mask_attention(
             because on other devices this would synchronise.
         BackendError: The backend given by name cannot run.
     """
-    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
-        check_tensor(name, x, ndim)
-    check_storages(q=q, k=k, v=v, log_mask=log_mask)
-    check_devices(q=q, k=k, v=v, log_mask=log_mask)
-    batch, kv_heads, length, head_dim = k.shape
-    if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"v {list(v.shape)} {v.dtype} does not fit k {list(k.shape)} {k.dtype} and q of {q.dtype}: batch, heads, "
-            "length and dtype must be the same."
-        )
-    if log_mask.shape != (batch, kv_heads, length):
-        raise ValueError(f"Expected log_mask of shape {[batch, kv_heads, length]} but got {list(log_mask.shape)}.")
-    if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
-        raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
-    _check_mask(log_mask)
-    scale = head_dim**-0.5 if scale is None else scale
+    _check_sequence(q, k, v, log_mask)
+    scale = k.shape[3] ** -0.5 if scale is None else scale
     if softcap is not None:
         _check_capped(backend, sinks)
         return _attend_capped(q, k, v, log_mask, scale, softcap)
@@ -139,15 +125,14 @@ def continuation_attention(
     """
     given = Continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
     _check_continuations(given)
-    rows = len(q)
-    prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = given._replace(prompt_key=prompt_key, prompt_value=prompt_value)
+    given = given._replace(prompt_key=prompt_key.detach().to(q.dtype), prompt_value=prompt_value.detach().to(q.dtype))
     if softcap is not None:
         _check_capped(backend, sinks)
     elif sinks is not None:
         given = add_sinks(given, sinks, scale)
-        q, key, value, prompt_key, prompt_value, log_mask, owners = given
+    q, key, value, prompt_key, prompt_value, log_mask, owners = given
+    rows = len(q)
     if backend == "auto" and q.device.type == "cpu" and softcap is None:
         return cpu.attend(scale, *given)
     if log_mask is None:
@@ -161,6 +146,24 @@ def continuation_attention(
     )
     whole_mask = torch.cat([log_mask, log_mask.new_zeros((rows, *key.shape[1:3]))], -1)
     return soft_mask_attention(q, k, v, whole_mask, scale, softcap=softcap, backend=backend)
+
+
+def _check_sequence(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor) -> None:
+    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("log_mask", log_mask, 3)):
+        check_tensor(name, x, ndim)
+    check_storages(q=q, k=k, v=v, log_mask=log_mask)
+    check_devices(q=q, k=k, v=v, log_mask=log_mask)
+    batch, kv_heads, length, head_dim = k.shape
+    if v.shape[:3] != k.shape[:3] or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"v {list(v.shape)} {v.dtype} does not fit k {list(k.shape)} {k.dtype} and q of {q.dtype}: batch, heads, "
+            "length and dtype must be the same."
+        )
+    if log_mask.shape != (batch, kv_heads, length):
+        raise ValueError(f"Expected log_mask of shape {[batch, kv_heads, length]} but got {list(log_mask.shape)}.")
+    if q.shape[0] != batch or q.shape[3] != head_dim or q.shape[1] % kv_heads or not 1 <= q.shape[2] <= length:
+        raise ValueError(f"q has shape {tuple(q.shape)}, which does not fit k of shape {tuple(k.shape)}.")
+    _check_mask(log_mask)
 
 
 def _check_continuations(given: Continuations) -> None:
