@@ -1,25 +1,20 @@
 """A memory budget in bytes, realised: never exceeded, hardly anything left of it, and the best entries in most bits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.cache.tiered_store import TieredStore
 from lkv.context.compression import compress, compress_ids
 from lkv.context.context import Context
 from lkv.errors import BudgetError, LkvError, PromptError, RetentionError
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.spec import inspect_model
-from lkv.methods.base import TierBudget
-from lkv.methods.budgets import PerHead
 from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
 from lkv.methods.targets import UNQUANTIZED, KVShape, MemoryTarget, Precision, TierTable
-from tests.cache.helpers import METHOD, ids
+from tests.cache.helpers import ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 from tests.families import build as build_family
@@ -260,23 +255,6 @@ def test_what_is_no_budget_is_named_in_one_sentence(model, text):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"retention": 0.3}, "memory says how much to keep and in which precision: give it without retention"),
-        ({"budget_tokens": 9}, "memory says how much to keep and in which precision: give it without retention"),
-        ({"bits": 4}, "memory says how much to keep and in which precision: give it without retention"),
-        ({"method": METHOD}, "the method 'own' has a budget of its own: leave retention, budget_tokens and memory out"),
-        ({"method": "full"}, "'full' keeps everything; leave memory out"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_memory_goes_with_no_other_amount(model, options, message):
-    with pytest.raises(LkvError) as error:
-        compress(model, Words(), TEXT, memory=0.2, **({"method": "knorm"} | options))
-    assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("method", "exact"),
     [
         ("duo-kvpress", "duo"),
@@ -317,49 +295,6 @@ def test_all_of_the_memory_keeps_all_as_the_model_computes_it():
         found.append(model(text[:, 50:], past_key_values=cache, use_cache=True).logits)
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-6)
     assert whole.realised_retention() == 1.0
-
-
-@pytest.mark.parametrize("memory", [0.08, 0.3, "12000", "90%"])
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_context_is_saved_bit_for_bit(name, memory, tmp_path):
-    model = build(name)
-    context = compressed(model, 300, "lkv", memory=memory)
-    answer = context.ask("what is one ?", 8)
-    assert context.metadata["memory"] == str(MemoryTarget.parse(memory))
-    assert context.metadata["retention"] is context.metadata["budget_tokens"] is context.metadata["bits"] is None
-    context.save(tmp_path / "context.kv")
-    again = Context.load(tmp_path / "context.kv", model, Words())
-    assert again.metadata == context.metadata and again.ask("what is one ?", 8) == answer
-    again.rewind(), context.rewind()
-    for mine, theirs in zip(again.cache.ragged_layers, context.cache.ragged_layers, strict=True):
-        assert isinstance(mine.store, TieredStore) and mine.store.precisions == theirs.store.precisions
-        one, other = mine.state(), theirs.state()
-        assert one.keys() == other.keys()
-        for tensor in one:
-            assert one[tensor].dtype == other[tensor].dtype and torch.equal(one[tensor], other[tensor])
-
-
-def test_compensation_is_stored_in_tiers(tmp_path):
-    """Least squares change v before it is quantised, and leave k as it is."""
-    model = build("float32")
-    plain, moved = (compressed(model, 200, method, memory=0.2) for method in ("lkv", "lkv+compensation"))
-    for one, other in zip(plain.cache.ragged_layers, moved.cache.ragged_layers, strict=True):
-        assert torch.equal(one.store.lens, other.store.lens) and one.store.nbytes() == other.store.nbytes()
-        assert torch.equal(one.store.restore().k, other.store.restore().k)
-        assert not torch.equal(one.store.restore().v, other.store.restore().v)
-
-
-def test_a_method_with_tiers_of_its_own_is_one_too(model):
-    tiers = (
-        TierBudget(Precision(8, 8), PerHead([[0.2, 0.0]] * 3)),
-        TierBudget(Precision(4, 3), PerHead([[0.5, 0.3]] * 3)),
-    )
-    cache = RaggedCache(model, method=replace(METHOD, tiers=tiers))
-    model(ids(1, 50), past_key_values=cache, use_cache=True)
-    for layer in cache.ragged_layers:
-        assert [(tier.precision, tier.lens.tolist()) for tier in layer.store.tiers] == [
-            (Precision(8, 8), [[10, 0]]), (Precision(4, 3), [[15, 15]])
-        ]  # fmt: skip
 
 
 @given(

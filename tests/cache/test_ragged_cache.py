@@ -188,14 +188,6 @@ def test_a_prompt_read_in_inference_mode_goes_on_outside_it(model, policy, optio
     assert all(map(torch.equal, *outs))
 
 
-def test_reset_frees_everything(model, policy):
-    cache = RaggedCache(model, policy=policy, retention=0.5)
-    model(ids(PROMPT), past_key_values=cache, use_cache=True)
-    assert cache.nbytes() > 0
-    cache.reset()
-    assert cache.nbytes() == 0 and cache.get_seq_length() == 0
-
-
 @torch.no_grad()
 def test_reset_forgets_sliding_layers_too_and_leaves_forks_alone():
     model = build_family("Gemma3")
@@ -230,6 +222,10 @@ def test_reset_forgets_sliding_layers_too_and_leaves_forks_alone():
         ({"policy": 0.5, "method": "snapkv"}, PolicyFileError, r"policy is 0\.5; give a Policy, .*retention=0\.15"),
         ({"method": "snapkv", "decode_eviction": True}, CacheError, "does not work with 'snapkv'"),
         ({"method": "snapkv", "streaming": True, "prompt_tokens": 9}, CacheError, "does not work with 'snapkv'"),
+        ({"method": HALF, "bits": 2}, CacheError, r"bits is 2, but it must be one of \(8, 4, 3\)"),
+        ({"method": HALF, "bits": True}, CacheError, "bits is True, but it must be one of"),
+        ({"memory": 0.2, "budget_tokens": 9}, RetentionError, "memory says how much to keep and in which precision"),
+        ({"method": HALF, "memory": 0.1}, RetentionError, "'half' has a budget.* of its own: leave retention, "),
         ({"method": HALF, "retention": 0.1}, RetentionError, "'half' has a budget.* of its own: leave retention, "),
         ({"method": HALF, "budget_tokens": 3}, RetentionError, "'half' has a budget.* of its own: leave retention, "),
     ],

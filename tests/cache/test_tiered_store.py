@@ -17,7 +17,7 @@ from lkv.context.context import Context
 from lkv.errors import CacheError
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
-from lkv.methods.targets import UNQUANTIZED, Precision
+from lkv.methods.targets import UNQUANTIZED, MemoryTarget, Precision
 from tests import dense
 from tests.cache.helpers import METHOD, RATIOS, ids
 from tests.cache.test_tiers import DTYPES, normal
@@ -266,21 +266,25 @@ def test_padding_after_the_prompt_is_dropped_as_from_a_plain_cache(storage, seed
         torch.testing.assert_close(*outs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("storage", [{"bits": 8}, {"bits": 3}, {"tiers": TIERS}], ids=str)
-def test_a_quantised_context_is_saved_as_it_is(storage, tmp_path):
-    model = tiny_llama(dtype=torch.float32)
-    if "tiers" in storage:
-        context = compress(model, Words(), TEXT, method=tiered_method(*TIERS))
-    else:
-        context = compress(model, Words(), TEXT, method=METHOD, **storage)
+SAVED = [{"bits": 8}, {"bits": 3}, {"tiers": TIERS}, {"memory": 0.3}, {"memory": "5000"}, {"memory": "90%"}]
+
+
+@pytest.mark.parametrize("storage", SAVED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_context_is_saved_bit_for_bit(storage, dtype, tmp_path):
+    model, memory = tiny_llama(dtype=dtype), storage.get("memory")
+    options = {"method": tiered_method(*TIERS)} if "tiers" in storage else storage
+    context = compress(model, Words(), TEXT, **{"method": "knorm" if memory else METHOD} | options)
     answer = context.ask("what is one ?", max_new_tokens=8)
+    assert context.metadata["bits"] == storage.get("bits")
+    assert context.metadata["memory"] == (memory and str(MemoryTarget.parse(memory)))
+    assert context.metadata["retention"] is context.metadata["budget_tokens"] is None
     context.save(tmp_path / "context.kv")
     again = Context.load(tmp_path / "context.kv", model, Words())
-    assert again.ask("what is one ?", max_new_tokens=8) == answer
-    assert again.metadata == context.metadata and again.metadata["bits"] == storage.get("bits")
+    assert again.ask("what is one ?", max_new_tokens=8) == answer and again.metadata == context.metadata
     for mine, theirs in zip(again.cache.ragged_layers, context.cache.ragged_layers, strict=True):
         one, other = mine.state(), theirs.state()
-        assert one.keys() == other.keys()
+        assert isinstance(mine.store, TieredStore) and one.keys() == other.keys()
         assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
 
@@ -294,9 +298,3 @@ def test_a_quantised_context_is_loaded_in_another_dtype(tmp_path):
         found, _ = again.predict("what is one ?", "it is so")
         assert found.dtype == dtype
         torch.testing.assert_close(found.float(), expected, atol=close, rtol=close)
-
-
-def test_bits_that_do_not_exist_are_named(model):
-    for bits in (2, 16, "8", True):
-        with pytest.raises(CacheError, match=rf"bits is {bits!r}, but it must be one of \(8, 4, 3\)"):
-            RaggedCache(model, method=METHOD, bits=bits)

@@ -1,8 +1,7 @@
 """Compile the package's Triton kernels ahead of time for GPUs that are not there, through its own launch code.
 
 TRITON_INTERPRET=0 python -m tests.kernels.compile_kernels [--arch 80 89 90 100] [--dim 64 80 96 128 256]
-    [--dtype float32 ...] [--out dev/kernels.jsonl]    (all of them take an hour of one core; it goes on where it was)
-python -m tests.kernels.compile_kernels --table dev/kernels.jsonl
+    [--dtype float32 ...] [--kernels attention decode tiers training eviction]    (all take an hour of one core)
 
 Prints one JSON line a kernel: shared memory and the limit of the GPU, tensor memory, stack (spilled registers), whether
 the code traps, and how many of its copies are asynchronous; and why it could not run, or would be slow.
@@ -269,34 +268,8 @@ def problems(row: dict[str, Any]) -> list[str]:
     return [name for name, wrong in found.items() if wrong]
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The rows written so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Of each kernel, precision and architecture the most over all head sizes, as Markdown."""
-    lines = [
-        "| kernel | precision | GPU | shared memory, of | registers | stack | tensor memory, of 512 |",
-        "|" + "---|" * 7,
-    ]
-    names = sorted({(row["kernel"].strip("_"), row["dtype"], row["arch"], row["kernel"]) for row in rows})
-    for shown, dtype, arch, kernel in names:
-        own = [row for row in rows if (row["kernel"], row["dtype"], row["arch"]) == (kernel, dtype, arch)]
-        most = {
-            key: max(row[key] for row in own) for key in ("shared", "limit", "registers", "stack", "tensor_columns")
-        }
-        lines.append(
-            f"| `{shown}` | {dtype} | sm_{arch} | {most['shared']:,}, {most['limit']:,} | {most['registers']} "
-            f"| {most['stack']} | {most['tensor_columns']} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON lines, added to")
-    parser.add_argument("--table", type=Path, help="print the table of such a file, and compile nothing")
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 89, 90, 100], choices=GPUS)
     parser.add_argument("--dim", type=int, nargs="+", default=[64, 80, 96, 128, 256])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
@@ -304,19 +277,10 @@ def main() -> None:
         "--kernels", nargs="+", default=["attention"], choices=("attention", "decode", "tiers", "training", "eviction")
     )
     options = parser.parse_args()
-    if options.table:
-        return print(table(read(options.table)))
     assert os.environ.get("TRITON_INTERPRET") == "0", "set TRITON_INTERPRET=0"
-    done = {(row["arch"], row["dim"], row["dtype"]) for row in read(options.out)} if options.out else set()
     for given in itertools.product(options.arch, options.dim, options.dtype):
-        if given in done:
-            continue
-        rows = [row for kernels in options.kernels for row in compiled(*given, kernels)]
-        lines = [json.dumps(row | {"problems": problems(row)}) for row in rows]
-        print(*lines, sep="\n", flush=True)
-        if options.out:
-            with options.out.open("a") as file:
-                file.writelines(f"{line}\n" for line in lines)
+        for row in (row for kernels in options.kernels for row in compiled(*given, kernels)):
+            print(json.dumps(row | {"problems": problems(row)}), flush=True)
 
 
 if __name__ == "__main__":

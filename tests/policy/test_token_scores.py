@@ -26,6 +26,7 @@ from lkv.policy.score_formula import (
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import FUTURE
 from tests.conftest import tiny_llama
+from tests.methods.test_selectors import rotation
 
 EVERYTHING = ScorerInputs("unrotated", "learned", 5)
 
@@ -44,27 +45,16 @@ def filled(spec, inputs=EVERYTHING, seed=0) -> Policy:
     return policy.requires_grad_(False)
 
 
-def rotation_matrix(position: int, dim: int, base: float) -> torch.Tensor:
-    """RoPE at one position as a matrix that rows are multiplied by, written out pair by pair."""
-    matrix = torch.zeros(dim, dim, dtype=torch.float64)
-    for i in range(dim // 2):
-        angle = position / base ** (2 * i / dim)
-        j = i + dim // 2
-        matrix[i, i] = matrix[j, j] = math.cos(angle)
-        matrix[i, j], matrix[j, i] = math.sin(angle), -math.sin(angle)
-    return matrix
-
-
 def by_hand(policy: Policy, layer: int, head: int, token: int, part: LayerKV, base: float) -> float:
     """The score of one token of a prompt that starts at 0, term by term."""
     w = {name: tensor.double() for name, tensor in policy.tokens.state_dict().items()}
     at = (layer, head)
     key, value = part.key[0, head, token].double(), part.value[0, head, token].double()
     dim, end = len(key), part.key.shape[2]
-    plain = key @ rotation_matrix(token, dim, base).T
+    plain = key @ rotation(token, dim, base)
     x = (torch.cat([plain, value]) - w["mean"][at]) / w["std"][at]
     score = silu(x @ w["hidden"][at] + w["bias"][at]) @ w["output"][at]
-    ahead = sum(rotation_matrix(p, dim, base) for p in range(end, end + FUTURE)) / FUTURE
+    ahead = sum(rotation(p, dim, base) for p in range(end, end + FUTURE)).T / FUTURE
     expected = 0.0
     for group in range(w["query_mean"].shape[2]):
         mean = w["query_mean"][at][group] @ ahead
