@@ -4,7 +4,7 @@
 // Dv channels of k and v, P entries of the pools. Span s has entries starts[s] to starts[s] + length(s) - 1 of the pools,
 // of which the last `added` are the new tokens: this step copies them there. The first entries of a span may be stored
 // as codes of 8, 4 or 3 bits instead, value = level(code) * norm (QuantizedKV in arguments.py, which also checks all shapes
-// and has the levels; the layout is that of lkv/cache/quantization.py).
+// and has the levels; the layout is that of lkv/cache/tiers.py).
 //
 // The entries of all spans, one span after another, are one axis that is cut into equal slices, so that threads share
 // the work equally however unequal the spans are. A slice gives each span that it overlaps a partial softmax (largest
