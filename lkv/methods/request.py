@@ -37,21 +37,11 @@ _NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out
 class CompressionRequest:
     """The settings of a compression. Creating and validating one needs no model.
 
+    `RaggedCache` explains those that are not listed here.
+
     Attributes:
-        method: A name that `lkv methods` lists, any "BUDGET+SELECTOR", a `Method` of your own, or "full" for the
-            uncompressed cache.
-        memory: The memory budget of the prompt's k and v: a share of their full cache in 16 bits a value (0.1 or
-            "10%"), or bytes ("200MB").
-        retention: The share of the prompt's KV entries to keep, in (0, 1].
-        budget_tokens: The average number of tokens to keep per head.
-        policy: For learned methods: a `Policy`, its folder or its hub id.
-        pattern: DuoAttention's alphas [L][H].
-        bits: 8, 4 or 3 bits a value for the kept entries of the prompt.
-        slack: Free slots of each head for appended tokens.
+        method: As in `RaggedCache`, or "full" for the uncompressed cache.
         chunk: The chunk size in tokens for chunked prefill.
-        prompt_tokens: The length of the prompt, if it is read in several forward passes.
-        streaming: Whether entries are evicted after each chunk of the prompt.
-        decode_eviction: Whether entries of generated tokens are evicted.
         protected: Positions of tokens that every head keeps, within the budget.
 
     Raises:
@@ -260,13 +250,11 @@ def build_tiers(
     patched = patch_attention(model)
     heads = patched.spec.layers * len(range(patched.spec.kv_heads)[inputs.heads])
     shape = KVShape(heads, patched.spec.head_dim, model.dtype.itemsize, SCORE_BITS * stores_scores)
-    targets = [
-        TierTarget(memory=memory, shape=shape, table=table, precision=each, protected=inputs.target.protected)
-        for each in table.precisions
-    ]
-    budgets = [spec.build_budget(replace(inputs, target=target)) for target in targets]
-    if exact_name := budgets[0].exact_name:
+    targets = TierTarget.of_table(memory, shape, table, inputs.target.protected)
+    tiers = tuple(
+        TierBudget(target.precision, spec.build_budget(replace(inputs, target=target)), target) for target in targets
+    )
+    if exact_name := tiers[0].budget.exact_name:
         exact = parse_method(f"{exact_name}+{spec.selector}{COMPENSATION * spec.compensation}").canonical
         raise BudgetError(f"{spec.name!r} may keep more than memory allows; use {exact!r}, or give a retention.")
-    pairs = zip(targets, budgets, strict=True)
-    return tuple(TierBudget(target.precision, budget, target) for target, budget in pairs)
+    return tiers

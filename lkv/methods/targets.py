@@ -245,6 +245,14 @@ class TierTarget(RetentionTarget):
     table: TierTable
     precision: Precision
 
+    @classmethod
+    def of_table(cls, memory: MemoryTarget, shape: KVShape, table: TierTable, protected: int = 0) -> list["TierTarget"]:
+        """Return the targets of all precisions of `table`, best first; arguments as the attributes."""
+        return [
+            cls(memory=memory, shape=shape, table=table, precision=precision, protected=protected)
+            for precision in table.precisions
+        ]
+
     def share(self, tokens: int) -> float:
         """Return the fraction of a text's `tokens` unprotected tokens in these tiers, in [0, 1]."""
         return self.shares(tokens)[self.precision]

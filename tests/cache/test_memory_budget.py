@@ -312,7 +312,7 @@ def test_shares_of_tiers_cost_what_is_allowed(bits, width, itemsize, tokens, tab
 
     table, shape = table or DEFAULT_TABLE, KVShape(6, width, itemsize)
     memory = MemoryTarget(share=bits / 16)
-    targets = [TierTarget(memory=memory, shape=shape, table=table, precision=p) for p in table.precisions]
+    targets = TierTarget.of_table(memory, shape, table)
     shares = [target.share(tokens) for target in targets]
     assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
     own = [after - before for before, after in zip([0.0, *shares], shares, strict=False)]
