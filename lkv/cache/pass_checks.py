@@ -13,7 +13,6 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer, SlidingWindowLayer
 from lkv.hf.position_hook import take_image_positions
 from lkv.hf.positions import check_frequencies
-from lkv.hf.state import NOT_PATCHED
 
 _REMEDY = "call rewind() if the prompt was complete, else reset() and read the prompt again"
 
@@ -55,12 +54,6 @@ class PassTracker:
             self._reached = frozenset()
         self._reached |= {(layer, part)}
         return len(self._reached) == 1
-
-
-def check_attended(layer: Any) -> None:
-    """Raise CacheError if no attention was computed over the last keys of `layer`."""
-    if isinstance(layer, RaggedLayer) and layer.pending_key is not None:
-        raise CacheError(NOT_PATCHED)
 
 
 def take_prompt_images(config: CacheConfig, shared: SharedState, rows: int, length: int, new: int) -> Tensor | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, SharedState, list_contexts
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.pass_checks import PassTracker, check_attended, check_pass, take_prompt_images
+from lkv.cache.pass_checks import PassTracker, check_pass, take_prompt_images
 from lkv.cache.read_again import ReadAgainLayer
 from lkv.cache.tiers import check_width
 from lkv.errors import CacheError
@@ -26,7 +26,7 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer, evicted_kinds, make_layers
 from lkv.hf.prompt_kv import LayerKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
-from lkv.hf.state import TokenHistory, register_cache
+from lkv.hf.state import NOT_PATCHED, TokenHistory, register_cache
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION
 from lkv.methods.request import MAX_COUNT, CompressionRequest
@@ -140,8 +140,7 @@ class RaggedCache(BaseCache):
         self.spec: ModelSpec = patched.spec
         # Entries computed with different adapters must not be mixed.
         self.adapters = read_adapters(unwrap_model(model))
-        self.target, self.policy = method.target, method.policy
-        self.config = config
+        self.config, self.target, self.policy = config, method.target, method.policy
         if config.is_tiered:
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None
@@ -180,10 +179,11 @@ class RaggedCache(BaseCache):
 
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError if a layer cannot take the new keys; the first layer checks all layers."""
-        tracker = self.pass_tracker
-        if layer_idx == tracker.first_attention:
+        if layer_idx == self.pass_tracker.first_attention:
             self.begin_pass(key_states.shape[0], key_states.shape[2])
-        check_attended(self.layers[tracker.attention_before[layer_idx]])
+        before = self.layers[self.pass_tracker.attention_before[layer_idx]]
+        if isinstance(before, RaggedLayer) and before.pending_key is not None:  # over which no attention was computed
+            raise CacheError(NOT_PATCHED)
         self._start_layer(layer_idx, "attention")
 
     def before_states(self, layer_idx: int) -> None:

@@ -256,12 +256,6 @@ class RaggedStore(KVStore):
             (appended,) = devices.stack_to_device(self.k.device, appended)
         torch.add(self._device_compressed, appended, out=self._device_lens)
 
-    def head_entries(self, row: int, head: int) -> tuple[Tensor, Tensor]:
-        """Return views of the compressed k and v [n, d] of one row and head."""
-        start = int(self.starts[row, head])
-        entries = slice(start, start + int(self.lens[row, head]))
-        return self.k[entries], self.v[entries]
-
     @override
     def select(self, rows: Tensor, free_slots: int) -> "RaggedStore":
         padding = None if self._padding is None else self._padding[rows]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lkv.errors import CacheError, LkvError, PromptError
-from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.hf.rotation import Rotation
 from lkv.methods.targets import Precision, RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # r t is rounded down (Sec. 3.3); the margin keeps 0.15 x 4000 = 599.9999 from losing a token to rounding.
 ROUNDING = 1e-6
+_BLOCK = 256  # attention rows computed at a time
 SINKS, RECENT = 128, 256  # first and most recent tokens that a streaming head of DuoAttention keeps
 # The sources of the inputs of `MethodInputs`, for error messages.
 INPUT_SOURCES = {
@@ -135,6 +136,20 @@ class StoredEntries(NamedTuple):
             length, rotation, softcap = self.end - padding, self.rotation, self.softcap
             prompt = LayerKV(*kv, self.scale, length=length, rotation=rotation, softcap=softcap)
             yield number % heads, ArrivedEntries(prompt, self.positions[slots] - padding, self.scores[slots])
+
+
+def attention_blocks(prompt: LayerKV, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Yield the causal attention of a prompt's queries from token `first` on, a block of n tokens at a time.
+
+    Each block comes as its first token, and its weights [B, H, G, n, T] over the T tokens up to its last one.
+    """
+    key, queries = prompt.key, prompt.grouped_query
+    for start in range(first, key.shape[2], _BLOCK):
+        block = queries[..., start : start + _BLOCK, :]
+        end = start + block.shape[3]
+        logits = to_fp32(prompt.logits(block, key[:, :, None, :end]))
+        future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
+        yield start, prompt.softmax(logits.masked_fill_(future, -torch.inf))
 
 
 class Selector(Buildable, ABC):

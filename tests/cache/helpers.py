@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lkv.cache.ragged_store import RaggedStore
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -28,6 +29,13 @@ class OwnScores(Selector):
 
 
 METHOD = Method("own", PerHead(RATIOS), OwnScores())
+
+
+def head_entries(store: RaggedStore, row: int, head: int) -> tuple[Tensor, Tensor]:
+    """The compressed k and v [n, d] of one row and head."""
+    start = int(store.starts[row, head])
+    entries = slice(start, start + int(store.lens[row, head]))
+    return store.k[entries], store.v[entries]
 
 
 def ids(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:

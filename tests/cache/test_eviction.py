@@ -15,6 +15,7 @@ from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
+from tests.cache.helpers import head_entries
 from tests.conftest import tiny_llama
 
 
@@ -99,7 +100,7 @@ def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
     for (row, head), scores in table.items():
         start = int(store.starts[row, head])
         right = [start + place for place in chosen(scores, int(new.lens[row, head]))]
-        key, value = new.head_entries(row, head)
+        key, value = head_entries(new, row, head)
         assert torch.equal(key, store.k[right]) and torch.equal(value, store.v[right])
 
 

@@ -14,7 +14,7 @@ from lkv.hf.spec import inspect_model
 from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
 from lkv.methods.targets import UNQUANTIZED, KVShape, MemoryTarget, Precision, TierTable
-from tests.cache.helpers import ids
+from tests.cache.helpers import head_entries, ids
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 from tests.families import build as build_family
@@ -138,8 +138,8 @@ def test_the_values_of_a_better_tier_are_nearer():
     for one, other in zip(plain.ragged_layers, tiered.ragged_layers, strict=True):
         restored = other.store.restore()
         for head in range(2):
-            key, value = one.store.head_entries(0, head)
-            mine, own = restored.head_entries(0, head)
+            key, value = head_entries(one.store, 0, head)
+            mine, own = head_entries(restored, 0, head)
             scores = Knorm().scores(0, LayerKV(key[None, None], value[None, None], 1.0))[0, 0]
             ranked = scores.argsort(descending=True, stable=True)
             done = 0

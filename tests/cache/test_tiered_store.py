@@ -19,7 +19,7 @@ from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, MemoryTarget, Precision
 from tests import dense
-from tests.cache.helpers import METHOD, RATIOS, ids
+from tests.cache.helpers import METHOD, RATIOS, head_entries, ids
 from tests.cache.test_tiers import DTYPES, normal
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -175,10 +175,10 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(dtype, preci
     for row in range(2):
         for head in range(3):
             torch.testing.assert_close(
-                full.head_entries(row, head)[0][-tokens:], key[row, head], atol=close, rtol=close
+                head_entries(full, row, head)[0][-tokens:], key[row, head], atol=close, rtol=close
             )
             torch.testing.assert_close(
-                full.head_entries(row, head)[1][-tokens:], value[row, head], atol=close, rtol=close
+                head_entries(full, row, head)[1][-tokens:], value[row, head], atol=close, rtol=close
             )
 
 

@@ -18,7 +18,7 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import Precision
 from lkv.utils.prompts import encode_context, encode_question
-from tests.cache.helpers import ids
+from tests.cache.helpers import head_entries, ids
 from tests.conftest import save_model, tiny_llama, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_compression import Words
@@ -46,7 +46,7 @@ def kept_positions(context: Context, prompt) -> list[list[set[int]]]:
     for layer, whole in zip(context.cache.ragged_layers, prompt, strict=True):
         heads = []
         for head, keys in enumerate(whole.key[0]):
-            own = layer.store.head_entries(0, head)[0]
+            own = head_entries(layer.store, 0, head)[0]
             matches = (own[:, None] == keys[None]).all(-1)
             assert (matches.sum(1) == 1).all()
             heads.append(set(matches.nonzero()[:, 1].tolist()))
@@ -120,7 +120,7 @@ def test_a_memory_budget_holds_them_in_its_best_precision(tokens, memory, method
     for layer, whole in zip(context.cache.ragged_layers, read_prompt(model, torch.tensor([text])), strict=True):
         store = layer.store.restore() if hasattr(layer.store, "restore") else layer.store
         for head, values in enumerate(whole.value[0].float()):
-            own = store.head_entries(0, head)[1].float()
+            own = head_entries(store, 0, head)[1].float()
             expected = values[protected]
             error = (own[None] - expected[:, None]).norm(dim=-1).amin(1) / expected.norm(dim=-1)
             bits = layer.store.tiers[0].precision.value_bits if memory < 0.5 and hasattr(layer.store, "tiers") else 8

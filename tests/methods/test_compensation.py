@@ -23,7 +23,7 @@ from lkv.methods.method import Method
 from lkv.methods.registry import parse_method, register_method
 from lkv.methods.selectors import SnapKV
 from lkv.methods.targets import Precision
-from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
+from tests.cache.helpers import RATIOS, OwnScores, head_entries, ids, padded, score
 from tests.conftest import tiny_llama
 from tests.families import SERVED, longrope_model
 
@@ -205,8 +205,8 @@ def test_the_cache_holds_the_compensated_entries():
     for number, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
         assert torch.equal(before.lens, after.lens)
         for head in range(2):
-            k, v = before.store.head_entries(0, head)
-            new_k, new_v = after.store.head_entries(0, head)
+            k, v = head_entries(before.store, 0, head)
+            new_k, new_v = head_entries(after.store, 0, head)
             assert torch.equal(new_k, k)
             if 0 < len(k) < 40:
                 change = change_of(prompt[number], head, k, v)
@@ -235,7 +235,7 @@ def test_the_fit_knows_keys_as_their_bits_restore_them():
     prompt = read_prompt(model, text, queries=True)
     for number, (before, after) in enumerate(zip(plain.ragged_layers, cache.ragged_layers, strict=True)):
         for head in range(2):
-            k, new_v = after.store.restore().head_entries(0, head)
+            k, new_v = head_entries(after.store.restore(), 0, head)
             best = score(prompt[number].key, prompt[number].value)[0, head].argsort(descending=True)[: len(k)]
             parts = best.split([int(tier.lens[0, head]) for tier in before.store.tiers])
             tokens = torch.cat([part.sort().values for part in parts])

@@ -12,15 +12,13 @@ from lkv.errors import BudgetError, DataError, PromptError, UnsupportedModelErro
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.hf.spec import evaluation_mode
-from lkv.methods.base import RECENT, ROUNDING, SINKS, FixedBudget
+from lkv.methods.base import RECENT, ROUNDING, SINKS, FixedBudget, attention_blocks
 from lkv.methods.registry import register_budget
 from lkv.methods.targets import RetentionTarget, as_target
 from lkv.utils.files import as_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ROWS = 256  # attention rows computed at a time
 
 
 @register_budget(
@@ -200,17 +198,14 @@ def estimate_pattern(
 
     def attention_outside(prompt: LayerKV) -> Tensor:
         """Return the mean attention outside sinks and recent tokens, [H]."""
-        key, tokens = prompt.key, prompt.key.shape[2]
-        query = prompt.grouped_query
-        positions = torch.arange(tokens, device=key.device)
-        mass = torch.zeros(key.shape[1], dtype=torch.float32, device=key.device)
         first = sinks + recent  # the first row with a token outside its window
-        for start in range(first, tokens, _ROWS):
-            rows = positions[start : start + _ROWS, None]
-            logits = prompt.logits(query[0, :, :, start : start + _ROWS], key[0, :, None])
-            attention = prompt.softmax(logits.masked_fill(positions > rows, -torch.inf).float())
-            mass += (attention * ((positions >= sinks) & (positions <= rows - recent))).sum(-1).mean(1).sum(-1)
-        return mass / (tokens - first)
+        mass = torch.zeros(prompt.key.shape[1], dtype=torch.float32, device=prompt.key.device)
+        for start, attention in attention_blocks(prompt, first):
+            positions = torch.arange(attention.shape[-1], device=mass.device)
+            is_outside = (positions >= sinks) & (positions <= positions[start:, None] - recent)
+            mass += (attention[0] * is_outside).sum(-1).mean(1).sum(-1)
+            del attention  # before the next block takes memory
+        return mass / (prompt.key.shape[2] - first)
 
     return _mean_over_texts(model, long, attention_outside)
 

@@ -6,10 +6,8 @@ from torch.nn.functional import avg_pool1d
 
 from lkv.errors import PromptError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
-from lkv.methods.base import Selector
+from lkv.methods.base import Selector, attention_blocks
 from lkv.methods.registry import register_selector
-
-_BLOCK = 256  # attention rows computed at a time
 
 
 @register_selector("snapkv", label="SnapKV", description="attention from the last 64 tokens, smoothed")
@@ -78,14 +76,10 @@ class H2O(Selector):
         """Return the sum or mean of the attention received."""
         key = prompt.key
         batch, heads, tokens, _ = key.shape
-        rows = prompt.grouped_query
         received = to_fp32(key.new_zeros(batch, heads, tokens))
-        for start in range(0, tokens, _BLOCK):
-            block = rows[..., start : start + _BLOCK, :]
-            end = start + block.shape[3]
-            logits = to_fp32(prompt.logits(block, key[:, :, None, :end]))
-            future = torch.ones(end - start, end, dtype=torch.bool, device=key.device).triu(start + 1)
-            received[..., :end] += prompt.softmax(logits.masked_fill_(future, -torch.inf)).sum(3).mean(2)
+        for _, attention in attention_blocks(prompt):
+            received[..., : attention.shape[-1]] += attention.sum(3).mean(2)
+            del attention  # before the next block takes memory
         if self._average:
             received /= torch.arange(tokens, 0, -1, device=key.device)
         return received
