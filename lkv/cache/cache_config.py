@@ -205,7 +205,14 @@ class LayerContext:
     softcap: float | None = None
 
     def prompt_kv(self, key: Tensor, value: Tensor, scale: float, queries: Tensor | None) -> LayerKV:
-        """Return k, v and queries of a prompt, or of a part of it, with the properties of the layer."""
+        """Return a prompt, or a part of it, with the properties of the layer.
+
+        Args:
+            key: k after RoPE, [B, H, T, d].
+            value: v, [B, H, T, dv].
+            scale: The attention scaling factor.
+            queries: Queries of the last tokens, [B, Hq, n, d]; None without.
+        """
         rotation = self.prompt_rotation
         return LayerKV(key, value, scale, queries, rotation=rotation, sinks=self.sinks, softcap=self.softcap)
 

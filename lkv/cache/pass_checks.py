@@ -85,10 +85,17 @@ def take_prompt_images(config: CacheConfig, shared: SharedState, rows: int, leng
 
 
 def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -> None:
-    """Check a forward pass of `rows` rows over a cache of `layers`, after which the text has `tokens` tokens.
+    """Check a forward pass before it begins.
 
-    Raises CacheError if an interrupted pass left layers of unequal length or if the number of rows changed, and
-    PromptError for a text that the model cannot read.
+    Args:
+        layers: The layers of the cache.
+        rows: The rows of the pass.
+        tokens: The tokens of the text after it.
+        spec: The description of the model.
+
+    Raises:
+        CacheError: If an interrupted pass left layers of unequal length, or if the number of rows changed.
+        PromptError: For a text that the model cannot read.
     """
     ragged = [layer for layer in layers if isinstance(layer, RaggedLayer)]
     lengths = {layer.get_seq_length() for layer in layers if isinstance(layer, RaggedLayer | SlidingWindowLayer)}

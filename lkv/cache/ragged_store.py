@@ -351,7 +351,15 @@ def extend_padded(
 ) -> Tensor:  # fmt: skip
     """Append and attend as `store.extend`, row by row.
 
-    New tokens marked in `padding` [B, T] (on the CPU) are not appended, and their outputs are 0.
+    Args:
+        store: The entries.
+        query: As in `KVStore.extend`, as are `key`, `value`, `scale`, `sinks` and `softcap`.
+        key: New keys.
+        value: New values.
+        scale: The attention scaling factor.
+        padding: The new tokens that are not appended and get outputs of 0, bool [B, T] on the CPU.
+        sinks: Attention sinks.
+        softcap: The cap of attention scores.
     """
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     for row, real in enumerate(tokens):

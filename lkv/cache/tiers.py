@@ -66,7 +66,14 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the entries [n, d] of `codes` and `norms`, in `dtype`."""
+    """Return the entries [n, d], still rotated.
+
+    Args:
+        codes: uint8 [n, d * bits / 8].
+        norms: bfloat16 [n].
+        bits: 8, 4 or 3.
+        dtype: Of the result.
+    """
     values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
     return to_dtype(values, dtype)
 
@@ -187,9 +194,13 @@ class KeyBasis:
 
     @classmethod
     def of(cls, key: Tensor, heads: Tensor, shape: torch.Size, is_centred: bool = True) -> "KeyBasis":
-        """Measure the basis of entries `key` [N, d] of the rows and heads numbered `heads` [N], of `shape` = [B, H].
+        """Measure the basis of entries.
 
-        The mean is 0 unless `is_centred`: capped scores do not keep their differences.
+        Args:
+            key: Their k, [N, d].
+            heads: The flat row and head index of each, [N].
+            shape: Rows and heads, [B, H].
+            is_centred: If False the mean is 0: capped scores do not keep their differences.
         """
         count, wide = shape.numel(), torch.promote_types(key.dtype, torch.float32)
         values, zeros = key.to(wide), key.new_zeros((count, key.shape[-1]), dtype=wide)

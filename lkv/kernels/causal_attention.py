@@ -84,7 +84,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Run the CPU's flash kernel over at least one key; return outputs and log-sum-exp."""
+    """Run the CPU's flash kernel over at least one key; return outputs and log-sum-exp.
+
+    Args:
+        q: Queries [B, Hq, Tq, d].
+        k: Keys [B, Hq, Tk, d], for each query head.
+        v: Values [B, Hq, Tk, dv].
+        scale: The attention scaling factor.
+        is_causal: Whether query i sees the first i + 1 keys only.
+    """
     value_dim = v.shape[-1]
     if not q.numel():  # it divides by sizes
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -97,9 +105,17 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bo
 def flash_gradients(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, is_causal: bool = False
 ) -> list[Tensor]:
-    """Return the gradients of q, k and v through `flash_attention`.
+    """Return the gradients of q, k and v through `flash_attention`, whose arguments the others are.
 
-    With `out` and `lse` over more keys, they are these keys' part of the total gradients.
+    Args:
+        d_out: The gradient of the outputs.
+        q: As all below, an argument of `flash_attention`.
+        k: Keys.
+        v: Values.
+        out: Its outputs; with those over more keys, the gradients are these keys' part of the total ones.
+        lse: Its log-sum-exps, likewise.
+        scale: The attention scaling factor.
+        is_causal: As there.
     """
     if not q.numel():
         return [torch.zeros_like(x) for x in (q, k, v)]

@@ -82,7 +82,12 @@ def expected_attention_formula(
 ) -> Tensor:
     """Compute weight * log(sum over the group's heads of E[exp(q k scale)] / normaliser, times ||v||): [B, H, T].
 
-    `projection` is `project_queries` of the same weights; its dtype sets the precision. `softcap` caps q k scale.
+    Args:
+        key: k after RoPE, [B, H, T, d].
+        value: v, [B, H, T, d].
+        projection: `project_queries` of the same weights, [H, G + r, d]; its dtype sets the precision.
+        attention: The layer's weights of this component.
+        softcap: The cap of q k scale; None without one.
     """
     dtype, group = projection.dtype, attention.normaliser.shape[1]
     # q k of a normal q is normal, of mean `mean k` and variance `k cov k`; one product computes both.

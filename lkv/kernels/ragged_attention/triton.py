@@ -287,10 +287,17 @@ def _blocks(dim: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, shared_memory: int) -> int:
-    """Pipeline stages for tiles of `block_m` packed rows.
+    """Return the pipeline stages for tiles of `block_m` packed rows.
 
     The most, up to 4, with which two programs share a multiprocessor; 2, the least for asynchronous copies, if only one
     program fits; 0 if none does.
+
+    Args:
+        block_m: Packed rows of a tile.
+        dim: Channels of k.
+        value_dim: Channels of v.
+        dtype: Their dtype.
+        shared_memory: Bytes that a program may use.
     """
     blocks = _blocks(dim, value_dim, dtype)
     block_n = blocks["BLOCK_N"]

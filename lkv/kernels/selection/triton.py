@@ -64,9 +64,11 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
     """Return the index of each entry among the kept entries of its span, int32 [B, H, T]; -1 if it is evicted.
 
-    The `keep` [B, H] highest of the first `counts` [B, H] `scores` [B, H, T] (float32; all by default) are kept; ties
-    go to the earlier entry. `keep` and `counts` are int32 on the device of the scores. `has_nan`, uint8 [1], is set to
-    1 if one of the scores is NaN.
+    Args:
+        scores: float32 [B, H, T]; the highest are kept, of equal ones the earlier.
+        keep: The number of entries to keep, int32 [B, H].
+        counts: The entries of each span, int32 [B, H]; T by default.
+        has_nan: uint8 [1], set to 1 if one of the scores is NaN.
     """
     scores = scores.contiguous()
     places = torch.empty_like(scores, dtype=torch.int32)

@@ -272,7 +272,10 @@ def _triton_module() -> ModuleType:
 def attend_by_formula(
     q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Compute App. B literally, with all matrices materialised: the oracle for the fast backends."""
+    """Compute App. B literally, with all matrices materialised: the oracle for the fast backends.
+
+    Arguments as in `soft_mask_attention`, with a scale.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v, log_mask = (t.repeat_interleave(groups, dim=1) for t in (k, v, log_mask))
     scores = cap_scores(q @ k.transpose(-1, -2) * scale, softcap) + log_mask[..., None, :]

@@ -30,10 +30,16 @@ def attend(scale: float, q: Tensor, *tensors: Tensor | None) -> Tensor:
 
 
 def append_mask(q: Tensor, k: Tensor, log_mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return q' = [q, 1] and k' = [k, log m / scale], of which scale q' k' = scale q k + log m; `log_mask` is [..., T].
+    """Return q' = [q, 1] and k' = [k, log m / scale], of which scale q' k' = scale q k + log m.
 
     Half precision gets the rounding error as a second column. Finite everywhere: infinity times zero would reach the
     gradient of the ones.
+
+    Args:
+        q: Queries [..., Tq, d].
+        k: Keys [..., T, d].
+        log_mask: The logarithm of the mask, [..., T].
+        scale: The attention scaling factor.
     """
     column = (log_mask / scale).clamp(min=max(torch.finfo(k.dtype).min, LOWEST))
     columns = [column.to(k.dtype)]

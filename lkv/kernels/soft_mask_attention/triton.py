@@ -138,7 +138,15 @@ def laid_out_as_rows(x: Tensor) -> Tensor:
 
 
 def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) -> dict[str, Any]:
-    """Return the strides, sizes and options that all kernels take."""
+    """Return the strides, sizes and options that all kernels take.
+
+    Args:
+        q: Queries [B, Hq, Tq, d].
+        k: Keys [B, Hkv, Tk, d].
+        v: Values [B, Hkv, Tk, d].
+        scale: The attention scaling factor.
+        tile: The block sizes.
+    """
     strides = {
         f"{name}_{axis}": stride
         for name, x in (("q", q), ("k", k), ("v", v))
