@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from lkv.methods.method import Method as Method
     from lkv.methods.registry import register_method as register_method
     from lkv.methods.selectors import Selector as Selector
+    from lkv.policy.hub import push_to_hub as push_to_hub
     from lkv.policy.lookup import default_policy as default_policy
     from lkv.policy.policy import Policy as Policy
-    from lkv.policy.policy import push_to_hub as push_to_hub
     from lkv.training.fitting import fit as fit
 
 _HOMES = {
@@ -54,7 +54,7 @@ _HOMES = {
     "load_model": "lkv.hf.loading",
     "patch_attention": "lkv.hf.attention",
     "pipeline": "lkv.context.pipeline",
-    "push_to_hub": "lkv.policy.policy",
+    "push_to_hub": "lkv.policy.hub",
     "read_document": "lkv.context.document_reader",
     "register_method": "lkv.methods.registry",
     "unpatch_attention": "lkv.hf.attention",

@@ -1,57 +1,60 @@
-"""Policies on the hub: upload a folder, and write the model card from the policy's card."""
+"""Policies on the hub: upload a policy with a model card, which is written from its own card."""
 
 import json
-from typing import Any
+import tempfile
+from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import ModelCard, ModelCardData
 
 from lkv.errors import PolicyFileError
-from lkv.hf.model_spec import ModelSpec
-from lkv.policy.scorer_inputs import ScorerInputs
+from lkv.policy.policy import Policy
 from lkv.policy.shipped import describe_overlap, text_lengths
 
 
-def upload(folder: str, repo_id: str, private: bool, revision: str | None) -> str:
-    """Upload a policy's folder, and return the address of the commit.
+def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Upload a policy with its model card; `Policy.from_pretrained(repo_id)` loads it again.
 
     Args:
-        folder: The folder of `Policy.save_pretrained`, with the model card.
-        repo_id: As in `push_to_hub`.
-        private: Whether a new repository is private.
-        revision: The branch.
+        policy: the policy; its parameters are stored in float16.
+        repo_id: the repository ("owner/name"), created if missing.
+        private: whether a new repository is private.
+        revision: the branch to upload to; the main one by default.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        PolicyFileError: If the upload fails; log in with `hf auth login`.
     """
     api = huggingface_hub.HfApi()
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
-        )
-    except Exception as error:  # the HTTP client's errors have no common type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PolicyFileError(
-            f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
-            "such as 'owner/name' that you may write to."
-        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder, half=True)
+        model_card(policy, repo_id).save(Path(folder) / "README.md")
+        try:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=repo_id, folder_path=folder, revision=revision, commit_message="Upload an LKV policy"
+            )
+        except Exception as error:  # the HTTP client's errors have no common type
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PolicyFileError(
+                f"the policy cannot be pushed to {repo_id!r} ({reason}); log in with `hf auth login`, and give an id "
+                "such as 'owner/name' that you may write to."
+            ) from error
     return str(getattr(commit, "commit_url", commit))
 
 
-def model_card(spec: ModelSpec, card: dict[str, Any], inputs: ScorerInputs, name: str) -> ModelCard:
-    """Write the model card of a policy: its model, how it is used, how it was trained, and its fidelity.
-
-    Args:
-        spec: The policy's model.
-        card: The policy's own card.
-        inputs: The inputs of its scorer.
-        name: The repository ("owner/name").
-    """
+def model_card(policy: Policy, name: str) -> ModelCard:
+    """Write the model card of a policy for the repository `name`: its model, its use, its training and its fidelity."""
+    spec, card = policy.spec, policy.card
     models = card.get("hub") or [str(card.get("model", ""))]
     data = ModelCardData(
         library_name="lkv",
         tags=["kv-cache", "eviction", "lkv"],
         base_model=models if all("/" in model for model in models) else None,
     )
-    reads = "k with its rotation undone" if inputs.key == "unrotated" else "k as cached (the paper's form)"
+    reads = "k with its rotation undone" if policy.inputs.key == "unrotated" else "k as cached (the paper's form)"
     trained = f"Texts of up to {card['trained_tokens']:,} tokens." if "trained_tokens" in card else "Unknown lengths."
     fidelity = "Not measured yet."
     if rows := card.get("fidelity"):

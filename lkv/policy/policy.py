@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import asdict
 from os.path import isdir, isfile
@@ -21,7 +20,6 @@ from torch.nn.functional import silu
 from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
 from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
-from lkv.policy import hub
 from lkv.policy.model_match import has_same_heads, model_difference
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import TokenScores
@@ -198,31 +196,6 @@ class Policy(nn.Module):
                 )
         policy.strict, policy.commit = strict, commit
         return policy.eval().requires_grad_(False)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
-        """Upload the policy with a model card; see `lkv.push_to_hub`."""
-        return push_to_hub(self, repo_id, private=private, revision=revision)
-
-
-def push_to_hub(policy: Policy, repo_id: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Upload a policy with its model card; `Policy.from_pretrained(repo_id)` loads it again.
-
-    Args:
-        policy: the policy; its parameters are stored in float16.
-        repo_id: the repository ("owner/name"), created if missing.
-        private: whether a new repository is private.
-        revision: the branch to upload to; the main one by default.
-
-    Returns:
-        The address of the commit.
-
-    Raises:
-        PolicyFileError: If the upload fails; log in with `hf auth login`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save_pretrained(folder, half=True)
-        hub.model_card(policy.spec, policy.card, policy.inputs, repo_id).save(Path(folder) / "README.md")
-        return hub.upload(folder, repo_id, private, revision)
 
 
 def is_policy(folder: Path) -> bool:

@@ -37,7 +37,7 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
     hub = Hub(tmp_path)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     policy.card.update({"trained_tokens": 4096, "data": {"prose": "WikiText-2 (CC BY-SA 3.0)"}})
-    assert policy.push_to_hub("owner/mine", private=True) == "https://example.org/owner/mine"
+    assert lkv.push_to_hub(policy, "owner/mine", private=True) == "https://example.org/owner/mine"
     assert hub.made == [("owner/mine", True, True)]
     again = Policy.from_pretrained(tmp_path / "owner" / "mine")
     for name, tensor in policy.state_dict().items():
@@ -49,7 +49,7 @@ def test_what_is_pushed_loads_again_with_its_page(policy, tmp_path, monkeypatch)
 
 def test_the_page_of_the_shipped_policy_has_its_figures():
     policy = lkv.default_policy()
-    card = model_card(policy.spec, policy.card, policy.inputs, "owner/mine")
+    card = model_card(policy, "owner/mine")
     assert card.data.base_model == ["HuggingFaceTB/SmolLM2-135M-Instruct"] and "lkv" in card.data.tags
     page = card.text
     assert "evaluation files: " in page and "13-grams" in page
