@@ -1,6 +1,7 @@
 """Every family in tests/families.py, by a tiny random model: compresses, generates, streams and trains."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lkv.training.distillation import SampleDistillation, gumbel, soft_mask
 from lkv.training.warm_start import calibrate
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import present
-from tests.families import REFUSED, SERVED, Family, build
+from tests.families import HYBRIDS, REFUSED, SERVED, Family, build
 from tests.model_table import DOCUMENT, document, downloaded_models
 
 PROMPT = 40
@@ -94,7 +95,8 @@ def check_streaming(model, policy: Policy) -> None:
     assert cache.realised_retention() == pytest.approx(0.3, abs=0.03) and out.logits.isfinite().all()
 
 
-def check_training(model, policy: Policy, steps: int = 1) -> None:
+def check_training(model, policy: Policy, steps: int = 1, is_exact: bool = False) -> None:
+    """Steps of training change every parameter; if `is_exact`, gradients equal finite differences."""
     calibrate(model, policy, [ids(1, PROMPT, seed)[0].tolist() for seed in range(steps)])
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2)
@@ -103,14 +105,61 @@ def check_training(model, policy: Policy, steps: int = 1) -> None:
     with torch.no_grad():
         teacher = run.run(None)
     for step in range(steps):
-        scores = run.scores(policy)
-        noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(step))
-        loss = run.kl(teacher, run.run(soft_mask(policy, scores, 0.3, 0.5, noise)))
+
+        def compute_loss(seed: int = step) -> torch.Tensor:
+            scores = run.scores(policy)
+            noise = gumbel((2, *scores.shape), torch.Generator().manual_seed(seed))
+            return run.kl(teacher, run.run(soft_mask(policy, scores, 0.3, 0.5, noise)))
+
+        loss = compute_loss()
         optimizer.zero_grad()
         loss.backward()
         assert loss > 0 and all(parameter.grad.isfinite().all() for parameter in policy.parameters())
+        if is_exact:
+            check_gradient(policy, compute_loss)
         optimizer.step()
     assert all(not torch.equal(parameter, before[name]) for name, parameter in policy.named_parameters())
+
+
+@torch.no_grad()
+def check_gradient(policy: Policy, compute_loss: Callable[[], torch.Tensor]) -> None:
+    """Along the sum of all parameters' normalised gradients the loss changes by the sum of their norms.
+
+    Experts are chosen by the largest logit, so that the loss jumps in some places: one of several steps has none.
+    """
+    parameters = [*policy.parameters()]
+    norms = [torch.linalg.vector_norm(parameter.grad) for parameter in parameters]
+    assert all(norm > 0 for norm in norms)
+    original, differences = [parameter.clone() for parameter in parameters], []
+    for size in (3e-3, 1e-3, 1e-2, 3e-4):
+        losses = []
+        for sign in (1, -1):
+            for parameter, value, norm in zip(parameters, original, norms, strict=True):
+                parameter.copy_(value + sign * size / norm * parameter.grad)
+            losses.append(compute_loss().double())
+        differences.append(float((losses[0] - losses[1]) / (2 * size) / sum(norms)))
+        if abs(differences[-1] - 1) < 0.02:
+            break
+    for parameter, value in zip(parameters, original, strict=True):
+        parameter.copy_(value)
+    assert differences[-1] == pytest.approx(1, abs=0.02), differences
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED + HYBRIDS, ids=lambda family: family.label)
+def test_gradients_of_two_training_steps_equal_finite_differences(family: Family):
+    present(family)
+    if not family.fits:
+        pytest.skip("refused, see test_hybrid_models.py")
+    model = family.build(torch.float32)
+    # With seed 1 the loss of these two jumps where training starts.
+    torch.manual_seed(2 if family.name in ("Ernie4_5_Moe", "Phimoe") else 1)
+    check_training(model, Policy(patch_attention(model).spec, inputs=scorer_inputs(family)), 2, is_exact=True)
+
+
+def scorer_inputs(family: Family) -> ScorerInputs:
+    """All inputs of a scorer that the family allows."""
+    return ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
 
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.label)
@@ -125,9 +174,8 @@ def test_a_family_generates_streams_and_trains(family: Family, monkeypatch):
     with torch.no_grad():
         check_generation(model, method_of(spec.layers, spec.kv_heads), monkeypatch)
         check_rotations(model, family.rotation)
-    inputs = ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
     torch.manual_seed(1)
-    policy, model = Policy(spec, inputs=inputs), family.build(torch.float32)
+    policy, model = Policy(spec, inputs=scorer_inputs(family)), family.build(torch.float32)
     check_training(model, policy, 2 if family.name == "Llama" else 1)
     check_streaming(model, policy.requires_grad_(False))
 

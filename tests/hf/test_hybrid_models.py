@@ -26,7 +26,6 @@ from lkv.hf.spec import decoder_kinds
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.policy.policy import Policy
-from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
@@ -34,7 +33,7 @@ from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
 from tests.families import HYBRIDS, MIXED, Family
-from tests.hf.test_families import check_training
+from tests.hf.test_families import check_training, scorer_inputs
 
 PROMPT = 40
 
@@ -265,9 +264,8 @@ def test_policies_are_trained_as_the_cache_computes(family, model):
             torch.testing.assert_close(found.log_probs, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(TrainingError, match=r"has recurrent states, which .* give student 'continuation'"):
         check_batching(TrainingConfig(student="full"), model, 1)
-    inputs = ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
     torch.manual_seed(1)
-    check_training(family.build(torch.float32), Policy(patch_attention(model).spec, inputs=inputs))
+    check_training(family.build(torch.float32), Policy(patch_attention(model).spec, inputs=scorer_inputs(family)))
 
 
 @torch.no_grad()
