@@ -57,3 +57,14 @@ def flash_attention(monkeypatch):
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("LKV_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def exact_softmax(monkeypatch) -> None:
+    """Some stock models compute softmax in float32; in here, never with fewer digits than its input has."""
+    softmax = torch.nn.functional.softmax
+
+    def compute(x: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", compute)

@@ -49,16 +49,9 @@ def model(family: Family) -> Any:
 
 
 @pytest.fixture(params=[*HYBRIDS, *MIXED], ids=lambda family: family.label)
-def mixed(request, monkeypatch) -> Any:
+def mixed(request, exact_softmax) -> Any:
     """A model with layers of several kinds."""
     present(request.param)
-    softmax = torch.nn.functional.softmax
-
-    def exact_softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-        """As the stock models' softmax, which some compute in float32, but never with fewer digits than `x` has."""
-        return softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", exact_softmax)
     return request.param.build()
 
 
