@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lkv.context.context import Context
 
@@ -61,7 +67,7 @@ class Answer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         question: list[int],
         context: Context | None,
         params: SamplingParams,
@@ -119,7 +125,7 @@ class IncrementalDetokenizer:
     decode all ids again.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]):
         self._tokenizer, self._stops = tokenizer, stops
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):

@@ -3,7 +3,8 @@
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.context.context import Context
 from lkv.context.generation import answer_length
@@ -19,7 +20,9 @@ _MAX_SCORES = 2**22
 class AnswerQueue:
     """Return requests about contexts of one model. Contexts take turns. It may be used from several threads."""
 
-    def __init__(self, model: Any, tokenizer: Any, requests: int, rows: int, memory_bytes: int):
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, requests: int, rows: int, memory_bytes: int
+    ):
         """Create an empty queue.
 
         Args:

@@ -134,9 +134,7 @@ def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> 
 class _AnswerResponse:
     """One answer on its way to one client."""
 
-    def __init__(
-        self, service: Service, body: ChatRequest, request: Request, answer: Answer, changed: asyncio.Event
-    ):  # fmt: skip
+    def __init__(self, service: Service, body: ChatRequest, request: Request, answer: Answer, changed: asyncio.Event):
         self._service, self._request, self._answer, self._changed = service, request, answer, changed
         self._context_tokens = 0 if answer.context is None else answer.context.tokens
         model = body.model or service.name
@@ -209,9 +207,11 @@ class _AnswerResponse:
     def _usage(self) -> dict[str, Any]:
         prompt, answer = len(self._answer.question) + self._context_tokens, len(self._answer.ids)
         return {
-            "prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer,
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": self._context_tokens},  # read before
-        }  # fmt: skip
+        }
 
 
 def _event(content: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from transformers import (
     DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -26,11 +28,10 @@ from lkv.utils.fair_lock import FairLock
 TURN_TOKENS, _READ_AGAIN = 32, 8
 # Settings of a model's generation_config that depend on the whole of one answer, or on the ids before it.
 _UNBATCHED = (
-    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "min_length", "min_new_tokens",
-    "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size", "guidance_scale", "watermarking_config", "stop_strings", "no_repeat_ngram_size",
-    "max_time",
-)  # fmt: skip
+    "bad_words_ids suppress_tokens begin_suppress_tokens sequence_bias min_length min_new_tokens forced_bos_token_id "
+    "forced_eos_token_id exponential_decay_length_penalty encoder_repetition_penalty encoder_no_repeat_ngram_size "
+    "guidance_scale watermarking_config stop_strings no_repeat_ngram_size max_time"
+).split()
 _LOG = logging.getLogger(__name__)
 
 
@@ -42,7 +43,14 @@ class AnswerWorker(AnswerQueue):
     when its context has the next turn; its questions, and the answers so far, are then read again.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, requests: int = 64, rows: int = 16, memory_bytes: int = 2**40):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        requests: int = 64,
+        rows: int = 16,
+        memory_bytes: int = 2**40,
+    ):
         """Start the thread; the arguments are those of `AnswerQueue`."""
         names = [name for name in _UNBATCHED if getattr(model.generation_config, name, None)]
         if names:
@@ -97,9 +105,10 @@ class AnswerWorker(AnswerQueue):
         )
         turn = _Turn(self, batch, before + longest)
         options: dict[str, Any] = {
-            "max_new_tokens": length, "stopping_criteria": StoppingCriteriaList([turn]),
+            "max_new_tokens": length,
+            "stopping_criteria": StoppingCriteriaList([turn]),
             "prompt_lookup_num_tokens": None,
-        }  # fmt: skip
+        }
         if any(answer.sampler for answer in batch):
             options["logits_processor"] = LogitsProcessorList([_Sampling(batch)])
         if context is None:
@@ -127,7 +136,7 @@ class _Turn(StoppingCriteria):
         self._ends = end_tokens(worker.model, {})
         self.tokens, self.is_paused = 0, False
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         """Return which rows end [B], given all ids [B, T]."""
         new = input_ids[:, self._length :].tolist()
         self._length = input_ids.shape[1]
@@ -148,7 +157,7 @@ class _Sampling(LogitsProcessor):
     def __init__(self, batch: list[Answer]):
         self._batch = batch
 
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores [B, V], with all tokens but the drawn ones at -inf."""
         scores = scores.clone()
         for row, answer in enumerate(self._batch):

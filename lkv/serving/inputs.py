@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
+from transformers import PreTrainedTokenizerBase
+
 from lkv.context.input_checks import check_characters, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError, check_retention
@@ -32,7 +34,9 @@ class CompressionSettings(NamedTuple):
     protect: tuple[Span, ...] | None = None  # what every head keeps
 
     @classmethod
-    def of_server(cls, settings: ContextSettings, spec: ModelSpec, tokenizer: Any, policy: Policy | None) -> Self:
+    def of_server(
+        cls, settings: ContextSettings, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase, policy: Policy | None
+    ) -> Self:
         """Return the default settings of texts.
 
         Args:
@@ -105,7 +109,9 @@ class EncodedText(NamedTuple):
     protected: list[int]
 
 
-def encode_text(tokenizer: Any, max_positions: int, text: str, settings: CompressionSettings) -> EncodedText:
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, max_positions: int, text: str, settings: CompressionSettings
+) -> EncodedText:
     """Check and tokenise a text to compress.
 
     Args:
@@ -132,7 +138,7 @@ def encode_text(tokenizer: Any, max_positions: int, text: str, settings: Compres
 
 
 def encode_conversation(
-    tokenizer: Any, max_positions: int, messages: list[dict[str, Any]], after_context: bool
+    tokenizer: PreTrainedTokenizerBase, max_positions: int, messages: list[dict[str, Any]], after_context: bool
 ) -> list[int]:
     """Check and tokenise a conversation whose last message is answered.
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
@@ -41,8 +42,13 @@ class Service:
     """One model with its policy, its stored contexts, and a thread each that answers and that compresses."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, name: str, settings: ServiceSettings, policy: Policy | None = None
-    ):  # fmt: skip
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        name: str,
+        settings: ServiceSettings,
+        policy: Policy | None = None,
+    ):
         """Start the threads.
 
         Args:
@@ -224,7 +230,7 @@ class Service:
         self.answers.stop(seconds)
         self._worker.join(seconds)
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Return all metrics, as Prometheus's client reads them."""
         jobs = [job for job in self.queue.jobs() if job.error is None]
         resident = self.store.resident()

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
@@ -55,8 +56,8 @@ class ContextStore:
     def __init__(
         self,
         url: str,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         policy: str | None,
         memory_bytes: int,
         max_bytes: float = math.inf,

@@ -64,9 +64,19 @@ class StoredContext(BaseModel):
     def as_object(self) -> dict[str, Any]:
         """Return the JSON object of a ready context."""
         return {
-            "object": "context", "id": self.id, "name": self.name, "status": "ready", "progress": 1.0,
-            "created": int(self.created), "tokens": self.tokens, "bytes": self.nbytes,
-            "full_bytes": self.full_nbytes, "method": self.method, "retention": self.retention,
-            "memory": self.memory, "realised_retention": self.realised_retention, "error": None,
+            "object": "context",
+            "id": self.id,
+            "name": self.name,
+            "status": "ready",
+            "progress": 1.0,
+            "created": int(self.created),
+            "tokens": self.tokens,
+            "bytes": self.nbytes,
+            "full_bytes": self.full_nbytes,
+            "method": self.method,
+            "retention": self.retention,
+            "memory": self.memory,
+            "realised_retention": self.realised_retention,
+            "error": None,
             "skipped": self.skipped,
-        }  # fmt: skip
+        }

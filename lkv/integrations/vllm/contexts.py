@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,13 +36,16 @@ from lkv.serving.settings import ContextSettings
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 CONTEXT, COMPRESS = "lkv_context", "lkv_compress"  # keys of SamplingParams.extra_args
 _MAX_WRITES = 256  # contexts whose write outcome is remembered
 _REMEMBERED = 5.0  # seconds for which a check of a context is valid
 _LOG = logging.getLogger("vllm.lkv")
 
 
-def plugin_settings(vllm_config: Any) -> ContextSettings:
+def plugin_settings(vllm_config: "VllmConfig") -> ContextSettings:
     """Return the settings in `--additional-config`, key `lkv`. Raises IntegrationError for unknown or wrong ones.
 
     `memory` is that of each worker, and is taken from vLLM's KV cache.
@@ -63,7 +66,7 @@ class VllmContexts:
     and the fingerprint of the checkpoint's weights.
     """
 
-    def __init__(self, vllm_config: Any, device: torch.device, memory_bytes: int | None = None):
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device, memory_bytes: int | None = None):
         """`memory_bytes`: contexts in memory; by default as the settings say.
 
         Raises LkvError if contexts cannot work with this model or these settings of vLLM.
@@ -227,7 +230,7 @@ class NewContext(BaseModel):
     ids: list[int] = Field(default_factory=list, exclude=True)
 
     @classmethod
-    def parse(cls, text: Any) -> "NewContext":
+    def parse(cls, text: str) -> "NewContext":
         """Parse the JSON of a request. Raises PromptError if it is invalid."""
         try:
             return cls.model_validate_json(text)
@@ -281,30 +284,48 @@ class Compression:
         contexts.store.put(stored, context)
 
 
-def unsupported_reason(vllm_config: Any) -> str | None:
+def unsupported_reason(vllm_config: "VllmConfig") -> str | None:
     """Return why contexts cannot be used with these settings of vLLM, in one sentence; None if they can."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
     change = frequency_change(model.hf_text_config)
     has_overrides = bool(getattr(model, "hf_overrides", None) or getattr(model, "hf_config_path", None))
-    reasons = {
-        "speculative decoding is on; start vLLM without it.": vllm_config.speculative_config is not None,
-        "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.":
+    sizes = [
+        getattr(parallel, f"{kind}_parallel_size", 1) for kind in ("pipeline", "decode_context", "prefill_context")
+    ]
+    problems = [
+        (vllm_config.speculative_config is not None, "speculative decoding is on; start vLLM without it."),
+        (
             vllm_config.lora_config is not None,
-        "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.":
-            max(parallel.pipeline_parallel_size, getattr(parallel, "decode_context_parallel_size", 1),
-                getattr(parallel, "prefill_context_parallel_size", 1)) > 1,
-        "several API servers know nothing of each other's texts; start vLLM with --api-server-count 1.":
+            "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.",
+        ),
+        (
+            max(sizes) > 1,
+            "pipeline and context parallelism split what a context needs together; use tensor or data parallelism.",
+        ),
+        (
             getattr(parallel, "_api_process_count", 1) > 1,
-        "the model's configuration is overridden (--hf-overrides, --hf-config-path), which contexts do not follow; "
-        "write it into config.json.": has_overrides,
-        "micro-batches (DBO) are on; start vLLM without them.": bool(getattr(parallel, "enable_dbo", False)),
-        "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use another.":
+            "several API servers know nothing of each other's texts; start vLLM with --api-server-count 1.",
+        ),
+        (
+            has_overrides,
+            "the model's configuration is overridden (--hf-overrides, --hf-config-path), which contexts do not follow; "
+            "write it into config.json.",
+        ),
+        (bool(getattr(parallel, "enable_dbo", False)), "micro-batches (DBO) are on; start vLLM without them."),
+        (
             cache.sliding_window is not None,
-        "vLLM's longest text exceeds the length at which LongRoPE changes, so that vLLM rotates shorter texts unlike "
-        f"transformers; start vLLM with --max-model-len {change} or less.":
+            "vLLM makes all layers of this model sliding-window layers, which contexts do not work with yet; use "
+            "another.",
+        ),
+        (
             change is not None and model.max_model_len > change,
-        "a scheduler of its own (--scheduler-cls) could keep pages of lost contexts; start vLLM without it.":
+            "vLLM's longest text exceeds the length at which LongRoPE changes, so that vLLM rotates shorter texts "
+            f"unlike transformers; start vLLM with --max-model-len {change} or less.",
+        ),
+        (
             vllm_config.scheduler_config.scheduler_cls is not None,
-        "the KV cache is quantised; start vLLM with --kv-cache-dtype auto.": cache.cache_dtype != "auto",
-    }  # fmt: skip
-    return next((reason for reason, applies in reasons.items() if applies), None)
+            "a scheduler of its own (--scheduler-cls) could keep pages of lost contexts; start vLLM without it.",
+        ),
+        (cache.cache_dtype != "auto", "the KV cache is quantised; start vLLM with --kv-cache-dtype auto."),
+    ]
+    return next((problem for applies, problem in problems if applies), None)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from lkv.context.context import Context
 from lkv.errors import ContextFileError, LkvError
 from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, Compression, NewContext, VllmContexts
 from lkv.kernels.ragged_attention import merge_attention
+
+if TYPE_CHECKING:
+    import numpy as np
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
 
 _BATCH = "_lkv_batch"  # attribute of attention metadata
 _LOG = logging.getLogger("vllm.lkv")
@@ -52,7 +57,7 @@ class Row:
     column: int = 0
 
     @classmethod
-    def of_request(cls, index: int, starts: Any, computed: Any) -> "Row":
+    def of_request(cls, index: int, starts: "np.ndarray", computed: "np.ndarray") -> "Row":
         """Return the row of request number `index`.
 
         `starts` [requests + 1] are the first new tokens of all requests, `computed` [requests] their tokens in pages.
@@ -140,7 +145,7 @@ def attached_batch(metadata: Any) -> Batch | None:
 class ContextPasses:
     """Opens requests, plans passes and finishes them; positions are shifted and pages read by the `Batch` of a pass."""
 
-    def __init__(self, vllm_config: Any, device: torch.device):
+    def __init__(self, vllm_config: "VllmConfig", device: torch.device):
         self._config, self._device = vllm_config, device
         self._lost_requests: dict[str, int] = {}
 
@@ -149,7 +154,9 @@ class ContextPasses:
         """The contexts of this worker, opened by the first request about one."""
         return VllmContexts(self._config, self._device)
 
-    def open_request(self, name: str, prompt_ids: list[int] | None, params: Any) -> RequestWork | None:
+    def open_request(
+        self, name: str, prompt_ids: list[int] | None, params: "SamplingParams | None"
+    ) -> RequestWork | None:
         """Return the work of a request, whose context is loaded; None for requests without LKV.
 
         Args:
@@ -157,8 +164,8 @@ class ContextPasses:
             prompt_ids: The tokens of its prompt.
             params: Its sampling parameters, if it has any.
         """
-        extra = params.extra_args if params is not None else None
-        if not extra or (CONTEXT not in extra and COMPRESS not in extra):
+        extra = {} if params is None else params.extra_args or {}
+        if params is None or not {CONTEXT, COMPRESS} & extra.keys():
             return None
         work = RequestWork(prompt_ids or [])
         try:
@@ -243,7 +250,7 @@ def _any_rank(value: bool) -> bool:
     return bool(flag.item())
 
 
-def _local_heads(vllm_config: Any) -> slice:
+def _local_heads(vllm_config: "VllmConfig") -> slice:
     """Return the KV heads that this rank computes."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 

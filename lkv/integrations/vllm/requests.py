@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,11 +22,16 @@ from lkv.integrations.vllm.pages import page_layout
 from lkv.serving.jobs import Job, JobQueue
 from lkv.utils.prompts import encode_question
 
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
 CONTEXTS = "lkv_contexts"  # attribute of vLLM's input processor
 _open_lock = threading.Lock()
 
 
-def front_contexts(processor: Any) -> VllmContexts:
+def front_contexts(processor: "InputProcessor") -> VllmContexts:
     """Return the contexts of a front end's input processor, which are made at the first call.
 
     Raises LkvError if contexts cannot be used.
@@ -60,7 +65,7 @@ def salt_of(context: str, rest: str = "") -> str:
     return f"{CONTEXT}:{context}:{rest}"
 
 
-def check_request(processor: Any, request: Any, max_tokens: int | None) -> None:
+def check_request(processor: "InputProcessor", request: "EngineCoreRequest", max_tokens: int | None) -> None:
     """Check a request that names a context, or whose prompt is to be compressed, and salt its pages.
 
     Args:
@@ -81,7 +86,7 @@ def check_request(processor: Any, request: Any, max_tokens: int | None) -> None:
         raise VLLMValidationError(str(error)) from error
 
 
-def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
+def _check(processor: "InputProcessor", request: "EngineCoreRequest", max_tokens: int | None) -> None:
     params = request.sampling_params
     if params is None:
         raise PromptError("contexts are asked questions; a pooled request has none.")
@@ -126,7 +131,7 @@ def _check(processor: Any, request: Any, max_tokens: int | None) -> None:
 
 
 def compress(
-    llm: Any,
+    llm: "LLM",
     text: str,
     retention: float | None = None,
     name: str = "",
@@ -171,7 +176,7 @@ def compress(
     return new_context.id
 
 
-def question_prompt(llm: Any, question: str, context: str | None = None) -> dict[str, Any]:
+def question_prompt(llm: "LLM", question: str, context: str | None = None) -> dict[str, Any]:
     """Make the prompt of a question about a context, as `Context.ask` puts it; without `context`, sampling names it."""
     prompt: dict[str, Any] = {"prompt_token_ids": encode_question(llm.get_tokenizer(), question)}
     return prompt if context is None else prompt | {"cache_salt": salt_of(context)}

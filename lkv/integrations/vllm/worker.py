@@ -13,12 +13,20 @@ import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from lkv.integrations.vllm.adapter import check_parameters, report_lost_requests, wrap_method
 from lkv.integrations.vllm.contexts import VllmContexts, plugin_settings
-from lkv.integrations.vllm.passes import ContextPasses, RequestWork, Row, attach_batch
+from lkv.integrations.vllm.passes import Batch, ContextPasses, RequestWork, Row, attach_batch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_states.interface import ModelState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
 else:
     ModelState = object
 _PASSES, _WORK = "lkv_passes", "_lkv_work"
@@ -49,14 +57,14 @@ def _ignore_termination_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _sample_tokens(method: Any, worker: Any, *args: Any, **kwargs: Any) -> Any:
+def _sample_tokens(method: Any, worker: "Worker", *args: Any, **kwargs: Any) -> Any:
     output = method(worker, *args, **kwargs)
     passes = passes_of(worker.model_runner)
     lost = passes.take_lost_requests() if passes is not None else None
     return report_lost_requests(output, lost) if lost else output
 
 
-def _determine_available_memory(method: Any, worker: Any) -> int:
+def _determine_available_memory(method: Any, worker: "Worker") -> int:
     available = method(worker)
     config = worker.vllm_config
     extra = config.additional_config
@@ -67,18 +75,18 @@ def _determine_available_memory(method: Any, worker: Any) -> int:
     return available - reserved
 
 
-def _worker_contexts(worker: Any) -> VllmContexts | None:
+def _worker_contexts(worker: "Worker") -> VllmContexts | None:
     passes = passes_of(worker.model_runner)
     return None if passes is None else vars(passes).get("contexts")  # not opened for this
 
 
-def _outcome(worker: Any, name: str) -> str | None:
+def _outcome(worker: "Worker", name: str) -> str | None:
     """RPC: `VllmContexts.outcome`."""
     contexts = _worker_contexts(worker)
     return "" if contexts is None else contexts.outcome(name)
 
 
-def _statistics(worker: Any) -> dict[str, Any]:
+def _statistics(worker: "Worker") -> dict[str, Any]:
     """RPC: bytes of the contexts in this worker's memory, and how often contexts were asked for and were there."""
     contexts = _worker_contexts(worker)
     if contexts is None:
@@ -87,7 +95,7 @@ def _statistics(worker: Any) -> dict[str, Any]:
     return {"resident": store.resident(), "queries": store.queries, "hits": store.hits}
 
 
-def _release(worker: Any, name: str) -> None:
+def _release(worker: "Worker", name: str) -> None:
     """RPC: drop a deleted context from this worker's memory."""
     contexts = _worker_contexts(worker)
     if contexts is not None:
@@ -107,12 +115,14 @@ def install_runners() -> None:
     wrap_method(model_states, "resolve_model_state_cls", _resolve_model_state)
 
 
-def passes_of(runner: Any) -> ContextPasses | None:
+def passes_of(runner: "GPUModelRunner") -> ContextPasses | None:
     """Return LKV's part of a runner of either kind; None before its first pass."""
     return getattr(getattr(runner, "model_state", runner), _PASSES, None)
 
 
-def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: Any = None, **kwargs: Any) -> Any:
+def _model_forward(
+    method: Any, runner: "GPUModelRunner", input_ids: Any = None, positions: Any = None, **kwargs: Any
+) -> Any:
     """Run a pass of the first runner."""
     from vllm.forward_context import get_forward_context
 
@@ -136,7 +146,7 @@ def _model_forward(method: Any, runner: Any, input_ids: Any = None, positions: A
     return out
 
 
-def _scheduled(runner: Any, passes: ContextPasses) -> Iterator[tuple[str, RequestWork, Row]]:
+def _scheduled(runner: "GPUModelRunner", passes: ContextPasses) -> Iterator[tuple[str, RequestWork, Row]]:
     """Yield LKV's requests in a pass of the first runner."""
     batch, starts = runner.input_batch, runner.query_start_loc.np
     for index, name in enumerate(batch.req_ids):
@@ -151,13 +161,13 @@ def _scheduled(runner: Any, passes: ContextPasses) -> Iterator[tuple[str, Reques
 class ContextModelState(ModelState):
     """A model state of the second runner, in front of the one that vLLM has for the model."""
 
-    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: Any):
+    def __init__(self, vllm_config: "VllmConfig", model: nn.Module, encoder_cache: Any, device: torch.device):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.lkv_passes = ContextPasses(vllm_config, device)
         self._lkv_requests: dict[str, RequestWork] = {}
-        self._lkv_batch: Any = None
+        self._lkv_batch: Batch | None = None
 
-    def add_request(self, req_index: int, new_req_data: Any) -> None:
+    def add_request(self, req_index: int, new_req_data: "NewRequestData") -> None:
         """Load the request's context; a request that was preempted comes again."""
         super().add_request(req_index, new_req_data)
         name = new_req_data.req_id
@@ -170,12 +180,12 @@ class ContextModelState(ModelState):
         super().remove_request(req_id)
         self._lkv_requests.pop(req_id, None)
 
-    def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+    def preprocess_state(self, input_batch: "InputBatch", *args: Any, **kwargs: Any) -> None:
         """Plan the pass; vLLM does not call this for dummy passes."""
         super().preprocess_state(input_batch, *args, **kwargs)
         self._lkv_batch = self.lkv_passes.plan(self._scheduled(input_batch))
 
-    def _scheduled(self, input_batch: Any) -> Iterator[tuple[str, RequestWork, Row]]:
+    def _scheduled(self, input_batch: "InputBatch") -> Iterator[tuple[str, RequestWork, Row]]:
         starts, computed = input_batch.query_start_loc_np, input_batch.num_computed_tokens_np
         for index, name in enumerate(input_batch.req_ids):
             if (work := self._lkv_requests.get(name)) is not None:
@@ -187,7 +197,7 @@ class ContextModelState(ModelState):
         attach_batch(self._lkv_batch, metadata)
         return metadata
 
-    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: "InputBatch", req_states: Any) -> dict[str, Any]:
         """Shift the positions that the model gets."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self._lkv_batch is None:
