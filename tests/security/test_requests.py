@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -163,11 +162,6 @@ def test_metrics_read_no_descriptions(make, monkeypatch):
     monkeypatch.setattr(service.store, "describe", lambda _: pytest.fail("read"))
     stored, *_ = (metric for metric in service.collect() if metric.name == "lkv_contexts_stored")
     assert stored.samples[0].value == 1
-
-
-def test_metrics_are_read_by_many_at_once(server):
-    with ThreadPoolExecutor(16) as pool:
-        assert set(pool.map(lambda _: server.ask("/metrics")[0], range(32))) == {200}
 
 
 def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
