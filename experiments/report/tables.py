@@ -9,13 +9,14 @@ import pandas as pd
 
 from experiments.report.names import FULL, is_lkv
 from lkv.evaluation.statistics import MIN_SAMPLES, Mean
+from lkv.utils.journal import MEMORY
 
 MEASURED, PUBLISHED = "measured", "published"
 _ESCAPES = {c: "\\" + c for c in "&%$#_{}"} | {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "|": "\\textbar{}"}
 _ESCAPED = str.maketrans(_ESCAPES)
 _CSV = [
-    "table", "group", "method", "label", "source", "column", "retention", "realised", "value", "low", "high", "n",
-    "reference", "difference", "difference_low", "difference_high",
+    "table", "group", "method", "label", "source", "column", "retention", "memory", "realised", "value", "low", "high",
+    "n", "reference", "difference", "difference_low", "difference_high",
 ]  # fmt: skip
 
 
@@ -180,8 +181,10 @@ def to_latex(table: Table) -> str:
 
 
 def to_csv(table: Table) -> str:
-    """One line a cell: value, interval, n, requested and realised retention, paired difference to the reference."""
-    cells = table.cells.dropna(subset="value")
+    """One line a cell: value, interval, n, budget, realised retention, paired difference to the reference."""
+    cells = table.cells.dropna(subset="value").assign(memory=None)
+    if table.amount == MEMORY:
+        cells = cells.assign(memory=cells.retention, retention=None)
     cells = cells.assign(table=table.name, reference=cells.difference.notna().map({True: table.reference, False: ""}))
     return cells.to_csv(columns=_CSV, index=False, float_format="%.6g", lineterminator="\n")
 

@@ -69,6 +69,7 @@ class Ask(PolicyOptions, RunOptions):
         """Read and compress the document, or load it, then answer."""
         self._check()
         from lkv.context.input_checks import check_text
+        from lkv.context.saved_context import check_replaceable
         from lkv.utils.files import check_writable_file
 
         questions = self.words[0 if self.load else 1 :]
@@ -76,6 +77,7 @@ class Ask(PolicyOptions, RunOptions):
             check_text(question, "the question", "ask something about the text")
         if self.save:
             check_writable_file(self.save, LkvError, "the compressed text")
+            check_replaceable(self.save)
         context, full = (self._load_context(), None) if self.load else self._compress()
         if self.save:
             context.save(self.save)

@@ -33,7 +33,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 from lkv.utils.cpu_threads import adapt_threads
-from lkv.utils.prompts import Conversation, context_parts, encode_context
+from lkv.utils.prompts import Conversation, context_parts, encode_context, strip_end
 
 _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
 
@@ -106,8 +106,9 @@ def compress(
     inputs: dict[str, Tensor] = {}
     if images is None:
         tokenizer = text_tokenizer(tokenizer)
-        ids = encode_context(tokenizer, text, system)
+        ids = encode_context(tokenizer, strip_end(tokenizer, text), system)
         protected = protected_tokens(tokenizer, text, cast(Any, protect), system)
+        protected = [place for place in protected if place < len(ids)]
     elif not isinstance(text, str):
         raise PromptError("images come with a text, not with a conversation; describe the turns in the text.")
     else:

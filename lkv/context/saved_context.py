@@ -65,6 +65,17 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
     return number_tensors(states) | tensors
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise ContextFileError for an existing file that is no saved context, not even a damaged one."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(2**16)
+    except OSError:  # writing reports it
+        return
+    if start and b"lkv-context" not in start:
+        raise ContextFileError(f"{path} is no saved context and would be overwritten; give another file, or delete it.")
+
+
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
     """Write a context.
 

@@ -111,5 +111,5 @@ def _summarize_rows(
 
     score = macro_mean(means("score"))
     fidelity = [f"{macro_mean(means(name)).value:.3f}" if means(name) else "" for name in ("kl", "agreement")]
-    interval = f"{score.low:.1f} to {score.high:.1f}" if score.n >= MIN_SAMPLES else ""
+    interval = f"{max(0.0, score.low):.1f} to {min(100.0, score.high):.1f}" if score.n >= MIN_SAMPLES else ""
     return method, f"{kept:g}", f"{score.value:.1f}", interval, fidelity[0], fidelity[1], str(score.n)

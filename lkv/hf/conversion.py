@@ -169,7 +169,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
         if not (missing := _missing_tensors(model, set(report["missing_keys"]))):
-            _check_unread(reader, model)
+            _check_unread(reader, model, set(report["missing_keys"]))
     except UnreadPartError as error:
         raise ModelLoadError(
             f"{source} holds {error}, which transformers does not read from GGUF, so that the model would compute "
@@ -204,8 +204,11 @@ def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
     return missing - biases
 
 
-def _check_unread(reader: Any, model: Any) -> None:
-    """Raise UnreadPartError for a tensor of a GGUF file that `model` lacks; compares names and sizes."""
+def _check_unread(reader: Any, model: Any, missing: set[str]) -> None:
+    """Raise UnreadPartError for a tensor of a GGUF file that `model` lacks; compares names and sizes.
+
+    The file has none of the tensors `missing` of the model.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = reader.get_field("general.architecture").contents()
@@ -215,7 +218,7 @@ def _check_unread(reader: Any, model: Any) -> None:
     # Tensors that transformers merges, such as experts, have other names: compare the number of values.
     joined = 0
     for name, weight in {weight.data_ptr(): (name, weight) for name, weight in model.state_dict().items()}.values():
-        if unread.pop(names.get_name(name, try_suffixes=(".weight", ".bias")), None) is None:
+        if name not in missing and unread.pop(names.get_name(name, (".weight", ".bias")), None) is None:
             joined += weight.numel()
     if sum(unread.values()) > joined:
         raise UnreadPartError(next(iter(unread)))

@@ -4,6 +4,7 @@ transformers reads the settings in its own mapping and silently drops the rest. 
 setting: `llama_model::load_hparams` and `ggml_rope_ext`.
 """
 
+import re
 from fnmatch import fnmatch
 from typing import Any
 
@@ -67,6 +68,8 @@ def apply_settings(config: Any, reader: Any) -> None:
     # Gemma 4 has two head sizes, which transformers reads.
     if hasattr(text, "global_head_dim") or unread.get("attention.key_length") == _head_dim(text):
         unread.pop("attention.key_length", None)
+    if {(rms := "attention.layer_norm_rms_epsilon"), (plain := "attention.layer_norm_epsilon")} <= unread.keys():
+        del unread[plain if hasattr(text, "rms_norm_eps") else rms]
     for name in list(unread):
         for pattern, attributes in _ATTRIBUTES.items():
             own = [attribute for attribute in attributes if hasattr(text, attribute)] if fnmatch(name, pattern) else []
@@ -84,8 +87,8 @@ def apply_settings(config: Any, reader: Any) -> None:
     elif scale and not np.isclose(scale, _head_dim(text) ** -0.5):
         raise UnreadPartError(f"{prefix}attention.scale")
     _apply_window(text, unread, text.max_position_embeddings if hasattr(text, "max_position_embeddings") else 0)
-    for attribute, parts in (("attention_bias", "attn_"), ("mlp_bias", "ffn_")):
-        if any(f".{parts}" in name and name.endswith(".bias") for name in tensors) and hasattr(text, attribute):
+    for attribute, parts in (("attention_bias", "attn_(q|k|v|qkv|output)"), ("mlp_bias", "ffn_(gate|up|down)")):
+        if any(re.search(rf"\.{parts}\.bias$", name) for name in tensors) and hasattr(text, attribute):
             setattr(text, attribute, True)
     factors = {
         tensor.name: np.array(tensor.data, np.float64).ravel()
@@ -157,7 +160,7 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
             if unread.get(f"rope.scaling.{name}") == 1:
                 del unread[f"rope.scaling.{name}"]
     elif factors and kind != "yarn":
-        short, long = _take_factors(factors)
+        short, long = _take_factors(factors, rotated // 2)
         rope |= _divided(short * factor, long * factor, rope["rope_theta"], original, attention)
     elif attention != 1 or (text.model_type == "phi3" and factor != 1):  # transformers supports it for LongRoPE only
         constant = np.full(rotated // 2, factor)
@@ -169,8 +172,10 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
     text.rope_parameters = text.rope_parameters | {"full_attention": rope} if nested else rope
 
 
-def _take_factors(factors: dict[str, Any]) -> tuple[Any, Any]:
+def _take_factors(factors: dict[str, Any], pairs: int) -> tuple[Any, Any]:
     """Remove and return the factors for short and long texts; they are equal if the file has only one tensor."""
+    if wrong := [name for name, values in factors.items() if len(values) != pairs]:
+        raise UnreadPartError(f"{len(factors[wrong[0]])} factors in {wrong[0]} for {pairs} pairs")
     if (both := factors.pop("rope_freqs.weight", None)) is not None:
         return both, both
     short, long = (factors.get(f"rope_factors_{length}.weight") for length in ("short", "long"))

@@ -81,7 +81,7 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Any:
-        body = await asyncio.to_thread(parse_chat, await read_body(request.receive, service.body_limit))
+        body = await asyncio.to_thread(parse_chat, await read_body(request.receive, service.chat_limit))
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
@@ -181,8 +181,13 @@ class _AnswerResponse:
             while not is_ended:
                 while not self._changed.is_set():
                     if (seconds_left := deadline - clock()) <= 0:
+                        late = f"the answer took more than {seconds:g} seconds; ask for fewer tokens."
+                        if sent:  # its beginning is the answer
+                            self._base["warning"] = late
+                            self._answer.finish("length")
+                            return
                         self._is_late = True
-                        raise LkvError(f"the answer took more than {seconds:g} seconds; ask for fewer tokens.")
+                        raise LkvError(late)
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, seconds_left))
                     if await self._request.is_disconnected():

@@ -15,7 +15,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import MemoryTarget
 from lkv.policy.policy import Policy
 from lkv.serving.settings import ContextSettings
-from lkv.utils.prompts import encode, encode_context, encode_continuation, render_messages, tokenizer_digest
+from lkv.utils.prompts import encode, encode_context, encode_continuation, render_messages, strip_end, tokenizer_digest
 
 # Longer texts are rejected before tokenisation, which takes hundreds of bytes a character.
 CHARACTERS_PER_TOKEN = 16
@@ -127,14 +127,14 @@ def encode_text(
     if settings.system is not None:
         check_text(settings.system, "the system prompt", "give some text, or leave it out")
     check_characters(len(text) + len(settings.system or ""), "the text", max_positions, CHARACTERS_PER_TOKEN)
-    ids = encode_context(tokenizer, text, settings.system)
+    ids = encode_context(tokenizer, strip_end(tokenizer, text), settings.system)
     if len(ids) >= max_positions:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {max_positions}, question and answer "
             "included; shorten it."
         )
     protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system)
-    return EncodedText(context_id(text, settings), text, ids, protected)
+    return EncodedText(context_id(text, settings), text, ids, [place for place in protected if place < len(ids)])
 
 
 def encode_conversation(

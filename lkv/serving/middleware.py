@@ -42,7 +42,7 @@ class RequestGuard:
     def _refuse_key(self, path: str, headers: Headers) -> JSONResponse | None:
         """Return the response to a request without the key, or None."""
         # Headers are decoded as Latin-1; a key is compared by its bytes.
-        sent = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1", "replace")
+        sent = re.sub("(?i)^bearer +", "", headers.get("authorization", "")).encode("latin-1", "replace")
         if self._key is None or path in _PUBLIC or hmac.compare_digest(sent, self._key.encode()):
             return None
         return refusal(401, "the key is missing or wrong; send 'Authorization: Bearer KEY'.", "invalid_api_key")

@@ -75,7 +75,12 @@ class Service:
 
     @property
     def body_limit(self) -> int:
-        """The maximum bytes of a request: the size of the model's longest text."""
+        """The maximum bytes of a text or a file."""
+        return self.settings.upload_bytes
+
+    @property
+    def chat_limit(self) -> int:
+        """The maximum bytes of a conversation: the size of the model's longest text."""
         return min(
             self.settings.upload_bytes, CHARACTERS_PER_TOKEN * max_positions(self.model) * _BYTES_PER_CHARACTER + 2**16
         )

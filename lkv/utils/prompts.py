@@ -157,6 +157,15 @@ def bos_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return [] if bos is None or tokenizer("a")["input_ids"][:1] != [bos] else [bos]
 
 
+def strip_end(tokenizer: "PreTrainedTokenizerBase", text: str | Conversation) -> str | Conversation:
+    """Return a text without white space at its end if the tokenizer merges that with the text before a question."""
+    if not isinstance(text, str) or (stripped := text.rstrip()) == text:
+        return text
+    end = text[-_TAIL_CHARACTERS:]
+    ids = encode(tokenizer, end)
+    return text if encode(tokenizer, end + chat_template_parts(tokenizer)[1])[: len(ids)] == ids else stripped
+
+
 def context_parts(
     tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, system: str | None = None
 ) -> tuple[str, str]:

@@ -218,6 +218,11 @@ def test_the_text_itself_is_not_overwritten(folder, asked, tmp_path, monkeypatch
     status, _, said = asked("notes.txt", "When?", "--save", tmp_path / "notes.txt")
     assert status == 2 and "--save would overwrite notes.txt, the text itself; give another file" in said
     assert (tmp_path / "notes.txt").read_text() == TEXT
+    weights = folder / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    status, _, said = asked("notes.txt", "When?", "--save", weights)
+    assert status == 2 and "model.safetensors is no saved context and would be overwritten; give another file" in said
+    assert weights.read_bytes() == before
     # A context that is loaded may be saved over its own file.
     assert asked("notes.txt", "When?", "--save", "notes.kv")[0] == 0
     assert asked("--load", "notes.kv", "When?", "--save", "notes.kv", method="")[0] == 0

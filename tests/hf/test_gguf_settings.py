@@ -12,7 +12,7 @@ import pytest
 from lkv.errors import ModelLoadError
 from lkv.hf.conversion import _DONE, is_complete
 from lkv.hf.loading import load_model
-from tests.hf.gguf_files import DIM, EPSILON, HEADS, WIDE, Settings, decoder, largest_difference, write_gguf
+from tests.hf.gguf_files import DIM, EPSILON, HEADS, HIDDEN, WIDE, Settings, decoder, largest_difference, write_gguf
 
 
 def llama3_factors(base: float, factor: float = 8.0, original: int = 8192) -> np.ndarray:
@@ -46,6 +46,7 @@ FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
     "plain": ("llama", {}, decoder(), {}),
     "tied": ("llama", {}, decoder(output=False), {}),
     "eps": ("llama", {"attention.layer_norm_rms_epsilon": 0.1, "rope.freq_base": 500.0}, decoder(), {}),
+    "epsilons": ("llama", {"attention.layer_norm_epsilon": 0.1}, decoder(), {}),
     "llama3": ("llama", {"rope.freq_base": 5e5}, decoder(), {"rope_freqs__weight": llama3_factors(5e5)}),
     "frequencies": ("llama", {}, decoder(), {"rope_freqs__weight": np.array([1, 1, 2, 4, 8, 8, 9, 9.0])}),
     "linear": ("llama", LINEAR, decoder(), {}),
@@ -112,6 +113,9 @@ def test_the_scaling_of_llama_3_is_named_so(tmp_path, cache, capsys):
         (YARN | {"rope.scaling.yarn_log_multiplier": 0.7}, decoder(), {}, "llama.rope.scaling.yarn_log_multiplier"),
         (YARN, decoder(), {"rope_freqs__weight": np.full(8, 2.0)}, "rope_freqs.weight"),
         ({"rope.dimension_count": 8}, decoder(), {}, "llama.rope.dimension_count"),
+        ({}, decoder(), {"rope_freqs__weight": np.ones(4)}, "4 factors in rope_freqs.weight for 8 pairs"),
+        ({}, decoder(), {"blk__0__attn_norm__bias": np.ones(HIDDEN)}, "blk.0.attn_norm.bias"),
+        ({}, decoder("attn_q"), {"blk__1__ffn_norm__bias": np.ones(HIDDEN)}, "blk.1.ffn_norm.bias"),
         ({}, decoder(head_norms=True), {}, "blk.0.attn_q_norm.weight"),
         ({}, decoder(), {"blk__1__attn_sinks__weight": np.ones(HEADS)}, "blk.1.attn_sinks.weight"),
         ({}, decoder(), {"rope_factors_long__weight": np.ones(8)}, "rope_factors_long.weight"),

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lkv.hf.loading import load_default
 from lkv.utils import prompts
-from lkv.utils.prompts import decode_tail, encode, encode_continuation, encode_question
+from lkv.utils.prompts import decode_tail, encode, encode_context, encode_continuation, encode_question, strip_end
 
 SCRIPTS = [
     "The lamp of the lighthouse is lit at dusk. 42 ships passed.\n\nQuestion: who? Answer:", "Маяк горит ночью.",
@@ -98,3 +98,15 @@ def test_questions_begin_without_the_space_that_begins_texts(kind):
         ids = encode_question(tokenizer, "who?", before)
         assert context + ids == encode(tokenizer, "灯台守\n\nQuestion: who?\nAnswer:")
         assert tokenizer.convert_ids_to_tokens(ids)[0] != "▁"
+
+
+@pytest.mark.parametrize("end", ["", "\n", " \r\n", "\n\n\n", "   "])
+def test_white_space_at_the_end_of_a_text_does_not_merge_with_what_follows(end):
+    tokenizer = load_default()[1]
+    text = "The harbour is kept by Ingrid."
+    kept = strip_end(tokenizer, text + end)
+    assert kept == (text + end if end in ("", "   ") else text)
+    turn = {"role": "user", "content": f"{kept}\n\nWhat?"}
+    whole = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+    ids = encode_context(tokenizer, kept) + encode_question(tokenizer, "What?")
+    assert ids == encode(tokenizer, whole)

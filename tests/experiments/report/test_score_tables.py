@@ -1,5 +1,6 @@
 """Result files to tables: what is read, what is averaged, what is printed; numbers against plain numpy."""
 
+import csv
 import json
 
 import numpy as np
@@ -188,6 +189,7 @@ def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path,
         return
     # Unclipped they would go beyond what any text can score.
     assert macro_mean([own]).high > 100 and lkv["Avg."].high == 100
+    assert lkv["of full, %"].high == 100
     assert macro_mean([[-value for value in own]]).low < -100 and average.difference_low == -100
     assert np.isfinite(intervals).all()
     # Marginal means too.
@@ -331,6 +333,9 @@ def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, 
     head, values = (next(text for text in said.splitlines() if text.startswith(start)) for start in ("method", "> LKV"))
     assert head.split()[:3] == ["method", "memory", "kept"] and values.split()[2:5] == ["0.05", "0.2", "60.00"]
     assert "memory is the share of the 16-bit cache's bytes" in said
+    assert main(["report", path, "--memory", "5%", "--format", "csv"]) == 0
+    cell = next(cell for cell in csv.DictReader(capsys.readouterr().out.splitlines()) if cell["method"] == "lkv")
+    assert cell["retention"] == "" and cell["memory"] == "0.05"
     for arguments, says in (
         (["--retention", "0.1"], "budgets of another kind than --retention; use --memory"),
         (["--memory", "0.2"], "hold no memory 0.2; they hold 0.1, 0.05"),
