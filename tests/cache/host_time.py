@@ -65,10 +65,12 @@ class StubbedDriver(Driver):
 def stub(arch: int) -> None:
     """For the rest of the process the CPU is a GPU of this architecture, which has the kernels run nowhere."""
     driver.set_active(StubbedDriver(arch))
-    properties = SimpleNamespace(name=f"sm_{arch}", major=arch // 10, minor=arch % 10,
-                                 multi_processor_count=GPUS[arch][1])  # fmt: skip
-    module = SimpleNamespace(get_device_properties=lambda device: properties, current_device=lambda: 0,
-                             device=lambda device: nullcontext())  # fmt: skip
+    properties = SimpleNamespace(
+        name=f"sm_{arch}", major=arch // 10, minor=arch % 10, multi_processor_count=GPUS[arch][1]
+    )
+    module = SimpleNamespace(
+        get_device_properties=lambda device: properties, current_device=lambda: 0, device=lambda device: nullcontext()
+    )
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
     for cached in (api._chosen, launch._launch, triton_helpers.shared_memory, launch._multiprocessors):
@@ -81,8 +83,9 @@ def layers_of(count: int, tokens: int, tiers: list[str]) -> list[RaggedLayer]:
         dtype=torch.bfloat16, num_hidden_layers=count, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
         head_dim=DIM, max_position_embeddings=2**20,
     )  # fmt: skip
-    budgets = [TierBudget(Precision(*map(int, bits)), Uniform(0.15 * (at + 1) / len(tiers)))
-               for at, bits in enumerate(tiers)]  # fmt: skip
+    budgets = [
+        TierBudget(Precision(*map(int, bits)), Uniform(0.15 * (at + 1) / len(tiers))) for at, bits in enumerate(tiers)
+    ]
     method = Method("knorm", Uniform(0.15), Knorm(), tiers=tuple(budgets))
     cache = RaggedCache(model, method=method, slack=2**14)
     for layer in cache.ragged_layers:

@@ -66,9 +66,7 @@ def replays(monkeypatch):
 def generate(model, cache, text, **options):
     options = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None, "output_logits": True} | options
     given = torch.ones_like(text) if "attention_mask" not in options else options.pop("attention_mask")
-    out = model.generate(
-        text, attention_mask=given, past_key_values=cache, return_dict_in_generate=True, **options
-    )  # fmt: skip
+    out = model.generate(text, attention_mask=given, past_key_values=cache, return_dict_in_generate=True, **options)
     return torch.stack(out.logits, 1)
 
 

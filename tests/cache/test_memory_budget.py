@@ -187,7 +187,7 @@ def test_rows_of_unequal_length_have_budgets_of_their_own(name, memory, quantize
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     model(
         batch, attention_mask=mask[:, :300], position_ids=positions[:, :300], past_key_values=together, use_cache=True
-    )  # fmt: skip
+    )
     assert {len(layer.store.tiers) for layer in together.ragged_layers} == {quantized}
     caches = [RaggedCache(model, method="knorm", memory=memory) for _ in lengths]
     for row, (length, alone) in enumerate(zip(lengths, caches, strict=True)):
@@ -200,7 +200,7 @@ def test_rows_of_unequal_length_have_budgets_of_their_own(name, memory, quantize
     next_ids = ids(2, 1, 7)
     logits = model(
         next_ids, attention_mask=mask, position_ids=positions[:, -1:], past_key_values=together, use_cache=True
-    ).logits  # fmt: skip
+    ).logits
     for row, alone in enumerate(caches):
         expected = model(next_ids[row : row + 1], past_key_values=alone, use_cache=True).logits
         assert torch.allclose(logits[row], expected[0], atol=1e-3)

@@ -254,8 +254,9 @@ def test_padding_after_the_prompt_is_dropped_as_from_a_plain_cache(storage, seed
             mask = torch.cat([mask, real.long()], 1)
             places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -width:]
             tokens = text[:, start : start + width]
-            outs = [model(tokens, attention_mask=mask, position_ids=places, past_key_values=c).logits
-                    for c in (cache, twin)]  # fmt: skip
+            outs = [
+                model(tokens, attention_mask=mask, position_ids=places, past_key_values=c).logits for c in (cache, twin)
+            ]
             torch.testing.assert_close(outs[0][real], outs[1][real], atol=2e-4, rtol=2e-4)
         # What was read as text is padding now: it is dropped.
         mask[0, 31] = 0

@@ -40,9 +40,9 @@ def layout_of(codes: list[int], bits: int) -> bytes:
     if bits == 4:
         return bytes(codes[j] + 16 * codes[j + d // 2] for j in range(d // 2))
     words = [sum(codes[j + part * d // 4] << 3 * part for part in range(4)) for j in range(d // 4)]
-    return bytes([word % 256 for word in words] + [
-        words[j] // 256 + 16 * (words[j + d // 8] // 256) for j in range(d // 8)
-    ])  # fmt: skip
+    return bytes(
+        [word % 256 for word in words] + [words[j] // 256 + 16 * (words[j + d // 8] // 256) for j in range(d // 8)]
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -24,7 +24,7 @@ from lkv.methods.budgets import (
     read_pattern,
 )
 from lkv.methods.budgets.lkv_h import raise_to_least
-from lkv.methods.targets import RetentionTarget  # fmt: skip
+from lkv.methods.targets import RetentionTarget
 from tests.conftest import tiny_llama
 from tests.context.test_compression import Words
 from tests.families import build
@@ -71,8 +71,9 @@ def test_a_pyramid_needs_no_long_text_and_tilts_at_the_top():
 
 
 @given(
-    st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=40), st.floats(0.0, 1.0),
-)  # fmt: skip
+    st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=40),
+    st.floats(0.0, 1.0),
+)
 def test_no_head_is_left_without_tokens(ratios, least):
     """Against a search for the number that the ratios are multiplied by."""
     found = raise_to_least(torch.tensor([ratios], dtype=torch.float64), least)[0].tolist()

@@ -30,9 +30,7 @@ from tests.families import SERVED, longrope_model
 SCALE = 0.35
 NORMED_LATE = ("HunYuanDenseV1", "HunYuanMoEV1")  # their norm of q comes after RoPE
 METHOD = Method("own+compensation", PerHead(RATIOS), OwnScores(), compensation=True)
-shapes = given(
-    group=st.integers(1, 3), half=st.integers(1, 8), tokens=st.integers(2, 60), seed=st.integers(0, 999)
-)  # fmt: skip
+shapes = given(group=st.integers(1, 3), half=st.integers(1, 8), tokens=st.integers(2, 60), seed=st.integers(0, 999))
 
 
 def layer(group: int, half: int, tokens: int, seed: int) -> tuple[LayerKV, Tensor, Tensor]:
@@ -95,9 +93,7 @@ def places(lens: Tensor) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(("sink", "softcap"), [(None, None), (1.0, None), (None, 0.7), (1.0, 0.7)])
 @shapes
-def test_v_moves_by_what_one_half_of_the_queries_finds_and_the_other_confirms(
-    sink, softcap, group, half, tokens, seed
-):  # fmt: skip
+def test_v_moves_by_what_one_half_of_the_queries_finds_and_the_other_confirms(sink, softcap, group, half, tokens, seed):
     prompt, query, lens = layer(group, half, tokens, seed)
     sinks = None if sink is None else sink * torch.linspace(-1, 3, 3 * group, dtype=torch.float64)
     prompt = replace(prompt, sinks=sinks, softcap=softcap)

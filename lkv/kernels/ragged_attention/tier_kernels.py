@@ -109,7 +109,7 @@ def _load_words(codes, entry, element, inside, DIM: tl.constexpr, BITS: tl.const
 def _restore(
     codes, entry, element, inside, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
     PTX: tl.constexpr,
-):  # fmt: skip
+):
     """Return eight tensors in TYPE, one for each code of an element: levels divided by `_factor`.
 
     They have the shape to which `entry` and `element` broadcast; with WARPS, its first axis is split by warps.
@@ -147,7 +147,7 @@ def _operand(x):
 @triton.jit
 def _load_queries(
     q, row_at, is_row, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
+):
     """Return the channels [WARPS, elements, rows] of each of the eight products, and the rows' scales [rows].
 
     Rows are divided by a power of two, so that they fit into float16 as they are.
@@ -192,7 +192,7 @@ def attend_tier(
     q, row_at, is_row, codes, first, count, visible, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
     ALLOWS_PTX: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     """Attend to `count` entries of one tier from number `first` on; each row sees the first `visible` [rows] of them.
 
     `row_at` [rows] are the offsets of packed rows in `q`, of which those of `is_row` exist. `codes` are codes and norms
@@ -225,12 +225,12 @@ def attend_tier(
         key = _restore(
             k_codes, flat.to(tl.int64)[:, None], element[None, :],
             (flat < count)[:, None] & (element < DIM // 8)[None, :], WARPS, DIM, KEY_BITS, key_type, key_ptx,
-        )  # fmt: skip
+        )
         value = _restore(
             v_codes, entry.to(tl.int64)[:, None, :], value_element[None, :, None],
             (entry < count)[:, None, :] & (value_element < VALUE_DIM // 8)[None, :, None], 0, VALUE_DIM, VALUE_BITS,
             q_type, value_ptx,
-        )  # fmt: skip
+        )
         k_norm, v_norm = next_k_norm.to(tl.float32), next_v_norm.to(tl.float32)
         # Those of the next block, which arrive while this one is computed.
         next_k_norm = tl.load(k_norms + step + entry, mask=entry + step < count, other=0.0)

@@ -37,7 +37,7 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
 def _attend_pools(
     query, k_span, v_span, begin, end, visible, axes, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     """Return maximum, weight and sums of rows over the entries `begin` to `end` of a span's pools.
 
     Each row sees entries up to `visible`.
@@ -66,9 +66,7 @@ def _attend_pools(
 
 
 @triton.jit
-def _store_part(
-    parts, extremes, slot, is_row, state, channels, is_channel, has_earlier, VALUE_DIM: tl.constexpr
-):  # fmt: skip
+def _store_part(parts, extremes, slot, is_row, state, channels, is_channel, has_earlier, VALUE_DIM: tl.constexpr):
     """Store what a program found for rows [M] of a span, merged with the part that it stored there before, if any."""
     highest, weight, sums = state
     if has_earlier:
@@ -93,7 +91,7 @@ def _store_part(
 def _join_parts(
     parts, extremes, first, last, packed, within, packed_rows, value_dims, value_real, VALUE_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Maximum, weight and sums of the packed rows `packed` [JOIN_M] of a span from its parts `first` to `last`."""
     highest = tl.full([JOIN_M], float("-inf"), tl.float32)
     weight = tl.zeros([JOIN_M], tl.float32)
@@ -122,7 +120,7 @@ def _join_parts(
 def _attend_new(
     state, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_strides, k_strides, v_strides,
     axes, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     """Attend to the one new token of a span as well, and append it at `end` of the pools."""
     highest, weight, sums = state
     dims, real, value_dims, value_real = axes
@@ -152,7 +150,7 @@ def slice_kernel(
     LEAST: tl.constexpr, CAUSAL: tl.constexpr, BITS: tl.constexpr, ALLOWS_PTX: tl.constexpr, WARPS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, JOIN_M: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+):
     """One slice of the flat axis for one tile of packed rows; row m of a span is new token m // GROUP.
 
     The first entries of a span are quantised, those of the first tier before those of the second; only the others are
@@ -222,7 +220,7 @@ def slice_kernel(
                         q, _row_offsets(span, kv_heads, tier_row, q_strides, GROUP), is_row, tiers[tier], first_code,
                         high_entry - low_entry, limit - low_entry, scale, DIM, VALUE_DIM, BITS[2 * tier],
                         BITS[2 * tier + 1], WARPS, STAGES, ALLOWS_PTX, SOFTCAP,
-                    )  # fmt: skip
+                    )
                     channels, is_channel = sum_channels(VALUE_DIM, BITS[2 * tier + 1])
                     _store_part(
                         parts, extremes, first_slot + tier_row, is_row, found, channels, is_channel, has_part, VALUE_DIM
@@ -237,7 +235,7 @@ def slice_kernel(
                 found = _attend_pools(
                     query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible,
                     axes, scale, DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_V, SOFTCAP,
-                )  # fmt: skip
+                )
                 _store_part(
                     parts, extremes, first_slot + packed, within, found, value_dims, value_real, has_part, VALUE_DIM
                 )
@@ -254,13 +252,13 @@ def slice_kernel(
                     peak, share, mean = _join_parts(
                         parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims,
                         value_real, VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
-                    )  # fmt: skip
+                    )
                     if NEW == 1:
                         peak, share, mean = _attend_new(
                             (peak, share, mean), q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
                             is_row, scale, q_strides, (k_batch, k_head), (v_batch, v_head), axes, GROUP, DIM, VALUE_DIM,
                             SOFTCAP,
-                        )  # fmt: skip
+                        )
                     # A row without entries gives 0, with a logarithm of -inf.
                     share = tl.where(share == 0.0, 1.0, share)
                     if lse is not None:
@@ -281,7 +279,7 @@ def slice_kernel(
 def _rotate_rows(
     x, x_at, out, out_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+):
     """Store rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH], in `out`.
 
     Before that, channels are multiplied by `factor`; or, with a `mean`, it is subtracted and they are divided by
@@ -310,7 +308,7 @@ def enter_kernel(
     q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, GROUP: tl.constexpr, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Transform new tokens of one head of q, k or v to the coordinates of a `Basis`; the results are contiguous."""
     batch, head = split_heads(tl.program_id(0), heads + 2 * kv_heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -320,28 +318,28 @@ def enter_kernel(
         _rotate_rows(
             q, batch * q_batch + head * q_head + row * q_row, new_q, ((batch * heads + head) * rows + row) * DIM,
             is_row, None, factor, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
-        )  # fmt: skip
+        )
     elif head < heads + kv_heads:
         head -= heads
         span = batch * kv_heads + head
         _rotate_rows(
             key, batch * k_batch + head * k_head + row * k_row, new_key, (span * rows + row) * DIM, is_row,
             mean + span * DIM, scale + span * DIM, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
-        )  # fmt: skip
+        )
     else:
         head -= heads + kv_heads
         _rotate_rows(
             value, batch * v_batch + head * v_head + row * v_row, new_value,
             ((batch * kv_heads + head) * rows + row) * VALUE_DIM, is_row, None, None, value_rotation, VALUE_DIM, 1,
             VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V,
-        )  # fmt: skip
+        )
 
 
 @triton.jit
 def leave_kernel(
     x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Transform one head's outputs over rotated values to the model's coordinates, in the layout of `x`."""
     batch, head = split_heads(tl.program_id(0), heads)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)

@@ -84,7 +84,7 @@ def move_kernel(
     key, value, scores, positions, starts, k_batch, k_head, k_token, v_batch, v_head, v_token, counts, places, width,
     new_key, new_value, new_scores, new_positions, new_starts, after, heads, DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+):
     """Copy a block of a span's entries to their `places` [spans, width] in new pools, those at -1 to none.
 
     If `places` is None, all are copied in order, after the `after` existing entries of a span (None: 0).
@@ -158,7 +158,7 @@ def _content(halves, weight, bias, output, half, unit, DIM: tl.constexpr):
 def _expected_attention(
     key_0, key_1, value_0, value_1, queries, cos, sin, scale, normaliser, weight, half, DIM: tl.constexpr,
     PRECISION: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+):
     """Compute expected attention by GROUP means and the columns of the spread in `queries`, before the mean rotation.
 
     Three TF32 products are as accurate as float32 in a third of the time. With an MLP in float32, for which `PRECISION`
@@ -191,7 +191,7 @@ def score_kernel(
     width, start, end, padding, scale, ARRIVAL: tl.constexpr, EVICTION: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KNOTS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_U: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """LKV-T of a block of entries: k and v are read once, one score is written.
 
     ARRIVAL: the content of k (rotated back by the tables `cos` and `sin` [width, DIM] if they are given) and v, and the
@@ -243,7 +243,7 @@ def score_kernel(
             score += _expected_attention(
                 key_0, key_1, value_0, value_1, queries + head * (ROWS * DIM), mean_cos, mean_sin, scale,
                 normaliser + head * GROUP, tl.load(attention_weight + head), half, DIM, PRECISION, GROUP, ROWS, BLOCK_R,
-            )  # fmt: skip
+            )
         if KNOTS > 0:
             score += _knots(end_knots + head * KNOTS, end - place, KNOTS, BLOCK_K)
     if out is None:

@@ -29,7 +29,7 @@ def forward(
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32, prompt_k_batch: tl.int64, prompt_k_head: tl.int64,
     prompt_k_row: tl.int32, prompt_v_batch: tl.int64, prompt_v_head: tl.int64, prompt_v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """One block of rows of one query head over `columns` of the prompt and the tail. Grid: row blocks, B Hq."""
     start, batch, head, kv_head, queries = _query_block(
         q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
@@ -45,7 +45,7 @@ def forward(
         acc, top, total, queries, k + batch * k_batch + kv_head * k_head, v + batch * v_batch + kv_head * v_head,
         tail_mask + mask_row * rows, index, 0, tl.minimum(start + block_rows, rows), rows, k_row, v_row,
         scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     prompt_k += owner * prompt_k_batch + kv_head * prompt_k_head
     prompt_v += owner * prompt_v_batch + kv_head * prompt_v_head
     log_mask += mask_row * columns
@@ -53,11 +53,11 @@ def forward(
     acc, top, total = _forward_columns(
         acc, top, total, queries, prompt_k, prompt_v, log_mask, index + columns, full, columns, columns, prompt_k_row,
         prompt_v_row, scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     acc, top, total = _forward_columns(
         acc, top, total, queries, prompt_k, prompt_v, log_mask, index + columns, 0, full, columns, prompt_k_row,
         prompt_v_row, scale * LOG2_E, False, block_columns, dim, width,
-    )  # fmt: skip
+    )
     # Every row sees itself, so that none is empty.
     _store(out, acc / total[:, None], start, batch, head, rows, heads, block_rows, dim, width)
     tl.store(lse + tl.program_id(1).to(tl.int64) * rows + index, top + tl.log2(total), mask=index < rows)
@@ -71,7 +71,7 @@ def query_gradient(
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32, prompt_k_batch: tl.int64, prompt_k_head: tl.int64,
     prompt_k_row: tl.int32, prompt_v_batch: tl.int64, prompt_v_head: tl.int64, prompt_v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which the other gradients read."""
     start, batch, head, kv_head, queries = _query_block(
         q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
@@ -87,7 +87,7 @@ def query_gradient(
         acc, queries, gradient, log_sum, product, k + batch * k_batch + kv_head * k_head,
         v + batch * v_batch + kv_head * v_head, tail_mask + mask_row * rows, index, 0,
         tl.minimum(start + block_rows, rows), rows, k_row, v_row, scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     prompt_k += owner * prompt_k_batch + kv_head * prompt_k_head
     prompt_v += owner * prompt_v_batch + kv_head * prompt_v_head
     log_mask += mask_row * columns
@@ -95,11 +95,11 @@ def query_gradient(
     acc = _query_gradient_columns(
         acc, queries, gradient, log_sum, product, prompt_k, prompt_v, log_mask, index + columns, full, columns, columns,
         prompt_k_row, prompt_v_row, scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     acc = _query_gradient_columns(
         acc, queries, gradient, log_sum, product, prompt_k, prompt_v, log_mask, index + columns, 0, full, columns,
         prompt_k_row, prompt_v_row, scale * LOG2_E, False, block_columns, dim, width,
-    )  # fmt: skip
+    )
     _store(d_q, acc * scale, start, batch, head, rows, heads, block_rows, dim, width)
 
 
@@ -110,7 +110,7 @@ def mask_gradient(
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, prompt_k_batch: tl.int64, prompt_k_head: tl.int64,
     prompt_k_row: tl.int32, prompt_v_batch: tl.int64, prompt_v_head: tl.int64, prompt_v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """One block of the prompt's columns for one KV head over all rows of its group. Grid: column blocks, B Hkv."""
     start = tl.program_id(0) * block_columns
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads

@@ -83,7 +83,7 @@ def _output_gradient(
 def _forward_columns(
     acc, top, total, q, k, v, log_mask, position, start, end, columns, k_row: tl.int32, v_row: tl.int32, scale,
     edge: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """Online softmax over columns `start` ... `end`; only at the `edge` may a column be invisible or beyond the end."""
     for column in range(start, end, block):
         keys = _load(k, column, k_row, columns, edge, block, dim, width)
@@ -109,7 +109,7 @@ def forward(
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """One block of rows of one query head. Grid: row blocks (the longest first), B Hq."""
     start, batch, head, kv_head, queries = _query_block(
         q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
@@ -128,11 +128,11 @@ def forward(
     acc, top, total = _forward_columns(
         acc, top, total, queries, k, v, log_mask, position, seen, tl.minimum(start + block_rows + older, columns),
         columns, k_row, v_row, scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     acc, top, total = _forward_columns(
         acc, top, total, queries, k, v, log_mask, position, 0, seen, columns, k_row, v_row, scale * LOG2_E,
         False, block_columns, dim, width,
-    )  # fmt: skip
+    )
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     _store(out, acc, start, batch, head, rows, heads, block_rows, dim, width)
@@ -145,7 +145,7 @@ def forward(
 def _query_gradient_columns(
     acc, q, d_out, lse, delta, k, v, log_mask, position, start, end, columns, k_row: tl.int32, v_row: tl.int32, scale,
     edge: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     for column in range(start, end, block):
         keys = _load(k, column, k_row, columns, edge, block, dim, width)
         values = _load(v, column, v_row, columns, edge, block, dim, width)
@@ -167,7 +167,7 @@ def query_gradient(
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int32, k_batch: tl.int64, k_head: tl.int64, k_row: tl.int32,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """Grid as in `forward`. Also stores delta = sum(out d_out) of each row, which `key_gradient` reads."""
     start, batch, head, kv_head, queries = _query_block(
         q, (q_batch, q_head, q_row), rows, heads, kv_heads, block_rows, dim, width
@@ -186,11 +186,11 @@ def query_gradient(
         acc, queries, gradient, log_sum, product, k, v, log_mask, position, seen,
         tl.minimum(start + block_rows + older, columns), columns, k_row, v_row,
         scale * LOG2_E, True, block_columns, dim, width,
-    )  # fmt: skip
+    )
     acc = _query_gradient_columns(
         acc, queries, gradient, log_sum, product, k, v, log_mask, position, 0, seen, columns, k_row, v_row,
         scale * LOG2_E, False, block_columns, dim, width,
-    )  # fmt: skip
+    )
     _store(d_q, acc * scale, start, batch, head, rows, heads, block_rows, dim, width)
 
 
@@ -199,7 +199,7 @@ def _key_gradient_rows(
     d_k, d_v, d_mask, keys, values, bias, position, q, d_out, lse, delta, start, end, rows, older,
     q_row: tl.int32, d_out_row: tl.int32, scale,
     edge: tl.constexpr, bounded: tl.constexpr, block: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+):
     """Add the gradients from rows `start` ... `end` of one query head; scores are transposed, [columns, rows]."""
     for row in range(start, end, block):
         queries = _load(q, row, q_row, rows, bounded, block, dim, width)
@@ -226,7 +226,7 @@ def key_gradient(
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int32,
     bounded: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr, dim: tl.constexpr,
     width: tl.constexpr,
-):  # fmt: skip
+):
     """One block of columns of one KV head over all heads of its group, so no atomics. Grid: column blocks, B Hkv."""
     start = tl.program_id(0) * block_columns
     batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
@@ -253,12 +253,12 @@ def key_gradient(
             k_acc, v_acc, mask_acc, keys, values, bias, position, head_q, head_d_out, lse + vector, delta + vector,
             first, tl.minimum(seen, rows), rows, older, q_row, d_out_row, scale * LOG2_E,
             True, bounded, block_rows, dim, width,
-        )  # fmt: skip
+        )
         k_acc, v_acc, mask_acc = _key_gradient_rows(
             k_acc, v_acc, mask_acc, keys, values, bias, position, head_q, head_d_out, lse + vector, delta + vector,
             seen, rows, rows, older, q_row, d_out_row, scale * LOG2_E,
             False, bounded, block_rows, dim, width,
-        )  # fmt: skip
+        )
     _store(d_k, k_acc * scale, start, batch, kv_head, columns, kv_heads, block_columns, dim, width)
     _store(d_v, v_acc, start, batch, kv_head, columns, kv_heads, block_columns, dim, width)
     tl.store(d_mask + mask_offset + position, mask_acc, mask=position < columns)
