@@ -1,7 +1,6 @@
 """Stores in tiers against a float64 oracle, and caches of codes against plain ones of the values they stand for."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from lkv.cache.tiers import TierSplit, check_width, quantize, rotation
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError
-from lkv.methods.base import TierBudget
-from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, MemoryTarget, Precision
 from tests import dense
-from tests.cache.helpers import METHOD, RATIOS, head_entries, ids
+from tests.cache.helpers import METHOD, head_entries, ids
 from tests.cache.test_tiers import DTYPES, normal
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.kernels.pools import in_tiers
 
 TIERS = (UNQUANTIZED, Precision(8, 4), Precision(4, 3))
 
@@ -182,16 +180,6 @@ def test_attention_over_codes_is_attention_over_what_they_stand_for(dtype, preci
             )
 
 
-def tiered_method(*precisions: Precision):
-    """METHOD with its entries in tiers of equal shares."""
-    budgets = [
-        PerHead([[ratio * (n + 1) / len(precisions) for ratio in row] for row in RATIOS])
-        for n in range(len(precisions))
-    ]
-    tiers = tuple(TierBudget(precision, budget) for precision, budget in zip(precisions, budgets, strict=True))
-    return replace(METHOD, tiers=tiers)
-
-
 def plain_twin(cache: RaggedCache) -> RaggedCache:
     """The same cache with its compressed entries restored."""
     twin = cache.fork()
@@ -207,7 +195,7 @@ STORAGE = st.sampled_from([{"bits": 8}, {"bits": 4}, {"bits": 3}, {"tiers": TIER
 
 
 def cache_of(model, storage, **options) -> RaggedCache:
-    method = tiered_method(*storage["tiers"]) if "tiers" in storage else METHOD
+    method = in_tiers(METHOD, *storage["tiers"]) if "tiers" in storage else METHOD
     return RaggedCache(model, method=method, bits=storage.get("bits"), **options)
 
 
@@ -274,7 +262,7 @@ SAVED = [{"bits": 8}, {"bits": 3}, {"tiers": TIERS}, {"memory": 0.3}, {"memory":
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_context_is_saved_bit_for_bit(storage, dtype, tmp_path):
     model, memory = tiny_llama(dtype=dtype), storage.get("memory")
-    options = {"method": tiered_method(*TIERS)} if "tiers" in storage else storage
+    options = {"method": in_tiers(METHOD, *TIERS)} if "tiers" in storage else storage
     context = compress(model, Words(), TEXT, **{"method": "knorm" if memory else METHOD} | options)
     answer = context.ask("what is one ?", max_new_tokens=8)
     assert context.metadata["bits"] == storage.get("bits")

@@ -21,17 +21,6 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@given(
-    bits=st.sampled_from(BITS), entries=st.integers(0, 9), width=st.integers(1, 20).map(lambda n: 8 * n), data=st.data()
-)
-def test_codes_are_packed_without_loss(bits, entries, width, data):
-    seed = data.draw(st.integers(0, 2**16))
-    codes = torch.randint(2**bits, (entries, width), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = _join(codes, bits)
-    assert packed.shape == (entries, width * bits // 8) and packed.dtype == torch.uint8
-    assert torch.equal(_split(packed, bits).to(torch.uint8), codes)
-
-
 def layout_of(codes: list[int], bits: int) -> bytes:
     """The bytes of one entry, bit by bit as the file format has them."""
     d = len(codes)

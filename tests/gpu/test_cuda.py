@@ -12,6 +12,7 @@ from lkv.kernels.causal_attention import causal_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from tests.cache.helpers import OwnScores
+from tests.cache.test_tiered_store import TIERS
 from tests.conftest import tiny_llama
 from tests.kernels.pools import in_tiers
 
@@ -24,7 +25,7 @@ METHOD = Method("own", PerHead([[0.5, 0.2], [0.1, 0.6], [0.05, 1.0]]), OwnScores
 OPTIONS = [
     {"slack": 3}, {"decode_eviction": True, "slack": 2}, {"streaming": True, "prompt_tokens": 90},
     {"bits": 8, "slack": 3}, {"bits": 3, "slack": 3},
-    {"method": in_tiers(METHOD, (16, 16), (8, 4), (4, 3)), "slack": 3}, {"method": in_tiers(METHOD, (8, 8), (4, 4))},
+    {"method": in_tiers(METHOD, *TIERS), "slack": 3}, {"method": in_tiers(METHOD, *TIERS[1:])},
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, gumbel
 from tests.cache.helpers import METHOD, ids
+from tests.cache.test_tiered_store import TIERS
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
 from tests.kernels.pools import in_tiers
@@ -30,7 +31,7 @@ from tests.requests import resolve_method
 # Tensors on it have no values: whatever is made there by mistake cannot be used.
 ELSEWHERE = torch.device("meta")
 CPU = torch.device("cpu")
-TIERED = in_tiers(METHOD, (16, 16), (8, 4), (4, 3))
+TIERED = in_tiers(METHOD, *TIERS)
 
 
 @contextmanager

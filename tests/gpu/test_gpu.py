@@ -22,6 +22,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.utils import devices
 from lkv.utils.cpp_compiler import find_compiler
+from tests.cache.test_tiered_store import TIERS
 from tests.conftest import tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
 from tests.families import build
@@ -43,7 +44,7 @@ def tiered(method):
     return {
         "8 bits": {"method": method, "bits": 8},
         "3 bits": {"method": method, "bits": 3},
-        "three tiers": {"method": in_tiers(method, (16, 16), (8, 4), (4, 3))},
+        "three tiers": {"method": in_tiers(method, *TIERS)},
     }
 
 

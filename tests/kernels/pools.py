@@ -137,11 +137,11 @@ def tiered_store(lengths, slack, dim, value_dim, dtype, bits, device="cpu"):
 
 
 def in_tiers(method, *precisions):
-    """The method with its entries in tiers of `precisions` (16: not quantised), equally many in each."""
+    """The method with its entries in tiers of `precisions`, best first, equally many in each."""
     shares = torch.tensor(method.budget._ratios)
     tiers = [
-        TierBudget(Precision(*bits), PerHead((shares * (at + 1) / len(precisions)).tolist()))
-        for at, bits in enumerate(precisions)
+        TierBudget(precision, PerHead((shares * (at + 1) / len(precisions)).tolist()))
+        for at, precision in enumerate(precisions)
     ]
     return replace(method, tiers=tuple(tiers))
 

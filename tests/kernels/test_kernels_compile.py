@@ -34,37 +34,20 @@ def compile_attention(arch, dim, dtype, kernels):
 
 
 # One head size a GPU and precision, the ones nearest to a limit; `python -m tests.kernels.compile_kernels` takes all.
+NEAR_A_LIMIT = [
+    (100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 128, "float32"), (90, 256, "bfloat16"),
+    (90, 128, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "dim", "dtype"),
-    [
-        (100, 128, "float32"),
-        (100, 128, "bfloat16"),
-        (89, 128, "bfloat16"),
-        (90, 128, "float32"),
-        (90, 256, "bfloat16"),
-        (90, 128, "bfloat16"),
-        (80, 96, "float16"),
-        (80, 256, "float32"),
-    ],
-)
+@pytest.mark.parametrize(("arch", "dim", "dtype"), NEAR_A_LIMIT)
 def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     names = {row["kernel"] for row in compile_attention(arch, dim, dtype, "attention")}
     assert names == {"slice_kernel", "move_kernel", "enter_kernel", "leave_kernel"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "dim", "dtype"),
-    [
-        (100, 128, "float32"), (100, 128, "bfloat16"), (89, 128, "bfloat16"), (90, 128, "float32"),
-        (90, 128, "bfloat16"), (90, 256, "bfloat16"), (80, 96, "float16"), (80, 256, "float32"),
-    ],
-)  # fmt: skip
-def test_kernels_of_training_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
-    names = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
-    assert names[:3] == ["forward", "query_gradient", "key_gradient"]
-    assert names[3:] == ["forward", "query_gradient", "key_gradient", "mask_gradient"]
+    training = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
+    assert training[:3] == ["forward", "query_gradient", "key_gradient"]
+    assert training[3:] == ["forward", "query_gradient", "key_gradient", "mask_gradient"]
 
 
 @pytest.mark.parametrize(

@@ -73,18 +73,6 @@ def test_edges(x, k):
     assert not bool(log_mask.isnan().any())
 
 
-def test_becomes_hard_topk_as_temperature_falls():
-    x = torch.tensor([0.3, 2.0, -1.0, 0.9, 0.1], dtype=torch.float64)
-    mask = soft_topk(x, 2.0, 1e-3).mask
-    torch.testing.assert_close(mask, torch.tensor([0, 1, 0, 1, 0], dtype=torch.float64), atol=1e-9, rtol=0)
-
-
-def test_softmax_when_one_of_many_is_kept_without_a_head():
-    """For k below 1/2 all scores lie in the exponential tail, where the mask is k softmax(x)."""
-    x = torch.randn(12, dtype=torch.float64)
-    torch.testing.assert_close(soft_topk(x, 0.4).mask, 0.4 * torch.softmax(x, -1))
-
-
 @pytest.mark.parametrize("tau", [1.0, 0.2])
 def test_gradients_against_finite_differences(tau):
     torch.manual_seed(0)
