@@ -332,7 +332,7 @@ def generate_greedily(
     rows: Sequence[list[int]],
     max_new_tokens: int,
     stops: Sequence[int] = (),
-    cache: Any = None,
+    cache: RaggedCache | None = None,
     dropping: bool = False,
 ) -> list[list[int]]:
     """Generate greedily with `model.generate`.
@@ -375,6 +375,7 @@ def generate_greedily(
         unfinished = [index for index, row in enumerate(active) if answers[row][-1] not in ends]
         if not unfinished or out.shape[1] == end:
             return answers
+        assert cache is not None  # without `dropping`, all rows end in the first pass
         active, indices = [active[index] for index in unfinished], torch.tensor(unfinished, device=ids.device)
         cache.batch_select_indices(indices)
         ids = out[indices]

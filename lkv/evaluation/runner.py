@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -283,7 +283,7 @@ def _header(model: "PreTrainedModel", grid: MethodGrid, config: EvaluationConfig
     return header
 
 
-def _qualified_name(function: Any) -> str:
+def _qualified_name(function: Callable[..., object]) -> str:
     """Return a function with its module, or the kind of another callable."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
@@ -319,7 +319,7 @@ def _digest_example(example: Example) -> dict[str, str]:
     return {"text_sha256": _digest(text), "scoring_sha256": _digest(scoring)}
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

@@ -5,7 +5,7 @@ validation are derived from them.
 """
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import (
     ConfigDict,
@@ -119,7 +119,7 @@ class TrainingConfig:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _raise_training_error(cls, values: Any, handler: ValidatorFunctionWrapHandler) -> "TrainingConfig":
+    def _raise_training_error(cls, values: object, handler: ValidatorFunctionWrapHandler) -> "TrainingConfig":
         try:
             return handler(values)
         except ValidationError as error:

@@ -211,7 +211,14 @@ def build(setup: TrainingSetup) -> "Trainer":
 def resolve_config(
     preset: str | None, overrides: dict[str, Any], positions: int, device: torch.device
 ) -> TrainingConfig:
-    """Return the settings of `preset`, by default one for device and model, with `overrides`. Raises TrainingError."""
+    """Return the settings of a training. Raises TrainingError for invalid ones.
+
+    Args:
+        preset: The settings to start from; None for those that fit device and model.
+        overrides: Settings that differ from these, by name.
+        positions: The tokens that the model can read.
+        device: Where it is trained.
+    """
     base = PRESETS[preset] if preset else fit_to_positions(PRESETS[_default_preset(device)], positions)
     config = _override_config(base, overrides)
     check_positions(config, positions)

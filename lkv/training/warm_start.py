@@ -38,7 +38,6 @@ _SAMPLED_TOKENS = 512  # tokens per text that LKV-T is fitted to, few enough to 
 _FIRST_TOKENS = 4
 _SCALING_TEXTS = 3  # texts whose k and v are kept to scale the expected-attention component
 _SCORE_STD = 2.0  # initial deviation of LKV-T's components, about that of the training noise added to scores
-
 _LR = 3e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # for the targets of the heads' shares
 _MIN_ERROR = 1e-10  # lower errors are clamped
@@ -73,9 +72,8 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
         for layer, moments in enumerate(queries):
             mean, covariance = (x.unflatten(0, (policy.spec.kv_heads, -1)) for x in moments.mean_and_covariance())
             tokens.query_mean[layer] = mean
-            pooled = covariance.mean(1)
             # F [H, d, r] with F F^T the best approximation of rank r to the covariance.
-            values, vectors = torch.linalg.eigh(pooled)
+            values, vectors = torch.linalg.eigh(covariance.mean(1))
             rank = tokens.query_spread.shape[-1]
             tokens.query_spread[layer] = vectors[..., -rank:] * values[..., None, -rank:].clamp(min=0).sqrt()
         _scale_attention_term(policy, prompts)
@@ -174,8 +172,7 @@ def warm_start(
     """
     state = distributed_state("train", "training")
     index, count = state.process_index, state.num_processes
-    rounds = max(1, contexts // count)
-    bar = ProgressBar(range(rounds), desc="warm start", leave=False, disable=index > 0)
+    bar = ProgressBar(range(max(1, contexts // count)), desc="warm start", leave=False, disable=index > 0)
     texts = (samples(number * count + index).context for number in bar)
     targets = [regression_targets(model, tokenizer, policy, ids) for ids in texts]
     return fit_to_targets(policy, targets, is_shared=count > 1)
@@ -185,7 +182,14 @@ def warm_start(
 def regression_targets(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", policy: Policy, ids: list[int]
 ) -> RegressionTargets:
-    """Compute targets from the first `WARM_START_TOKENS` tokens of a text, or as many as the model can read twice."""
+    """Compute targets from a text.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        policy: The policy, for its inputs.
+        ids: The text; its first `WARM_START_TOKENS` tokens are read, or as many as the model can read twice.
+    """
     device = policy.tokens.mean.device
     longest = (patch_attention(model).spec.max_positions - len(encode_question(tokenizer, REQUEST))) // 2
     ids = ids[: min(WARM_START_TOKENS, max(1, longest))]
@@ -195,7 +199,6 @@ def regression_targets(
         [GlobalTopKBudget.from_scores(errors, retention).counts(layer, errors)[0] for layer in range(len(prompt))]
         for retention in _RETENTIONS
     ]
-    target = regression_scores(errors[:, 0])
     generator = torch.Generator("cpu").manual_seed(len(ids))
     positions = torch.randperm(len(ids), generator=generator, device="cpu")[:_SAMPLED_TOKENS]
     # The first knots can only be learned from the first tokens.
@@ -210,16 +213,15 @@ def regression_targets(
             future = part.required_rotation.mean_rotation(to_fp32(part.key[:, :1, :1]), part.end, part.end + FUTURE)
             term = term._replace(weight=torch.ones_like(term.weight))
             key, value = part.key[:, :, places], part.value[:, :, places]
-            attention.append(
-                expected_attention_scores(term, key, value, future, part.scale, part.softcap)[0].to(device)
-            )
+            scores = expected_attention_scores(term, key, value, future, part.scale, part.softcap)
+            attention.append(scores[0].to(device))
     return RegressionTargets(
         torch.cat(keys),
         torch.cat(values),
         torch.cat(attention) if attention else None,
         positions.to(device),
         len(ids),
-        target[..., positions.to(device)].flatten(0, 1),
+        regression_scores(errors[:, 0])[..., positions.to(device)].flatten(0, 1),
         torch.tensor(counts, device=device) / len(ids),
     )
 
@@ -289,8 +291,7 @@ def _scores_of_all_heads(policy: Policy, text: RegressionTargets) -> Tensor:
 def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared: bool) -> None:
     """Fit the position component of all heads to the residual of the scores by least squares.
 
-    Few tokens lie at the first knots, so gradient steps hardly move them; but the first tokens are attention sinks that
-    no other component predicts.
+    Gradient steps hardly move the first knots, which few tokens read: the attention sinks.
     """
     tokens = policy.tokens
     count = tokens.inputs.knots

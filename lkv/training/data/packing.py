@@ -72,7 +72,14 @@ class Lengths(NamedTuple):
 
 
 def pack(rng: random.Random, items: Sequence[T], max_chars: float, size: Callable[[T], int]) -> list[T]:
-    """Draw items until `max_chars` characters are full; at least one."""
+    """Draw items until they are full; at least one.
+
+    Args:
+        rng: Draws the items.
+        items: What to draw from.
+        max_chars: Characters of all drawn items.
+        size: Returns the characters of an item.
+    """
     packed: list[T] = []
     for item in rng.sample(items, min(len(items), _MAX_ITEMS)):
         if packed and max_chars < size(item):
@@ -85,7 +92,15 @@ def pack(rng: random.Random, items: Sequence[T], max_chars: float, size: Callabl
 def gather(
     rng: random.Random, items: Sequence[Passage], chars: float, min_items: int = 1, without: str | None = None
 ) -> list[str]:
-    """Draw texts other than `without`, at least `min_items`, until they have `chars` characters."""
+    """Draw texts until they are long enough.
+
+    Args:
+        rng: Draws the texts.
+        items: What to draw from.
+        chars: Characters of all texts.
+        min_items: The least number of texts.
+        without: A text that is not drawn.
+    """
     texts: list[str] = []
     for item in rng.sample(items, min(len(items), _MAX_ITEMS)):
         if len(texts) >= min_items and sum(map(len, texts)) >= chars:
@@ -98,7 +113,15 @@ def gather(
 def surround_with_texts(
     rng: random.Random, text: str, items: Sequence[Passage], chars: float, without: str | None = None
 ) -> str:
-    """Put texts of items other than `without` before and after `text`, about `chars` characters in all."""
+    """Put other texts before and after a text.
+
+    Args:
+        rng: Draws the texts.
+        text: What to surround.
+        items: What to draw from.
+        chars: Approximate characters in all.
+        without: A text that is not drawn.
+    """
     missing = int(chars) - len(text)
     if missing < 400:
         return text
@@ -121,7 +144,14 @@ def find_answer(text: str, question: str, answer: str) -> int:
 
 
 def window_start_around(rng: random.Random, text: str, size: int, anchor: int) -> int:
-    """Draw a random start such that text[start:start + size] holds the position `anchor` (-1: the text's beginning)."""
+    """Draw the start of a window of a text.
+
+    Args:
+        rng: Draws the start.
+        text: The text.
+        size: Characters of the window.
+        anchor: A position that the window holds; -1 for the text's beginning.
+    """
     if anchor < 0 or len(text) <= size:
         return 0
     last = min(anchor, len(text) - size)
