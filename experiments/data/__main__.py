@@ -30,7 +30,6 @@ class Build(ModelOptions):
     )
     words: PositiveInt = option("words per n-gram", 13)
     share: float = option("a text is dropped from this fraction of shared n-grams on", 0.1, gt=0, le=1)
-    lock: Path | None = option("build.json of an earlier build, to use its Hub commits")
 
     def run(self) -> None:
         """Build the data and show it."""
@@ -40,8 +39,6 @@ class Build(ModelOptions):
             )
         if not self.against:
             self.refuse_unread("a build without --against", "--words", "--share")
-        if self.recipe == "wide":
-            self.refuse_unread("the recipe wide", "--lock")
         from experiments.data.build import DataBuildConfig, build_dataset, describe_dataset
         from lkv.hf.loading import load_tokenizer
 

@@ -82,7 +82,6 @@ class DataBuildConfig:
     against: tuple[Path, ...] = ()
     words: int = NGRAM_WORDS
     share: float = OVERLAP_SHARE
-    lock: Path | None = None
 
 
 def build_dataset(
@@ -169,28 +168,14 @@ def _open_loom(
 
 
 def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
-    """Items drawn over all rows of a set on the hub, at the commit of `config.lock` if any; and its manifest entry."""
+    """Items drawn over all rows of a set on the hub, and its manifest entry."""
     hub = HUB_SOURCES[name]
     rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
-    commit: str | None = None
-    if config.lock:
-        try:
-            commit = read_json(config.lock)["sources"][name].get("commit")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{config.lock} names no source {name!r}; give the manifest of a build of the same recipe."
-            ) from error
-    for path, earlier in _earlier_plans(config.out):
-        if commit not in (None, earlier.get("sources", {}).get(name, {}).get("commit", commit)):
-            raise DataError(
-                f"{path} belongs to a build of another commit of {hub.repository} than {config.lock} names; leave "
-                "--lock out to continue it, or give another folder."
-            )
     print(
         f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
         file=sys.stderr,
     )
-    path, commit = download_rows(name, config.out / "fetched", rows, commit, load)
+    path, commit = download_rows(name, config.out / "fetched", rows, load)
     origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"
     return list(ROW_READERS[name](read_records(path))), {**_describe_source(name, origin), "commit": commit}
 

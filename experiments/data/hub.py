@@ -59,9 +59,7 @@ HUB_SOURCES: dict[str, HubSource] = {
 _COLUMNS = {"the_stack": ("content", "max_stars_repo_path", "max_stars_repo_licenses", "lang")}
 
 
-def download_rows(
-    name: str, folder: Path, rows: int, revision: str | None = None, load: LoadDataset | None = None
-) -> tuple[Path, str]:
+def download_rows(name: str, folder: Path, rows: int, load: LoadDataset | None = None) -> tuple[Path, str]:
     """Draw `rows` rows over all of the set `name` on the hub into a file in `folder`, unless they are there.
 
     A download that breaks keeps the splits that are complete. Returns the file and the commit. Raises DataError.
@@ -72,7 +70,7 @@ def download_rows(
     if about_path.is_file() and path.is_file():
         about = read_json(about_path)
         drawn = about.get("asked", about["rows"])  # other rows than of a smaller or larger draw, unless these are all
-        if (drawn == rows or (about["all"] and drawn < rows)) and revision in (None, about["revision"]):
+        if drawn == rows or (about["all"] and drawn < rows):
             return path, about["revision"]
     if load is None:
         require("data", "downloading data sets from the hub")
@@ -82,7 +80,7 @@ def download_rows(
     count = -(-rows // (len(source.parts) * len(source.splits)))
     parts, written = [], []
     try:
-        commit = revision or source.revision
+        commit = source.revision
         if "/" in commit:  # the hub's own conversion, as it is now
             from huggingface_hub import HfApi
 

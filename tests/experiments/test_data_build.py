@@ -189,13 +189,6 @@ def test_the_command_builds_and_tells(tmp_path, folder, monkeypatch, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"sources": {"squad": {}}}', '{"sources": 3}'])
-def test_a_lock_of_another_kind_is_named(tmp_path, content):
-    (tmp_path / "lock.json").write_text(content)
-    with pytest.raises(DataError, match=r"lock\.json names no source '\w+'; give the manifest of a build"):
-        build_dataset(settings(tmp_path / "out", None, lock=tmp_path / "lock.json"), Tokens(), "words", load=None)
-
-
 def test_the_wide_recipe_is_our_own_mixture(tmp_path, folder):
     sets = tmp_path / "sets"
     sets.mkdir()

@@ -1,7 +1,7 @@
 """Rows of datasets on the hub: drawn, streamed, fetched after a broken line, and the same as the official files'."""
 
 import gzip
-import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,36 +92,19 @@ def test_a_fetch_goes_on_where_it_broke_and_takes_named_splits_alone(tmp_path):
     assert [bool(story["text"]) for story in stories] == first and 10 <= sum(first) < len(stories) == 20
 
 
-def test_a_build_from_the_hub_alone(tmp_path):
-    names = {hub.repository: name for name, hub in HUB_SOURCES.items()}
-
-    def load(repository, **options):
-        assert options["streaming"] and len(options["revision"]) == 40
-        return Stream(rows_of(names[repository]))
-
-    lock = tmp_path / "lock.json"
-    lock.write_text(
-        json.dumps({"sources": {name: {"commit": "a" * 40} if name == "multi_news" else {} for name in LOOM_RATIOS}})
-    )
-    made = build_dataset(settings(tmp_path / "out", None, lock=lock), Tokens(), "words", load)
-    assert made["sources"]["multi_news"]["commit"] == "a" * 40
-    assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
-    assert len(lines_of(tmp_path / "out")) == 40
-
-
-def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path, monkeypatch):
-    """And that one goes on to what it would have been."""
+def test_a_build_from_the_hub_alone_goes_on_with_its_settings_alone(tmp_path, monkeypatch):
     names = {hub.repository: name for name, hub in HUB_SOURCES.items()}
     monkeypatch.setattr(building, "_SHARD_SAMPLES", 4)
     monkeypatch.setattr(building, "_MIN_ROWS", 10)
-    lock = tmp_path / "lock.json"
-    lock.write_text(json.dumps({"sources": {name: {"commit": "a" * 40} for name in LOOM_RATIOS}}))
+    head = SimpleNamespace(dataset_info=lambda repository, revision: SimpleNamespace(sha="a" * 40))
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: head)  # of the hub's own conversions
 
     def run(out, **changes):
         def load(repository, **options):
+            assert options["streaming"] and len(options["revision"]) == 40
             return Stream(rows_of(names[repository], 200))
 
-        return build_dataset(settings(tmp_path / out, None, **({"lock": lock} | changes)), Tokens(), "words", load)
+        return build_dataset(settings(tmp_path / out, None, **changes), Tokens(), "words", load)
 
     make_candidate = Loom.candidate
 
@@ -130,19 +113,16 @@ def test_a_build_with_other_settings_leaves_the_rows_of_the_one_before(tmp_path,
             raise OSError("out of order")
         return make_candidate(self, source, number)
 
-    run("whole")
+    made = run("whole")
+    assert made["sources"]["multi_news"]["commit"] == "a" * 40 and len(lines_of(tmp_path / "whole")) > 30
+    assert made["sources"]["squad"]["from"].startswith("rajpurkar/squad at 7b6d24c4")
     with monkeypatch.context() as patch:
         patch.setattr(Loom, "candidate", stop)
         with pytest.raises(OSError, match="out of order"):
             run("stopped")
     fetched = files(tmp_path / "stopped" / "fetched")
-    lock.write_text(lock.read_text().replace("a" * 40, "b" * 40, 1))
-    for changes, message in (
-        ({"samples": 400}, r"progress\.json belongs to a build with other settings \(asked\)"),
-        ({}, r"progress\.json belongs to a build of another commit of hotpotqa/hotpot_qa than .*lock\.json names"),
-    ):
-        with pytest.raises(DataError, match=message):
-            run("stopped", **changes)
-        assert files(tmp_path / "stopped" / "fetched") == fetched
-    run("stopped", lock=None)
+    with pytest.raises(DataError, match=r"progress\.json belongs to a build with other settings \(asked\)"):
+        run("stopped", samples=400)
+    assert files(tmp_path / "stopped" / "fetched") == fetched
+    run("stopped")
     assert files(tmp_path / "stopped") == files(tmp_path / "whole")
