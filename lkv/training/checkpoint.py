@@ -66,23 +66,14 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory.
-
-    Attributes:
-        path: Its file.
-        tensors: The tensors of the policy and of its optimizer.
-        step: The number of steps taken.
-        config: The settings of the run.
-        spec: The run's model.
-        card: The policy's card.
-    """
+    """A checkpoint in memory."""
 
     path: Path
-    tensors: dict[str, Tensor]
-    step: int
+    tensors: dict[str, Tensor]  # of the policy and of its optimizer
+    step: int  # steps taken
     config: dict[str, Any]
     spec: ModelSpec
-    card: dict[str, Any]
+    card: dict[str, Any]  # of the policy
 
     def check_run(self, config: TrainingConfig, data_digest: str | None = None) -> None:
         """Raise TrainingError unless the run has the settings `config` and, if given, data with this digest."""

@@ -130,25 +130,15 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
 
 
 class RegressionTargets(NamedTuple):
-    """The regression targets of LKV-T for some tokens of one text, with layers and heads flattened to H' = L H.
+    """The regression targets of LKV-T for n tokens of one text, with layers and heads flattened to H' = L H."""
 
-    Attributes:
-        key: k as the content component reads it, [H', n, d].
-        value: v, [H', n, d].
-        attention: the expected-attention component with weight 1, [H', n]; None if the policy lacks it.
-        positions: positions of the tokens, [n].
-        end: the position after the text.
-        scores: target scores from `regression_scores`, [H', n].
-        shares: each head's share of the entries with the greatest errors over all heads at `_RETENTIONS`, [3, L, H].
-    """
-
-    key: Tensor
-    value: Tensor
-    attention: Tensor | None
-    positions: Tensor
-    end: int
-    scores: Tensor
-    shares: Tensor
+    key: Tensor  # as the content component reads it, [H', n, d]
+    value: Tensor  # [H', n, d]
+    attention: Tensor | None  # the expected-attention component with weight 1, [H', n]; None if the policy lacks it
+    positions: Tensor  # of the tokens, [n]
+    end: int  # the position after the text
+    scores: Tensor  # targets by `regression_scores`, [H', n]
+    shares: Tensor  # each head's share of the entries with the greatest errors of all heads at `_RETENTIONS`, [3, L, H]
 
 
 def warm_start(
