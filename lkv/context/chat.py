@@ -94,8 +94,12 @@ class Chat:
         """Return the ids of everything up to the answer, and the options of generate."""
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
-        encode = encode_next_question if self.turns else encode_question
-        ids = self._ids + encode(self._tokenizer, question, decode_tail(self._tokenizer, self._ids))
+        before = decode_tail(self._tokenizer, self._ids)
+        if self.turns:
+            own = encode_next_question(self._tokenizer, question, before)
+        else:
+            own = encode_question(self._tokenizer, question, before, self._context.kind)
+        ids = self._ids + own
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), length, options), **options}
 
     def _answer(self, question: str, ids: list[int], **options: Any) -> str:

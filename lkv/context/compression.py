@@ -125,8 +125,10 @@ def compress(
             "protected": tuple(protected),
         }
     )
-    text = context_parts(tokenizer, text)[1]
-    return compress_ids(model, text_tokenizer(tokenizer), ids, request, text, progress, inputs)
+    rendered = context_parts(text_tokenizer(tokenizer), text)[1]
+    context = compress_ids(model, text_tokenizer(tokenizer), ids, request, rendered, progress, inputs)
+    context.metadata["kind"] = "text" if isinstance(text, str) else "conversation"
+    return context
 
 
 @adapt_threads
@@ -224,6 +226,7 @@ def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]
         "protected_tokens": len(method.protected) or None,
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": text_sha256,
+        "kind": "text",
     }
 
 

@@ -42,7 +42,7 @@ from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.files import as_path
-from lkv.utils.prompts import decode_tail, encode_continuation, encode_question
+from lkv.utils.prompts import ContextKind, decode_tail, encode_continuation, encode_question
 
 
 class Context:
@@ -56,7 +56,7 @@ class Context:
         tokenizer: Its tokenizer.
         ids: Token ids of the text, the chat template before it included.
         cache: The RaggedCache, or the FullCache of an uncompressed context.
-        metadata: How the text was compressed; saved with the context. Empty for an uncompressed one.
+        metadata: How the text was compressed; saved with the context. Only its kind for an uncompressed one.
         answer_tokens: Tokens of the last answer, or of all answers of a batch.
         is_truncated: Whether the last answer, or one of a batch, was cut off at its maximum length.
     """
@@ -81,6 +81,11 @@ class Context:
     def tokens(self) -> int:
         """The number of tokens of the context, including the chat template."""
         return len(self.ids)
+
+    @property
+    def kind(self) -> ContextKind:
+        """Whether it is a text or a conversation."""
+        return self.metadata.get("kind", "text")
 
     def nbytes(self) -> int:
         """Return the bytes of the k and v tensors, free slots included."""
@@ -202,7 +207,7 @@ class Context:
         """
         check_text(question, "the question", "ask something about the text")
         check_text(answer, "the answer", "give some text")
-        prefix = encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids))
+        prefix = encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids), self.kind)
         target = encode_continuation(self.tokenizer, answer, decode_tail(self.tokenizer, prefix))
         total, limit = self.tokens + len(prefix + target), max_positions(self.model)
         if total > limit:
@@ -306,7 +311,7 @@ class Context:
     def _encode_question(self, question: str, generation: dict[str, Any]) -> list[int]:
         check_text(question, "the question", "ask something about the text")
         check_options(self.model, self.cache, generation)
-        return encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids))
+        return encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids), self.kind)
 
     def _ragged(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):

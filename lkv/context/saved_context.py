@@ -6,7 +6,7 @@ model's fingerprint and how the text was compressed. A checksum covers all of it
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
 from lkv.utils.devices import is_out_of_memory
+from lkv.utils.prompts import ContextKind
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
@@ -49,6 +50,7 @@ _METADATA: dict[str, tuple[type, ...]] = {
     "policy": (str, type(None)),
     "text_sha256": (str,),
     "protected_tokens": (int, type(None)),
+    "kind": (str,),
 }
 
 
@@ -106,6 +108,8 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
                 f"{path} was compressed under another policy; load it without a policy, or compress the text again."
             )
         metadata: dict[str, Any] = {name: header[name] for name in _METADATA}
+        if metadata["kind"] not in get_args(ContextKind):
+            raise ValueError(f"its kind is {str(metadata['kind'])[:80]!r}")
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")

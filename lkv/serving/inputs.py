@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from lkv.context.input_checks import check_characters, check_text
+from lkv.context.input_checks import check_characters, check_conversation, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError, check_retention
 from lkv.hf.model_spec import ModelSpec
@@ -15,7 +15,17 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import MemoryTarget
 from lkv.policy.policy import Policy
 from lkv.serving.settings import ContextSettings
-from lkv.utils.prompts import encode, encode_context, encode_continuation, render_messages, strip_end, tokenizer_digest
+from lkv.utils.prompts import (
+    ContextKind,
+    Conversation,
+    context_parts,
+    encode,
+    encode_context,
+    encode_continuation,
+    render_messages,
+    strip_end,
+    tokenizer_digest,
+)
 
 # Longer texts are rejected before tokenisation, which takes hundreds of bytes a character.
 CHARACTERS_PER_TOKEN = 16
@@ -32,6 +42,7 @@ class CompressionSettings(NamedTuple):
     system: str | None = None
     memory: str | None = None  # a share of the 16-bit cache's bytes, or bytes
     protect: tuple[Span, ...] | None = None  # what every head keeps
+    kind: ContextKind = "text"
 
     @classmethod
     def of_server(
@@ -51,7 +62,12 @@ class CompressionSettings(NamedTuple):
         return compression.for_text(settings.retention, settings.memory if is_named else None, None)
 
     def for_text(
-        self, retention: float | None, memory: str | float | None, system: str | None, protect: Sequence[Span] = ()
+        self,
+        retention: float | None,
+        memory: str | float | None,
+        system: str | None,
+        protect: Sequence[Span] = (),
+        kind: ContextKind = "text",
     ) -> Self:
         """Return the settings of one text.
 
@@ -61,6 +77,7 @@ class CompressionSettings(NamedTuple):
                 either, the text keeps as much as these settings say.
             system: A system prompt before the text.
             protect: What every head keeps.
+            kind: What the text is.
 
         Raises:
             PromptError: If both a memory and a retention are given.
@@ -74,7 +91,8 @@ class CompressionSettings(NamedTuple):
         elif memory is not None:  # one text for equal budgets, however they are written
             target = MemoryTarget.parse(memory)
             budget = f"{target.nbytes}B" if target.share is None else str(target.share), None
-        return self._replace(system=system, memory=budget[0], retention=budget[1], protect=tuple(protect) or None)
+        own = tuple(protect) or None
+        return self._replace(system=system, memory=budget[0], retention=budget[1], protect=own, kind=kind)
 
     def request(self, policy: Policy | None, protected: Sequence[int] = ()) -> CompressionRequest:
         """Return the request that compresses a text with these settings; `protected` are positions of its tokens."""
@@ -98,7 +116,7 @@ class EncodedText(NamedTuple):
 
     Attributes:
         id: The id of its context.
-        text: The text.
+        text: The text; of a conversation, as the chat template renders it.
         ids: Its tokens, those of its system prompt first.
         protected: Positions of tokens that every head keeps.
     """
@@ -110,23 +128,28 @@ class EncodedText(NamedTuple):
 
 
 def encode_text(
-    tokenizer: PreTrainedTokenizerBase, max_positions: int, text: str, settings: CompressionSettings
+    tokenizer: PreTrainedTokenizerBase, max_positions: int, text: str | Conversation, settings: CompressionSettings
 ) -> EncodedText:
     """Check and tokenise a text to compress.
 
     Args:
         tokenizer: The model's tokenizer.
         max_positions: The longest text of the model, in tokens.
-        text: The text.
+        text: The text, or the messages of a conversation.
         settings: What it is compressed with; its system prompt comes before the text.
 
     Raises:
         PromptError: For an empty or too long text, and for protected spans that are not in it.
     """
-    check_text(text, "the text", "give some text to compress")
+    if isinstance(text, str):
+        check_text(text, "the text", "give some text to compress")
+        characters = len(text)
+    else:
+        check_conversation(text)
+        characters = len(json.dumps(text))
     if settings.system is not None:
         check_text(settings.system, "the system prompt", "give some text, or leave it out")
-    check_characters(len(text) + len(settings.system or ""), "the text", max_positions, CHARACTERS_PER_TOKEN)
+    check_characters(characters + len(settings.system or ""), "the text", max_positions, CHARACTERS_PER_TOKEN)
     ids = encode_context(tokenizer, strip_end(tokenizer, text), settings.system)
     if len(ids) >= max_positions:
         raise PromptError(
@@ -134,11 +157,13 @@ def encode_text(
             "included; shorten it."
         )
     protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system)
-    return EncodedText(context_id(text, settings), text, ids, [place for place in protected if place < len(ids)])
+    protected = [place for place in protected if place < len(ids)]
+    rendered = context_parts(tokenizer, text, settings.system)[1]
+    return EncodedText(context_id(rendered, settings), rendered, ids, protected)
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, max_positions: int, messages: list[dict[str, Any]], after_context: bool
+    tokenizer: PreTrainedTokenizerBase, max_positions: int, messages: list[dict[str, Any]], after: ContextKind | None
 ) -> list[int]:
     """Check and tokenise a conversation whose last message is answered.
 
@@ -146,7 +171,7 @@ def encode_conversation(
         tokenizer: The model's tokenizer.
         max_positions: The longest text of the model, in tokens.
         messages: The turns, with `role`, `content` and, of assistants, `tool_calls`.
-        after_context: Whether they follow a context.
+        after: The kind of context that they follow, if any.
 
     Raises:
         PromptError: For a conversation that cannot be answered.
@@ -157,8 +182,8 @@ def encode_conversation(
     for message in messages[:-1]:
         # Empty messages are harmless, but not what no tokenizer can read.
         check_text(message["content"] + ".", "a message", "give text")
-    text = render_messages(tokenizer, messages, after_context=after_context)
+    text = render_messages(tokenizer, messages, after)
     for message in messages:
         if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
             raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
-    return encode_continuation(tokenizer, text) if after_context else encode(tokenizer, text)
+    return encode_continuation(tokenizer, text) if after else encode(tokenizer, text)

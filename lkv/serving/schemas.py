@@ -13,6 +13,8 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -36,6 +38,7 @@ from lkv.errors import (
 )
 from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import CompressionSettings
+from lkv.utils.prompts import ContextKind
 
 # Fields of OpenAI's API that are ignored.
 _WITHOUT_EFFECT = frozenset(
@@ -159,6 +162,17 @@ class StreamOptions(BaseModel):
     include_usage: StrictBool = False
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
+
+
+class ProtectedRole(BaseModel):
+    """All messages of a role, which every head keeps."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Role
+
+
 class ChatRequest(BaseModel):
     """The body of a chat completion; `context` is the one field that OpenAI's API does not have."""
 
@@ -166,7 +180,7 @@ class ChatRequest(BaseModel):
     example: ClassVar[str] = 'send JSON such as {"messages": [{"role": "user", "content": "..."}]}'
 
     model: Name = ""
-    messages: Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
+    messages: Messages
     context: Annotated[Name, Field(min_length=1)] | None = None
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
@@ -192,21 +206,40 @@ class ChatRequest(BaseModel):
 
 
 class ContextRequest(BaseModel):
-    """The body of a new context. Unknown fields are rejected, so that misspelt ones are noticed."""
+    """The body of a new context, a text or a conversation.
+
+    Unknown fields are rejected, so that misspelt ones are noticed.
+    """
 
     model_config = ConfigDict(extra="forbid")
     example: ClassVar[str] = 'send JSON such as {"text": "...", "memory": "10%"}, or a form with file=@PATH'
 
-    text: StrictStr
+    messages: Messages | None = None
+    text: Annotated[StrictStr | None, Field(validate_default=True)] = None
     name: Annotated[StrictStr, Field(max_length=200)] = ""
     system: Words | None = None
     retention: Number | None = None
     memory: Memory | None = None
-    protect: Annotated[list[Words], Field(max_length=64, fail_fast=True)] = []
+    protect: Annotated[list[Words | ProtectedRole], Field(max_length=64, fail_fast=True)] = []
+
+    @field_validator("text")
+    @classmethod
+    def _check_text(cls, text: str | None, info: ValidationInfo) -> str | None:
+        if text is None and info.data.get("messages") is None:
+            raise PydanticCustomError("missing", "Field required")
+        if text is not None and info.data.get("messages") is not None:
+            raise PydanticCustomError("text", "a context is made of a text or of messages, not of both")
+        return text
+
+    def content(self) -> str | list[dict[str, Any]]:
+        """Return the text, or the messages. Raises PromptError for messages that hold more than text."""
+        return self.text or "" if self.messages is None else [message.plain() for message in self.messages]
 
     def settings(self, defaults: CompressionSettings) -> CompressionSettings:
         """Return the settings of this text. Raises PromptError or RetentionError for a budget that cannot be."""
-        return defaults.for_text(self.retention, self.memory, self.system, self.protect)
+        protect = [each if isinstance(each, str) else each.model_dump() for each in self.protect]
+        kind: ContextKind = "text" if self.messages is None else "conversation"
+        return defaults.for_text(self.retention, self.memory, self.system, protect, kind)
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -124,7 +124,7 @@ class Service:
         """
         settings = body.settings(self.compression)
         with self._tokenizing:
-            text = encode_text(self.tokenizer, max_positions(self.model), body.text, settings)
+            text = encode_text(self.tokenizer, max_positions(self.model), body.content(), settings)
         job = Job(text.id, body.name, settings, time.time(), text, skipped)
         return self.queue.submit(job, self.store, self.store.get)
 
@@ -191,6 +191,7 @@ class Service:
         # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
         with self.answers.passes:
             context = compress_ids(self.model, self.tokenizer, job.text.ids, request, job.text.text, progress)
+        context.metadata["kind"] = job.settings.kind
         self.store.check_quota()  # again: other texts were stored since the request
         progress(1.0)
         stored = StoredContext.describe(job.id, job.title, context, job.settings, job.created, job.skipped)
@@ -218,7 +219,8 @@ class Service:
             StoreError: As `context` raises.
         """
         with self._tokenizing:
-            ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, after_context=bool(name))
+            kind = self.store.kind(name) if name else None
+            ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, kind)
             if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
         # Last, so that no request has a context in memory while it waits, or is refused.

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lkv.context.context import Context
 from lkv.serving.inputs import CompressionSettings
+from lkv.utils.prompts import ContextKind
 
 
 class StoredContext(BaseModel):
@@ -26,6 +27,7 @@ class StoredContext(BaseModel):
     memory: str | None = None
     model: str = ""  # digest of its fingerprint
     skipped: list[str] | None = None  # what of a file is not in its text
+    kind: ContextKind = "text"
 
     @classmethod
     def describe(
@@ -59,6 +61,7 @@ class StoredContext(BaseModel):
             memory=settings.memory,
             realised_retention=round(context.realised_retention(), 6),
             skipped=skipped,
+            kind=settings.kind,
         )
 
     def as_object(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lkv.errors import PromptError
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Messages, each with a `role`, a `content` and, of assistants, perhaps `tool_calls`.
 Conversation = Sequence[Mapping[str, Any]]
+ContextKind = Literal["text", "conversation"]
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
 # Default texts before a continuation whose preceding text is unknown.
@@ -200,10 +201,12 @@ def encode_context(
     return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
 
 
-def encode_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
-    """Tokenise everything from the end of the context, the text `before`, to where the answer begins."""
+def encode_question(
+    tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "", kind: ContextKind = "text"
+) -> list[int]:
+    """Tokenise everything from the end of a context of this kind, the text `before`, to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
-    if before and before.endswith(next_turn_parts(tokenizer)[0]):  # a conversation, whose next turn has begun
+    if kind == "conversation" and getattr(tokenizer, "chat_template", None):  # the user's turn has begun
         between = ""
     return encode_continuation(tokenizer, between + question + after, before)
 
@@ -214,14 +217,17 @@ def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str, be
     return encode_continuation(tokenizer, between + question + after, before)
 
 
-def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], after_context: bool) -> str:
+def render_messages(
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], after: ContextKind | None = None
+) -> str:
     """Render `messages`, each with a `role` and a `content`, up to where the answer begins.
 
     Args:
         tokenizer: The model's tokenizer.
         messages: The turns; the last one is the user's.
-        after_context: Return only what follows a context that begins the first user turn. System messages, which
-            can no longer come before the context, then begin that turn.
+        after: Return only what follows a context of this kind. A text begins the first user turn, a conversation ends
+            where that turn's content begins. System messages, which can no longer come before the context, begin that
+            turn.
 
     Raises:
         PromptError: For turns that the template refuses or changes.
@@ -229,16 +235,17 @@ def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[st
     turns = [dict(message) for message in messages]
     if not turns or turns[-1]["role"] != "user":
         raise PromptError("the last message must be one of the user; put the question there.")
-    if after_context:
+    if after:
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         turns = [turn for turn in turns if turn["role"] != "system"]
         first = next(turn for turn in turns if turn["role"] == "user")
         first["content"] = "\n\n".join([*system, first["content"]])
     if not getattr(tokenizer, "chat_template", None):
-        return _render_plainly(turns, after_context)
-    if not after_context:
+        return _render_plainly(turns, bool(after))
+    if not after:
         return _apply_template(tokenizer, turns)
-    text = _apply_template(tokenizer, [turns[0] | {"content": f"{_CONTEXT}\n\n{turns[0]['content']}"}, *turns[1:]])
+    start = f"{_CONTEXT}\n\n" if after == "text" else _CONTEXT
+    text = _apply_template(tokenizer, [turns[0] | {"content": start + turns[0]["content"]}, *turns[1:]])
     if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
         raise PromptError("the first message after the system's must be one of the user: it follows the context.")
     return text.split(_CONTEXT)[1]

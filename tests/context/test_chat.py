@@ -197,8 +197,8 @@ def test_a_template_without_earlier_turns_cannot_go_on(saved, monkeypatch, templ
 
 def test_without_a_template_a_system_message_begins_the_turn_after_the_context():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
-    assert render_messages(Words(), messages, after_context=True) == "\n\nQuestion: Be brief.\n\nWho?\nAnswer:"
-    assert render_messages(Words(), messages, after_context=False) == "Be brief.\n\nQuestion: Who?\nAnswer:"
+    assert render_messages(Words(), messages, after="text") == "\n\nQuestion: Be brief.\n\nWho?\nAnswer:"
+    assert render_messages(Words(), messages, after=None) == "Be brief.\n\nQuestion: Who?\nAnswer:"
 
 
 def test_a_context_and_a_chat_tell_what_they_are(model, policy):

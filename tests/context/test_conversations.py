@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tokenizers import decoders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.context.chat import Chat
@@ -39,10 +38,9 @@ QUESTION = "When was the lamp lit?"
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """A tiny model in float64 with a byte tokenizer that decodes what it encodes, and a policy."""
+    """A tiny model in float64 with a byte tokenizer, and a policy."""
     folder = save_model(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     model = AutoModelForCausalLM.from_pretrained(folder).double().eval()
     return model, tokenizer, uneven_policy(model)
 
@@ -58,7 +56,7 @@ def test_conversation_and_question_are_the_template_s_whole(parts, template):
     whole = tokenizer.apply_chat_template(
         [*TURNS, {"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
-    question = encode_question(tokenizer, QUESTION, decode_tail(tokenizer, ids))
+    question = encode_question(tokenizer, QUESTION, decode_tail(tokenizer, ids), "conversation")
     assert ids + question == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
@@ -93,7 +91,8 @@ def test_a_role_is_protected_in_all_of_its_messages_and_nowhere_else(parts):
     turns = [*TURNS[:2], {"role": "assistant", "content": "Answer in capital letters."}, *TURNS[3:]]
     ids = encode_context(tokenizer, turns)
     places = protected_tokens(tokenizer, turns, [{"role": "assistant"}])
-    assert tokenizer.decode([ids[place] for place in places]) == "Answer in capital letters.The sea was calm."
+    own = "Answer in capital letters.", "The sea was calm."
+    assert [ids[place] for place in places] == [token for text in own for token in tokenizer(text)["input_ids"]]
     assert places[0] > len(tokenizer(turns[0]["content"] + turns[1]["content"])["input_ids"])
     context = compress(model, tokenizer, turns, protect=[{"role": "assistant"}], policy=policy, retention=0.5)
     kept = kept_positions(context, read_prompt(model, torch.tensor([ids])))
@@ -134,7 +133,7 @@ def test_without_a_template_turns_are_written_plainly(parts):
     tokenizer = parts[1]
     tokenizer.chat_template = None
     turns = [turn for turn in TURNS if turn["role"] != "tool" and turn["content"]]
-    text = tokenizer.decode(encode_context(tokenizer, turns))
-    assert text == f"{turns[0]['content']}\n\nQuestion: {turns[1]['content']}\nAnswer: The sea was calm."
-    question = encode_question(tokenizer, QUESTION, text)
-    assert tokenizer.decode(question) == f"\n\nQuestion: {QUESTION}\nAnswer:"
+    text = f"{turns[0]['content']}\n\nQuestion: {turns[1]['content']}\nAnswer: The sea was calm."
+    assert encode_context(tokenizer, turns) == tokenizer(text)["input_ids"]
+    question = encode_question(tokenizer, QUESTION, text, "conversation")
+    assert question == tokenizer(f"\n\nQuestion: {QUESTION}\nAnswer:")["input_ids"]

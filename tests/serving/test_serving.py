@@ -108,9 +108,7 @@ def stock_answer(model, tokenizer, ids):
 def test_without_a_context_it_is_a_plain_chat_model(server, parts):
     model, tokenizer = parts
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    ids = tokenizer(render_messages(tokenizer, turns, False), return_tensors="pt", add_special_tokens=False)[
-        "input_ids"
-    ]
+    ids = tokenizer(render_messages(tokenizer, turns), return_tensors="pt", add_special_tokens=False)["input_ids"]
     right = stock_answer(model, tokenizer, ids)
     harmless = {"user": "me", "metadata": {"a": "b"}, "n": 1, "logit_bias": {}, "tools": None, "other": None}
     assert server.answer("", None, messages=turns, max_tokens=6, **harmless) == right
@@ -126,6 +124,47 @@ def test_turns_follow_the_context_as_the_template_writes_them(server, context, p
     ids = tokenizer(conversation, return_tensors="pt", add_special_tokens=False)["input_ids"]
     right = stock_answer(model, tokenizer, ids)
     assert server.answer("", whole, messages=[*turns, {"role": "user", "content": last}], max_tokens=6) == right
+
+
+def test_a_conversation_is_folded_and_continues(server, parts):
+    model, tokenizer = parts
+    turns = [
+        {"role": "developer", "content": "Be brief."},
+        WHO,
+        {"role": "assistant", "content": f"{TEXT} So: nobody."},
+    ]
+    protect = [{"role": "system"}, "41 boats"]
+    name = server.compressed(None, messages=turns, protect=protect, memory=None)
+    own = compress(model, tokenizer, [turns[0] | {"role": "system"}, *turns[1:]], protect=protect, **KNORM)
+    assert server.service.store.get(name).ids == own.ids
+    assert server.service.store.get(name).cache.kept_counts() == own.cache.kept_counts()
+    assert server.answer("Sure?", name) == own.ask("Sure?", 8)
+    # With everything kept it is the stock model that reads the whole conversation.
+    whole = server.compressed(None, messages=turns, retention=1.0)
+    more = [SURE, {"role": "assistant", "content": "Yes."}, WHO]
+    system = turns[0] | {"role": "system"}
+    ids = tokenizer(
+        render_messages(tokenizer, [system, *turns[1:], *more]), return_tensors="pt", add_special_tokens=False
+    )["input_ids"]
+    assert server.answer("", whole, messages=more, max_tokens=6) == stock_answer(model, tokenizer, ids)
+    # The same conversation as a text is another context.
+    assert server.compressed(tokenizer.decode(own.ids)) != name
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [WHO]}, "the conversation must end with an answer of the assistant"),
+        ({"messages": [WHO], "text": "a"}, "a context is made of a text or of messages, not of both"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [WHO, RESULT, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "other than text"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "system": "b"}, "among its messages; leave system out"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "protect": [{"role": "tool"}]}, "the role of a message"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(server, body, message):
+    status, answer = server.ask("/v1/contexts", body)
+    assert status == 400 and message in answer["error"]["message"]
 
 
 def test_the_same_text_is_one_file(server, context):

@@ -13,6 +13,7 @@ import openai
 import psutil
 import pytest
 
+from lkv.context.compression import compress
 from lkv.utils.prompts import encode, render_messages
 from tests.serving.server import until
 from tests.vllm.servers import serving
@@ -89,7 +90,7 @@ def server(lab):
 def expected(lab, context, question, tokens=12):
     """The oracle's answer to a chat."""
     messages = [{"role": "user", "content": question}]
-    ids = encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after_context=context is not None))
+    ids = encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after=None if context is None else "text"))
     return squash(lab.tokenizer.decode(lab.answer(context, ids, tokens), skip_special_tokens=True))
 
 
@@ -116,7 +117,7 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
     assert named.headers["lkv-context"] == name
     assert squash(named.parse().choices[0].message.content) == expected(lab, context, question, 16)
     usage = named.parse().usage
-    new_tokens = len(encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after_context=True)))
+    new_tokens = len(encode(lab.tokenizer, render_messages(lab.tokenizer, messages, after="text")))
     assert usage.prompt_tokens == context.tokens + new_tokens and usage.total_tokens == usage.prompt_tokens + 16
     assert usage.prompt_tokens_details.cached_tokens == context.tokens
     stream = server.client.chat.completions.create(
@@ -132,6 +133,22 @@ def test_a_stock_client_asks_a_context_in_three_ways(server, lab):
     assert squash(completion.choices[0].text) == squash(lab.tokenizer.decode(lab.answer(context, ids, 8)))
 
 
+def test_a_conversation_is_folded_and_continues(server, lab):
+    turns = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": lab.text(20)},
+        {"role": "assistant", "content": "it is a lamp"},
+    ]
+    name = server.create(None, messages=turns, protect=[{"role": "system"}])
+    options = {"policy": lab.policy, "retention": lab.settings["retention"], "protect": [{"role": "system"}]}
+    own = compress(lab.model, lab.tokenizer, turns, **options)
+    assert server.ask("how much is it?", f"tiny:{name}") == squash(own.ask("how much is it?", 12))
+    whole = encode(lab.tokenizer, render_messages(lab.tokenizer, [*turns, {"role": "user", "content": "is it ?"}]))
+    messages = [{"role": "user", "content": "is it ?"}]
+    answer = server.client.chat.completions.create(model=f"tiny:{name}", messages=messages, max_tokens=2)
+    assert answer.usage.prompt_tokens == len(whole)
+
+
 def test_beam_search_over_a_context(server, lab):
     name, context, question = server.create(lab.text(30)), lab.context(lab.text(30)), "how much is it?"
     beams = {"use_beam_search": True, "ignore_eos": True, "length_penalty": 0.0}
@@ -139,9 +156,7 @@ def test_beam_search_over_a_context(server, lab):
         model=f"tiny:{name}", messages=[{"role": "user", "content": question}], n=3, max_tokens=6, temperature=0,
         extra_body=beams,
     )  # fmt: skip
-    ids = encode(
-        lab.tokenizer, render_messages(lab.tokenizer, [{"role": "user", "content": question}], after_context=True)
-    )
+    ids = encode(lab.tokenizer, render_messages(lab.tokenizer, [{"role": "user", "content": question}], after="text"))
     want = [squash(lab.tokenizer.decode(beam, skip_special_tokens=True)) for beam in lab.beams(context, ids, 3, 6)[0]]
     assert [squash(choice.message.content) for choice in answer.choices] == want and len(set(want)) > 1
     prompt = {"prompt": "abc def", "n": 2, "max_tokens": 4, "temperature": 0, "cache_salt": "mine", **beams}

@@ -35,6 +35,7 @@ from lkv.serving.schemas import first_problem
 from lkv.serving.settings import ContextSettings
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
+from lkv.utils.prompts import ContextKind, Conversation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -129,14 +130,15 @@ class VllmContexts:
             )
         return method
 
-    def encode(self, text: str, settings: CompressionSettings) -> "NewContext":
+    def encode(self, text: str | Conversation, settings: CompressionSettings) -> "NewContext":
         """Return what the engine needs to compress `text`. Raises LkvError for a text that cannot be compressed."""
         encoded = encode_text(self.tokenizer, self.max_positions, text, settings)
         new_context = NewContext(
             id=encoded.id,
             retention=settings.retention,
             memory=settings.memory,
-            sha256=hashlib.sha256(text.encode()).hexdigest(),
+            kind=settings.kind,
+            sha256=hashlib.sha256(encoded.text.encode()).hexdigest(),
             ids=encoded.ids,
             protected=encoded.protected,
             secret=self.secret,
@@ -146,7 +148,8 @@ class VllmContexts:
 
     def settings_of(self, new_context: "NewContext") -> CompressionSettings:
         """Return the settings of a text."""
-        return self.compression._replace(retention=new_context.retention, memory=new_context.memory)
+        own = new_context
+        return self.compression._replace(retention=own.retention, memory=own.memory, kind=own.kind)
 
     def method_of(self, new_context: "NewContext") -> Method:
         """Return the method that compresses a text."""
@@ -221,6 +224,7 @@ class NewContext(BaseModel):
     id: str
     retention: float | None = None
     memory: str | None = None  # instead of the retention
+    kind: ContextKind = "text"
     sha256: str
     protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps
     name: str = Field(default="", max_length=200)
@@ -276,7 +280,7 @@ class Compression:
         contexts, new_context, cache = self._contexts, self._new_context, self._cache
         contexts.store.check_quota()  # again: other texts were stored since the request
         cache.history.ids = torch.tensor([ids], device=contexts.model.device)
-        metadata = describe_compression(cache, new_context.sha256)
+        metadata = describe_compression(cache, new_context.sha256) | {"kind": new_context.kind}
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.settings_of(new_context)
         text = new_context

@@ -274,7 +274,7 @@ async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name:
         body.setdefault("add_special_tokens", False)
         return tokens
     # vLLM looks at the messages it is given: where a part names an image, even none, it renders them itself.
-    body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, body.get("messages"))
+    body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, name, body.get("messages"))
     free = min(contexts.max_positions + 1 - tokens, server.max_length) - len(ids)
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
         body["max_completion_tokens"] = min(free, server.settings.max_tokens)
@@ -283,8 +283,8 @@ async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name:
     return tokens
 
 
-def _encode_messages(contexts: VllmContexts, messages: Any) -> tuple[list[dict[str, str]], list[int]]:
-    """Return the messages of a chat, role and text alone, and the tokens that follow a context.
+def _encode_messages(contexts: VllmContexts, name: str, messages: Any) -> tuple[list[dict[str, str]], list[int]]:
+    """Return the messages of a chat, role and text alone, and the tokens that follow the context `name`.
 
     Raises PromptError for messages that cannot be answered.
     """
@@ -299,7 +299,7 @@ def _encode_messages(contexts: VllmContexts, messages: Any) -> tuple[list[dict[s
             example = 'such as {"role": "user", "content": "..."}'
             where = f"messages.{number}.{place}".rstrip(".")
             raise PromptError(f"{where}: {problem}; a message has a role and a text, {example}.") from None
-    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, after_context=True)
+    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, contexts.store.kind(name))
     return [{"role": message["role"], "content": message["content"]} for message in plain], ids
 
 

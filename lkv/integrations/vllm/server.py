@@ -67,7 +67,7 @@ class EngineContexts:
         """Return the stored context of a text, or the job that makes it."""
         contexts = await self.contexts()
         settings = body.settings(contexts.compression)
-        new_context = await asyncio.to_thread(contexts.encode, body.text, settings)
+        new_context = await asyncio.to_thread(contexts.encode, body.content(), settings)
         if len(new_context.ids) >= self.max_length:
             raise PromptError(
                 f"the text has {len(new_context.ids)} tokens, but vLLM was started with --max-model-len "
