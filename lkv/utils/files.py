@@ -22,7 +22,7 @@ def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
             return Path(name)
     except (TypeError, UnicodeEncodeError):
         pass
-    raise error(f"{subject} is {name!r}, but it must be a path: give a str or a pathlib.Path.")
+    raise error(f"{subject} is {name!r}, but it must be a path: give the name of a file or folder.")
 
 
 def is_path(name: str) -> bool:

@@ -320,9 +320,11 @@ def test_what_cannot_be_written_is_one_sentence(model, tmp_path, place, monkeypa
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("path", ["", ".", "/"])
-def test_a_place_without_a_name_is_no_file(model, path):
-    with pytest.raises(ContextFileError, match="is a folder; give a file for the context"):
+@pytest.mark.parametrize(
+    ("path", "message"), [("", "must be a path"), (".", "is a folder; give a file"), ("/", "is a folder; give a file")]
+)
+def test_a_place_without_a_name_is_no_file(model, path, message):
+    with pytest.raises(ContextFileError, match=message):
         compress(model, Words(), TEXT, method="knorm", retention=0.4).save(path)
 
 
