@@ -77,7 +77,7 @@ FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
         (FIELD * 9 + form(b"text"), "", "has more than 8 fields"), (form(b"x")[:-6], "", "the form is incomplete"),
         (form(b"text"), "; charset=punycode", "another charset than UTF-8"),
         (FIELD + form(b"text"), "", "the form's field 'name' is no UTF-8 text"),
-        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field; the fields are messages, text, "),
+        (form(b"text").replace(b'"file"', b'"fil"'), "", "fil: there is no such field; the fields are messages, "),
         (form(b"text").replace(b'"file"', b'"fil"'), "", "and in a form file."),
         (form(b"a.txt").replace(b'; filename="a.txt"', b""), "", "'file' is no file; write file=@PATH"),
         (field("text", "text") + form(b"text"), "", "a file and a text; send one"),
