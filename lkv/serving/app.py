@@ -5,7 +5,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -88,10 +88,12 @@ def _add_chat(app: FastAPI, service: Service) -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(changed.set)
 
+        context = _find_context(service, body)
         is_gone, submitted = threading.Event(), list[Answer]()
 
         def submit() -> None:
-            submitted.append(_submit(service, body, notify))
+            messages = [message.plain() for message in body.messages]
+            submitted.append(service.ask(messages, context or "", body.sampling(), notify))
             if is_gone.is_set():
                 service.answers.cancel(submitted[0])
 
@@ -104,6 +106,7 @@ def _add_chat(app: FastAPI, service: Service) -> None:
             raise
         (answer,) = submitted
         response = _AnswerResponse(service, body, request, answer, changed)
+        add_facts(request.scope, context=context)
         return _Stream(response) if body.stream else await response.whole()
 
 
@@ -123,12 +126,12 @@ class _Stream(StreamingResponse):
             self._cancel()
 
 
-def _submit(service: Service, body: ChatRequest, notify: Callable[[], None]) -> Answer:
+def _find_context(service: Service, body: ChatRequest) -> str | None:
+    """Return the context that a chat names by its model or by the field. Raises PromptError for two different ones."""
     name = split_model_name(body.model or service.name, service.models)
     if body.context and name and body.context != name:
         raise PromptError("the fields model and context name different contexts; name one context.")
-    messages = [message.plain() for message in body.messages]
-    return service.ask(messages, body.context or name or "", body.sampling(), notify)
+    return body.context or name
 
 
 class _AnswerResponse:
@@ -141,8 +144,7 @@ class _AnswerResponse:
         self._base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._has_usage = body.stream_options is not None and body.stream_options.include_usage
         self._is_late = False
-        context = body.context or split_model_name(model, service.models)
-        add_facts(request.scope, id=self._base["id"], context=context)
+        add_facts(request.scope, id=self._base["id"])
 
     async def whole(self) -> Any:
         """Return the whole answer, once it is complete."""
