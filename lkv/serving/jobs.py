@@ -59,13 +59,14 @@ class Job:
 
 
 class JobQueue:
-    """The jobs of a server, presented to clients together with the store's contexts.
+    """The contexts of a server: those in its store, and the jobs that make others.
 
     It is thread-safe, and holds no lock while the store is read or written.
     """
 
-    def __init__(self, max_unfinished: int):
+    def __init__(self, store: ContextStore, max_unfinished: int):
         """At most `max_unfinished` texts wait or are being compressed."""
+        self.store = store
         self.is_closed = False
         self._max_unfinished = max_unfinished
         self._jobs: list[Job] = []  # deleted ones are in it until they end
@@ -95,12 +96,11 @@ class JobQueue:
             self._jobs = [job for job in self._jobs if job not in failed]
             return failed[0].title if failed else ""
 
-    def submit(self, job: Job, store: ContextStore, check: Callable[[str], Any]) -> StoredContext | Job:
+    def submit(self, job: Job, check: Callable[[str], Any]) -> StoredContext | Job:
         """Add a job, unless the context is stored or being made; the context takes the job's title.
 
         Args:
             job: The new job. It takes the title of a damaged context.
-            store: The store.
             check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
 
         Returns:
@@ -112,7 +112,7 @@ class JobQueue:
         """
         if (running := self._find_running(job)) is not None:
             return running
-        stored = store.describe(job.id)
+        stored = self.store.describe(job.id)
         if stored is not None:
             try:
                 check(job.id)
@@ -120,8 +120,8 @@ class JobQueue:
                 job.title = job.title or stored.name
             else:
                 self._forget_failed(job.id)  # before another server stored it
-                return store.rename(stored, job.title)
-        store.check_quota()
+                return self.store.rename(stored, job.title)
+        self.store.check_quota()
         with self._changed:
             if (running := self._find_running(job)) is not None:
                 return running
@@ -146,16 +146,18 @@ class JobQueue:
                 job.is_started = True
             return job
 
-    def finish(self, job: Job, store: ContextStore, stored: StoredContext | None) -> bool:
-        """End a job.
+    def finish(self, job: Job, stored: StoredContext | None) -> bool:
+        """End a job, and delete its context if the job was deleted meanwhile.
 
         Args:
             job: The job, with its error if it failed.
-            store: The store.
             stored: The context that is stored under its id now, if there is one. It takes a title that came meanwhile.
 
         Returns:
-            Whether the job was deleted, so that its context must be, too.
+            Whether the context was deleted.
+
+        Raises:
+            StoreError: If it cannot be deleted.
         """
         with self._changed:
             title = job.title
@@ -168,14 +170,14 @@ class JobQueue:
         if stored is None:
             return False
         if job.is_deleted:  # the context of a text that was sent again stays
-            return stored.created == job.created and not is_replaced
+            return stored.created == job.created and not is_replaced and self.store.delete(job.id)
         try:
-            store.rename(stored, title)
+            self.store.rename(stored, title)
         except LkvError as error:  # the context can be used all the same
             _LOG.warning("the context %s could not be renamed: %s", job.id, error)
         return False
 
-    def delete(self, name: str, store: ContextStore) -> Job | None:
+    def delete(self, name: str) -> Job | None:
         """Delete a context, and the job that makes it, if there is one.
 
         Raises UnknownContextError for neither, and StoreError if the store fails.
@@ -186,7 +188,7 @@ class JobQueue:
                 job.is_deleted = True
                 if not job.is_started or job.error is not None:
                     self._jobs.remove(job)
-        if not store.delete(name) and job is None:
+        if not self.store.delete(name) and job is None:
             raise unknown_context(name)
         return job
 
@@ -200,12 +202,12 @@ class JobQueue:
                     _LOG.warning("the server stops before a text is compressed, send it again: %s", facts)
             self._changed.notify_all()
 
-    def find(self, name: str, store: ContextStore) -> StoredContext | Job:
+    def find(self, name: str) -> StoredContext | Job:
         """Return a stored context, or the job of one that is not ready. Raises UnknownContextError."""
         job = self._find(name)
         if job is not None and job.error is None:
             return job
-        stored = store.describe(name)
+        stored = self.store.describe(name)
         if job is not None and not _is_superseded(job, stored):
             return job
         self._forget_failed(name)
@@ -213,15 +215,15 @@ class JobQueue:
             raise unknown_context(name)
         return stored
 
-    def check_ready(self, name: str, store: ContextStore) -> None:
+    def check_ready(self, name: str) -> None:
         """Raise UnknownContextError, or ContextPendingError for a pending or failed context."""
-        if isinstance(found := self.find(name, store), Job):
+        if isinstance(found := self.find(name), Job):
             raise found.pending_error()
 
-    def list_contexts(self, store: ContextStore) -> list[StoredContext | Job]:
+    def list_contexts(self) -> list[StoredContext | Job]:
         """Return the jobs, then the stored contexts without a job."""
         jobs = self.jobs()  # first: what becomes ready meanwhile is in the store
-        stored = {context.id: context for context in store.list_contexts()}
+        stored = {context.id: context for context in self.store.list_contexts()}
         current = {job.id: job for job in jobs if not _is_superseded(job, stored.get(job.id))}
         return [*current.values(), *(context for context in stored.values() if context.id not in current)]
 

@@ -14,7 +14,6 @@ from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving.jobs import Job, JobQueue
 from lkv.serving.middleware import add_facts
 from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
-from lkv.serving.store import ContextStore
 from lkv.serving.stored_context import StoredContext
 
 # Content Security Policy: same origin only, no framing.
@@ -28,8 +27,6 @@ _CONTEXT_METHODS = "contexts take GET and POST at /v1/contexts, GET and DELETE a
 class ContextServer(Protocol):
     """A server of contexts, as the routes use it."""
 
-    queue: JobQueue
-
     @property
     def models(self) -> list[str]:
         """The names of its model."""
@@ -38,8 +35,8 @@ class ContextServer(Protocol):
     def body_limit(self) -> int:
         """The largest request in bytes."""
 
-    async def open_store(self) -> ContextStore:
-        """Return the store. Raises LkvError if there can be none."""
+    async def open_queue(self) -> JobQueue:
+        """Return the contexts. Raises LkvError if there can be none."""
 
     async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Return the stored context of a text, or the job that makes it. Raises LkvError if there can be none."""
@@ -66,12 +63,12 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
-        contexts = await asyncio.to_thread(server.queue.list_contexts, await server.open_store())
+        contexts = await asyncio.to_thread((await server.open_queue()).list_contexts)
         return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def describe(name: str) -> dict[str, Any]:
-        return (await asyncio.to_thread(server.queue.find, name, await server.open_store())).as_object()
+        return (await asyncio.to_thread((await server.open_queue()).find, name)).as_object()
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:
@@ -83,7 +80,7 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
         context = split_model_name(name, server.models)
         if context is None:
             return describe_model(name)
-        found = await asyncio.to_thread(server.queue.find, context, await server.open_store())
+        found = await asyncio.to_thread((await server.open_queue()).find, context)
         return describe_model(name, found.created)
 
     @app.get("/health")  # the path of vLLM
@@ -123,7 +120,7 @@ def describe_model(name: str, created: float = 0) -> dict[str, Any]:
 
 async def describe_contexts(server: ContextServer) -> list[dict[str, Any]]:
     """Return the stored contexts as models. Raises LkvError if there is no store."""
-    stored = await asyncio.to_thread((await server.open_store()).list_contexts)
+    stored = await asyncio.to_thread((await server.open_queue()).store.list_contexts)
     return [describe_model(f"{name}:{context.id}", context.created) for name in server.models for context in stored]
 
 

@@ -68,7 +68,7 @@ class Service:
             settings.store_url, model, tokenizer, self.compression.policy, memory_bytes, settings.store_bytes
         )
         self.answers = AnswerWorker(model, tokenizer, settings.max_requests, settings.max_batch, memory_bytes)
-        self.queue = JobQueue(settings.max_texts + 1)  # one is being compressed
+        self.queue = JobQueue(self.store, settings.max_texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
         self._worker = threading.Thread(target=self._compress_all, daemon=True)
         self._worker.start()
@@ -99,9 +99,9 @@ class Service:
         """Return `is_healthy`."""
         return self.is_healthy
 
-    async def open_store(self) -> ContextStore:
-        """Return the store."""
-        return self.store
+    async def open_queue(self) -> JobQueue:
+        """Return the contexts."""
+        return self.queue
 
     async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Run `add` in a thread."""
@@ -126,18 +126,18 @@ class Service:
         with self._tokenizing:
             text = encode_text(self.tokenizer, max_positions(self.model), body.content(), settings)
         job = Job(text.id, body.name, settings, time.time(), text, skipped)
-        return self.queue.submit(job, self.store, self.store.get)
+        return self.queue.submit(job, self.store.get)
 
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
-        await asyncio.to_thread(self.queue.delete, name, self.store)
+        await asyncio.to_thread(self.queue.delete, name)
 
     def context(self, name: str) -> Context:
         """Return a stored context.
 
         Raises UnknownContextError, or ContextPendingError for one that is being compressed.
         """
-        self.queue.check_ready(name, self.store)
+        self.queue.check_ready(name)
         return self.store.get(name)
 
     def _compress_all(self) -> None:
@@ -175,8 +175,7 @@ class Service:
             _LOG.info("compressed %s", format_facts(facts))
         elif job.error is not None:
             _LOG.warning("not compressed %s", format_facts(facts | {"error": job.error}))
-        if self.queue.finish(job, self.store, stored) and stored is not None:
-            self.store.delete(job.id)  # the deletion came too early for it
+        self.queue.finish(job, stored)
 
     def _make_context(self, job: Job) -> StoredContext:
         """Compress the text of a job, and store its context. Raises _CancelledError for a cancelled job."""

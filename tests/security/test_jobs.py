@@ -135,15 +135,15 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
     first, second = make(), make()
     job = failed_job(first, monkeypatch)
-    assert first.queue.find(job.id, first.store) is job and first.queue.list_contexts(first.store) == [job]
+    assert first.queue.find(job.id) is job and first.queue.list_contexts() == [job]
     with pytest.raises(ContextPendingError, match="could not be made"):
         first.context(job.id)
     second.add(ContextRequest(text=TEXT))
     until(lambda: second.store.describe(job.id))
-    assert [stored.as_object()["status"] for stored in first.queue.list_contexts(first.store)] == ["ready"]
+    assert [stored.as_object()["status"] for stored in first.queue.list_contexts()] == ["ready"]
     assert first.context(job.id).tokens and first.queue.jobs() == []
     first.queue._jobs.append(job)
-    assert isinstance(first.queue.find(job.id, first.store), StoredContext) and first.queue.jobs() == []
+    assert isinstance(first.queue.find(job.id), StoredContext) and first.queue.jobs() == []
     first.queue._jobs.append(job)
     assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.queue.jobs() == []
 
@@ -172,7 +172,7 @@ def test_passes_that_change_rotations_take_turns(make, monkeypatch):
     with service.answers.passes:
         job = service.add(ContextRequest(text=TEXT))
         answer = service.ask([{"role": "user", "content": "Who?"}], "", SamplingParams(max_tokens=3))
-        assert not answer.done.wait(0.3) and service.queue.find(job.id, service.store) is job and job.progress == 0
+        assert not answer.done.wait(0.3) and service.queue.find(job.id) is job and job.progress == 0
     assert answer.done.wait(20) and answer.error is None
     until(lambda: not service.queue.jobs())
     assert service.context(job.id).tokens

@@ -20,7 +20,7 @@ from lkv.integrations.vllm import http
 from lkv.integrations.vllm.contexts import COMPRESS, Compression, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes, split_name
 from lkv.serving.inputs import CompressionSettings
-from lkv.serving.jobs import Job
+from lkv.serving.jobs import Job, JobQueue
 from lkv.serving.settings import ContextSettings
 from lkv.serving.stored_context import StoredContext
 from tests.serving.server import TEXT, until
@@ -92,6 +92,7 @@ def routes(contexts, store, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     routes = ContextRoutes()
     routes.max_length, routes.engine, routes.models = 2048, Engine(store), ["tiny"]
+    routes.queue = JobQueue(contexts.store, 256)
     monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
     return routes
 

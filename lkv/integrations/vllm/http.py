@@ -260,7 +260,7 @@ async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name:
         LkvError: For a request that cannot be answered.
     """
     contexts = await server.contexts()
-    await asyncio.to_thread(server.queue.check_ready, name, contexts.store)
+    await asyncio.to_thread((await server.open_queue()).check_ready, name)
     tokens = await asyncio.to_thread(contexts.tokens, name)
     contexts.remember_tokens(name, tokens)
     unused = [field for field in _UNUSED_FIELDS if body.get(field)]

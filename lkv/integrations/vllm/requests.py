@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.input_processor import InputProcessor
 
-CONTEXTS = "lkv_contexts"  # attribute of vLLM's input processor
+_CONTEXTS = "lkv_contexts"  # attribute of vLLM's input processor
 _open_lock = threading.Lock()
 
 
@@ -39,14 +39,14 @@ def front_contexts(processor: "InputProcessor") -> VllmContexts:
     from vllm.platforms import current_platform
 
     with _open_lock:
-        contexts: VllmContexts | None = getattr(processor, CONTEXTS, None)
+        contexts: VllmContexts | None = getattr(processor, _CONTEXTS, None)
         if contexts is None:
             config = processor.vllm_config
             if current_platform.is_cpu():
                 model = config.model_config
                 page_layout(model.dtype, config.cache_config.block_size, model.get_head_size())
             contexts = VllmContexts(config, torch.device("cpu"), 0)
-            setattr(processor, CONTEXTS, contexts)
+            setattr(processor, _CONTEXTS, contexts)
         return contexts
 
 
@@ -162,7 +162,7 @@ def compress(
     settings = contexts.compression.for_text(retention, memory, system, protect)
     new_context = contexts.encode(text, settings)
     job = Job(new_context.id, name, settings, time.time())
-    if JobQueue(1).submit(job, contexts.store, contexts.tokens) is not job:
+    if JobQueue(contexts.store, 1).submit(job, contexts.tokens) is not job:
         return job.id
     new_context.name = job.title
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})
