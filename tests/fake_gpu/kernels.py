@@ -21,8 +21,8 @@ _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
     (ragged.kernels, ("slice_kernel", "enter_kernel", "leave_kernel")),
     (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
-    (soft.kernels, ("forward", "query_gradient", "key_gradient")),
-    (soft.continuation_kernels, ("forward", "query_gradient", "mask_gradient")),
+    (soft.kernels, ("forward", "query_gradient", "key_gradient", "mask_gradient")),
+    (soft.kernels, ("continuation_forward", "continuation_query_gradient")),
 )
 _CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
 

@@ -18,7 +18,7 @@ from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds, full_attention_modules
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
-from lkv.methods.selectors.expected_attention import ExpectedAttention
+from lkv.methods.selectors import ExpectedAttention
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from tests.cache.helpers import RATIOS, OwnScores, score

@@ -47,7 +47,7 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     assert names == {"slice_kernel", "move_kernel", "enter_kernel", "leave_kernel"}
     training = [row["kernel"] for row in compiled(arch, dim, dtype, "training")]
     assert training[:3] == ["forward", "query_gradient", "key_gradient"]
-    assert training[3:] == ["forward", "query_gradient", "key_gradient", "mask_gradient"]
+    assert training[3:] == ["continuation_forward", "continuation_query_gradient", "key_gradient", "mask_gradient"]
 
 
 @pytest.mark.parametrize(

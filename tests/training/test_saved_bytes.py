@@ -185,7 +185,7 @@ def test_attention_saves_nothing_of_the_prompt():
     # The output, a log-sum-exp a row, and little for the tail.
     assert saved.nbytes < out.numel() * 2 + 4 * n * rows * (HEADS + KV_HEADS) + 100
     assert [x.grad.shape for x in (q, *new, log_mask)] == [x.shape for x in (q, *new, log_mask)]
-    names = ["forward", "query_gradient", "key_gradient", "mask_gradient"]
+    names = ["continuation_forward", "continuation_query_gradient", "key_gradient", "mask_gradient"]
     assert launches == names
 
 

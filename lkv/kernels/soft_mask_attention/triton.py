@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import lkv.kernels.soft_mask_attention.continuation_kernels as continuation_kernels
 import lkv.kernels.soft_mask_attention.triton_kernels as kernels
 from lkv.kernels import triton_helpers
 from lkv.utils import devices
@@ -190,7 +189,7 @@ class _ContinuationAttention(torch.autograd.Function):
         tail_mask = q.new_zeros((batch, key.shape[1], rows), dtype=torch.float32)
         saved = q, key, value, tail_mask, prompt_key, prompt_value, log_mask, owners, out, lse
         grid = (triton.cdiv(rows, tiles.forward.rows), batch * heads)
-        continuation_kernels.forward[grid](
+        kernels.continuation_forward[grid](
             *saved, **_continuation_arguments(q, key, value, prompt_key, prompt_value, scale, tiles.forward)
         )
         ctx.save_for_backward(*saved)
@@ -209,7 +208,7 @@ class _ContinuationAttention(torch.autograd.Function):
         d_mask, d_tail_mask, delta = torch.empty_like(log_mask), torch.empty_like(tail_mask), torch.empty_like(lse)
         tile = ctx.tiles.query_gradient
         arguments = _continuation_arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
-        continuation_kernels.query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
+        kernels.continuation_query_gradient[(triton.cdiv(rows, tile.rows), batch * heads)](
             *given, out, d_out, lse, delta, d_q, **arguments
         )
         tile, results = ctx.tiles.key_gradient, (d_key, d_value, d_tail_mask)
@@ -217,7 +216,7 @@ class _ContinuationAttention(torch.autograd.Function):
         if ctx.needs_input_grad[7]:
             arguments = _continuation_arguments(q, key, value, prompt_key, prompt_value, ctx.scale, tile)
             prompt_arguments = {name: x for name, x in arguments.items() if not name.startswith(("k_", "v_"))}
-            continuation_kernels.mask_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
+            kernels.mask_gradient[(triton.cdiv(columns, tile.columns), batch * kv_heads)](
                 q, prompt_key, prompt_value, log_mask, owners, d_out, lse, delta, d_mask, **prompt_arguments
             )
         return None, None, d_q, d_key, d_value, None, None, d_mask, None

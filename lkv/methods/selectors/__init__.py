@@ -1,11 +1,9 @@
 """Selectors, which rank the tokens of each head. Each class registers its own name."""
 
 from lkv.methods.base import PrecomputedScores, Selector
-from lkv.methods.selectors.criticalkv import CriticalKV
-from lkv.methods.selectors.expected_attention import ExpectedAttention
+from lkv.methods.selectors.attention import H2O, TOVA, CriticalKV, ExpectedAttention, SnapKV
 from lkv.methods.selectors.kvzip import KVzip
 from lkv.methods.selectors.lkv_t import LearnedScores
-from lkv.methods.selectors.observed_attention import H2O, TOVA, SnapKV
 from lkv.methods.selectors.without_queries import DuoWindow, KeyDiff, Knorm, Random, StreamingLLM
 
 __all__ = [
