@@ -5,7 +5,6 @@ import logging
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +19,6 @@ from lkv.kernels.softcap import cap_scores
 from lkv.utils import devices
 
 _NAMES = ("reference", "sdpa", "triton")
-
-
-class Continuations(NamedTuple):
-    """Tensors of `api.continuation_attention`."""
-
-    q: Tensor
-    key: Tensor
-    value: Tensor
-    prompt_key: Tensor
-    prompt_value: Tensor
-    log_mask: Tensor | None
-    owners: Tensor | None
 
 
 def soft_mask_attention(
@@ -71,16 +58,17 @@ def soft_mask_attention(
     scale = k.shape[3] ** -0.5 if scale is None else scale
     if softcap is not None:
         _check_capped(backend, sinks)
+    elif sinks is not None:
+        q, (k, v), log_mask = _append_sinks(q, sinks, scale), _prepend_sink(k, v), pad(log_mask, (1, 0))
+    return _attend(q, k, v, log_mask, scale, backend, softcap)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, backend: str, softcap: float | None
+) -> Tensor:
+    """Compute `soft_mask_attention` of checked arguments, without sinks."""
+    if softcap is not None:
         return _attend_capped(q, k, v, log_mask, scale, softcap)
-    if sinks is not None:
-        own = k.shape[2] - q.shape[2]
-        (older_k, own_k), (older_v, own_v) = ((x[:, :, :own], x[:, :, own:]) for x in (k, v))
-        older_mask = log_mask[..., :own]
-        given = add_sinks(Continuations(q, own_k, own_v, older_k, older_v, older_mask, None), sinks, scale)
-        q, own_k, own_v, older_k, older_v, mask, _ = given
-        assert mask is not None
-        k, v = torch.cat([older_k, own_k], 2), torch.cat([older_v, own_v], 2)
-        log_mask = torch.cat([mask, log_mask[..., own:]], -1)
     chosen = _chosen(backend, q.device, q.dtype, q.shape[3], v.shape[3])
     attend = {"reference": attend_by_formula, "sdpa": _attend_by_sdpa}.get(chosen) or _triton_module().attend
     return attend(q, k, v, log_mask, scale)
@@ -123,29 +111,28 @@ def continuation_attention(
         ValueError: As `soft_mask_attention`.
         BackendError: As `soft_mask_attention`.
     """
-    given = Continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
-    _check_continuations(given)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    given = given._replace(prompt_key=prompt_key.detach().to(q.dtype), prompt_value=prompt_value.detach().to(q.dtype))
+    _check_continuations(q, key, value, prompt_key, prompt_value, log_mask, owners)
+    rows, scale = len(q), q.shape[-1] ** -0.5 if scale is None else scale
+    prompt_key, prompt_value = prompt_key.detach().to(q.dtype), prompt_value.detach().to(q.dtype)
     if softcap is not None:
         _check_capped(backend, sinks)
     elif sinks is not None:
-        given = add_sinks(given, sinks, scale)
-    q, key, value, prompt_key, prompt_value, log_mask, owners = given
-    rows = len(q)
+        q, key = _append_sinks(q, sinks, scale), pad(key, (0, 1))
+        prompt_key, prompt_value = _prepend_sink(prompt_key, prompt_value)
+        log_mask = None if log_mask is None else pad(log_mask, (1, 0))
     if backend == "auto" and q.device.type == "cpu" and softcap is None:
-        return cpu.attend(scale, *given)
+        return cpu.attend(scale, q, key, value, prompt_key, prompt_value, log_mask, owners)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
     if softcap is None and _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
-        return _triton_module().attend_continuations(scale, *given[:5], log_mask, owners)
+        return _triton_module().attend_continuations(scale, q, key, value, prompt_key, prompt_value, log_mask, owners)
     k, v = (
         torch.cat([x.expand(rows, -1, -1, -1) if owners is None else x[owners], own], 2)
         for x, own in ((prompt_key, key), (prompt_value, value))
     )
     whole_mask = torch.cat([log_mask, log_mask.new_zeros((rows, *key.shape[1:3]))], -1)
-    return soft_mask_attention(q, k, v, whole_mask, scale, softcap=softcap, backend=backend)
+    return _attend(q, k, v, whole_mask, scale, backend, softcap)
 
 
 def _check_sequence(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor) -> None:
@@ -166,9 +153,18 @@ def _check_sequence(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor) -> None:
     _check_mask(log_mask)
 
 
-def _check_continuations(given: Continuations) -> None:
-    q, key, value, prompt_key, prompt_value, log_mask, owners = given
-    arguments = {name: x for name, x in given._asdict().items() if x is not None}
+def _check_continuations(
+    q: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prompt_key: Tensor,
+    prompt_value: Tensor,
+    log_mask: Tensor | None,
+    owners: Tensor | None,
+) -> None:
+    arguments = {"q": q, "key": key, "value": value, "prompt_key": prompt_key, "prompt_value": prompt_value}
+    arguments |= {} if log_mask is None else {"log_mask": log_mask}
+    arguments |= {} if owners is None else {"owners": owners}
     for name, x in arguments.items():
         check_tensor(name, x, {"log_mask": 3, "owners": 1}.get(name, 4))
     check_storages(**arguments)
@@ -197,25 +193,16 @@ def _check_continuations(given: Continuations) -> None:
         raise ValueError(f"owners names prompts that are not there; give numbers from 0 to {prompts - 1}.")
 
 
-def add_sinks(given: Continuations, sinks: Tensor, scale: float) -> Continuations:
-    """Return `given` with a first token of the prompts that stands for attention sinks [Hq], so that no backend knows.
-
-    With q' = [q, sink / scale], its k' = [0, 1], all other k' = [k, 0] and its v = 0.
-    """
-    q, key, value, prompt_key, prompt_value, log_mask, owners = given
+def _append_sinks(q: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """Return q' = [q, sink / scale] for `sinks` [Hq]: a channel for `_prepend_sink`, so that no backend knows sinks."""
     column = (sinks.to(torch.promote_types(q.dtype, torch.float32)) / scale).to(q.dtype)[:, None, None]
-    q = torch.cat([q, column.expand(*q.shape[:3], 1)], -1)
-    first = pad(prompt_key.new_zeros(key.shape[3]), (0, 1), value=1.0)
-    shape = (*prompt_key.shape[:2], 1, -1)
-    return Continuations(
-        q,
-        pad(key, (0, 1)),
-        value,
-        torch.cat([first.expand(shape), pad(prompt_key, (0, 1))], 2),
-        pad(prompt_value, (0, 0, 1, 0)),
-        None if log_mask is None else pad(log_mask, (1, 0)),
-        owners,
-    )
+    return torch.cat([q, column.expand(*q.shape[:3], 1)], -1)
+
+
+def _prepend_sink(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return k and v with a first token for the sinks, k' = [0, 1] and v = 0; all other k' = [k, 0]."""
+    first = pad(key.new_zeros(key.shape[3]), (0, 1), value=1.0).expand((*key.shape[:2], 1, -1))
+    return torch.cat([first, pad(key, (0, 1))], 2), pad(value, (0, 0, 1, 0))
 
 
 def _check_capped(backend: str, sinks: Tensor | None) -> None:

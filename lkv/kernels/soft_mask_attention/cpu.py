@@ -24,7 +24,7 @@ LOWEST = -1e30
 
 
 def attend(scale: float, q: Tensor, *tensors: Tensor | None) -> Tensor:
-    """As `api.continuation_attention` of the tensors of `Continuations`; scores are in float32 or better."""
+    """As `api.continuation_attention`, with its tensors from q to `owners`; scores are in float32 or better."""
     with full_precision(q.device):
         return _ContinuationAttention.apply(scale, q, *tensors)
 

@@ -167,7 +167,7 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) 
 
 
 def attend_continuations(scale: float, *tensors: Tensor) -> Tensor:
-    """As `api.continuation_attention` of all tensors of `Continuations`, where `refusal` has no objection.
+    """As `api.continuation_attention`, with its tensors from q to `owners`, where `refusal` has no objection.
 
     Nothing of the prompt is copied or differentiated, and only the continuations' own tensors and the mask are saved.
     """
