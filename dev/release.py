@@ -1,10 +1,15 @@
-"""The sdist and the wheel of a release, built from a copy: with the project's addresses, and every link absolute.
+"""Everything that a release publishes, built from a copy with the project's addresses:
+
+* the sdist and the wheel, whose README has absolute links;
+* `space/`, `custom_generate/` and `policies/NAME/`, a repository of the Hub each, and the notebook;
+* `SHA256SUMS` of all of it, headed by the revision.
 
     python dev/release.py REPOSITORY_URL [OUT]        (make release REPOSITORY=https://...)
 
 A page that shows the README elsewhere (an index) cannot follow links relative to the repository.
 """
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -60,6 +65,34 @@ def build(source: Path, out: Path) -> list[str]:
     return [run.stdout.split()[-1] for run in steps]
 
 
+def collect(source: Path, repository: str, out: Path) -> None:
+    """Write the repositories of the Hub and the notebook into `out`, with the address of the project."""
+    from lkv.policy.hub import model_card
+    from lkv.policy.policy import Policy
+    from lkv.policy.shipped import shipped_policies
+
+    examples = source / "examples"
+    for name in ("space", "custom_generate"):
+        shutil.copytree(examples / name, out / name, dirs_exist_ok=True)
+    shutil.copy(examples / "lighthouse.txt", out / "space")
+    shutil.copy(examples / "quickstart.ipynb", out)
+    for shipped in shipped_policies():
+        policy, folder = Policy.from_pretrained(shipped.folder), out / "policies" / shipped.name
+        policy.save_pretrained(folder, half=True)
+        model_card(policy, f"lkv-policies/{shipped.name}").save(folder / "README.md")
+    place = repository.removeprefix("https://github.com/")
+    for path in (out / "space" / "requirements.txt", out / "quickstart.ipynb"):
+        text = path.read_text("utf-8")
+        path.write_text(text.replace("https://github.com/OWNER/NAME", repository).replace("OWNER/NAME", place), "utf-8")
+
+
+def write_sums(out: Path, revision: str) -> None:
+    """Write the SHA-256 of every file in `out`, as `sha256sum --check` reads them."""
+    paths = sorted(path for path in out.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(out).as_posix()}" for path in paths]
+    (out / "SHA256SUMS").write_text("\n".join([f"# revision {revision}", *lines]) + "\n", "utf-8")
+
+
 def main() -> None:
     if len(sys.argv) < 2 or not sys.argv[1].startswith("https://"):
         sys.exit("give the repository's address: python dev/release.py https://HOST/OWNER/NAME [OUT]")
@@ -68,8 +101,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = copied(Path(folder) / "source")
         prepare(source, repository, version)
-        for name in build(source, out):
-            print(out / name)
+        build(source, out)
+        collect(source, repository, out)
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    write_sums(out, revision or "unknown")
+    print("\n".join(sorted(str(path) for path in out.iterdir())))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What is built is whole: the wheel carries its data and types, the sdist what its tests need."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -10,9 +11,12 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 import lkv
 from dev import release
+from lkv.policy.policy import Policy
+from lkv.policy.shipped import shipped_policies
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
@@ -66,6 +70,26 @@ def test_links_of_a_release_lead_to_its_tag_and_its_files_are_there(built):
     assert release.absolute(text, ADDRESS, "v1") == (
         f"![a]({ADDRESS}/raw/v1/x/p.png) and [b]({ADDRESS}/blob/v1/y.md#z), [c](https://d) and [e](#f)"
     )
+
+
+def test_a_release_has_what_the_hub_shows_with_the_project_s_address(tmp_path):
+    release.collect(ROOT, ADDRESS, tmp_path)
+    release.write_sums(tmp_path, "abc")
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(shipped_policies()) >= 3
+    assert {"space/app.py", "space/lighthouse.txt", "custom_generate/README.md", "quickstart.ipynb"} <= files
+    for shipped in shipped_policies():
+        name = shipped.name
+        assert {f"policies/{name}/{file}" for file in ("config.json", "policy.safetensors", "README.md")} <= files
+        card = ModelCard.load(tmp_path / "policies" / name / "README.md")
+        assert card.data.library_name == "lkv" and f"lkv-policies/{name}" in card.text
+        assert Policy.from_pretrained(tmp_path / "policies" / name).spec == shipped.spec
+    for path in (tmp_path / "quickstart.ipynb", tmp_path / "space" / "requirements.txt"):
+        assert "OWNER/NAME" not in path.read_text() and f"git+{ADDRESS}" in path.read_text()
+    first, *lines = (tmp_path / "SHA256SUMS").read_text().splitlines()
+    assert first == "# revision abc" and {line.split("  ")[1] for line in lines} == files - {"SHA256SUMS"}
+    shown = hashlib.sha256((tmp_path / "space" / "app.py").read_bytes()).hexdigest()
+    assert f"{shown}  space/app.py" in lines
 
 
 def test_the_changelog_starts_with_the_version():
