@@ -27,6 +27,7 @@ from lkv.hf.state import TokenHistory
 from lkv.kernels.ragged_attention import can_replay
 from lkv.methods.request import MAX_COUNT
 from lkv.utils import devices
+from lkv.utils.overrides import current_method
 
 # A captured step may ignore these arguments if they have these values; otherwise the model runs without the graph.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -69,7 +70,7 @@ def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int)
     """
     if type(tokens) is not int or not 1 <= tokens <= MAX_COUNT:
         raise CacheError(f"max_new_tokens is {tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}.")
-    step, plain = GraphedStep(model, cache, tokens), model.forward
+    step, plain = GraphedStep(model, cache, tokens), current_method(model, "forward")
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.methods.request import CompressionRequest
-from lkv.utils.overrides import override_method
+from lkv.utils.overrides import current_method, override_method
 
 
 class PrefillCompression:
@@ -57,7 +57,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         )
     # Load the policy once and reject invalid options before the first prompt. Streaming needs any prompt length here.
     config = CacheConfig.resolve(CompressionRequest(prompt_tokens=1, **options), model)
-    compression, generate = PrefillCompression(), model.generate
+    compression, generate = PrefillCompression(), current_method(model, "generate")
 
     @wraps(generate)  # keeps the signature, from which transformers reads the options
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:

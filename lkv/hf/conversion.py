@@ -216,12 +216,15 @@ def _check_unread(reader: Any, model: Any, missing: set[str]) -> None:
     names = get_tensor_name_map(architectures[architecture], model.config.get_text_config().num_hidden_layers)
     unread = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors if not tensor.name.startswith("rope_f")}
     # Tensors that transformers merges, such as experts, have other names: compare the number of values.
-    joined = 0
-    for name, weight in {weight.data_ptr(): (name, weight) for name, weight in model.state_dict().items()}.values():
-        if name not in missing and unread.pop(names.get_name(name, (".weight", ".bias")), None) is None:
-            joined += weight.numel()
-    if sum(unread.values()) > joined:
-        raise UnreadPartError(next(iter(unread)))
+    joined: dict[int, int] = {}
+    for name, weight in model.state_dict().items():
+        if unread.pop(names.get_name(name, (".weight", ".bias")), None) is None and name not in missing:
+            joined.setdefault(weight.data_ptr(), weight.numel())
+        else:
+            joined[weight.data_ptr()] = 0
+    if sum(unread.values()) > sum(joined.values()):
+        unknown = [name for name in unread if names.get_name(name, (".weight", ".bias")) is None]
+        raise UnreadPartError([*unknown, *unread][0])
 
 
 def add_end_tokens(model: Any, ids: list[int]) -> None:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lkv.hf.spec import unwrap_model
-from lkv.utils.overrides import override_method
+from lkv.utils.overrides import current_method, override_method
 
 
 @contextmanager
@@ -24,6 +24,8 @@ def checkpoint_layers(model: PreTrainedModel) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in layers:
             # Not `__call__`: hooks, such as those of FSDP, stay outside and run once.
-            forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            forward = partial(
+                checkpoint, current_method(layer, "forward"), use_reentrant=False, preserve_rng_state=False
+            )
             stack.enter_context(override_method(layer, "forward", forward))
         yield

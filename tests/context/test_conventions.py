@@ -1,8 +1,11 @@
 """As kvpress's users know it: a block around generate, and a pipeline of contexts and questions."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationMixin
 from transformers import pipeline as stock_pipeline
 
 import lkv
@@ -70,6 +73,19 @@ def test_a_context_is_asked_in_a_block_as_outside(model, policy):
         with pytest.raises(CacheError, match="no option nothing"):
             context.ask("what is one ?", 6, nothing=1)
     assert compression.cache is None
+
+
+def test_copies_that_are_made_in_a_block_are_stock_models(model):
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids(1, 50), **options)
+    with lkv.compress_prefill(model, method="knorm", retention=0.2) as compression:
+        compressed = model.generate(ids(1, 50), **options)
+        copies = [copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        cache = compression.cache
+        assert all(torch.equal(twin.generate(ids(1, 50), **options), expected) for twin in copies)
+        assert compression.cache is cache and torch.equal(model.generate(ids(1, 50), **options), compressed)
+    assert all(torch.equal(twin.generate(ids(1, 50), **options), expected) for twin in copies)
+    assert type(model).generate is GenerationMixin.generate
 
 
 def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):

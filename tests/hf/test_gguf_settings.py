@@ -114,6 +114,7 @@ def test_the_scaling_of_llama_3_is_named_so(tmp_path, cache, capsys):
         (YARN, decoder(), {"rope_freqs__weight": np.full(8, 2.0)}, "rope_freqs.weight"),
         ({"rope.dimension_count": 8}, decoder(), {}, "llama.rope.dimension_count"),
         ({}, decoder(), {"rope_freqs__weight": np.ones(4)}, "4 factors in rope_freqs.weight for 8 pairs"),
+        ({}, decoder(output=False), {"foo__weight": np.ones(3)}, "foo.weight"),
         ({}, decoder(), {"blk__0__attn_norm__bias": np.ones(HIDDEN)}, "blk.0.attn_norm.bias"),
         ({}, decoder("attn_q"), {"blk__1__ffn_norm__bias": np.ones(HIDDEN)}, "blk.1.ffn_norm.bias"),
         ({}, decoder(head_norms=True), {}, "blk.0.attn_q_norm.weight"),
