@@ -202,7 +202,9 @@ def test_models_that_cannot_be_loaded_are_named(model_folder, tmp_path, capsys, 
             (folder / name).unlink(missing_ok=True)
     (tmp_path / "text.txt").write_text("words " * 50)
     ask = ["ask", tmp_path / "text.txt", "why?", "--model", folder, "--method", "knorm"]
-    assert "no model could be loaded from" in refused(capsys, ask)
+    message = refused(capsys, ask)
+    assert "no model could be loaded from" in message
+    assert ("it has code of its own, which LKV never runs; give a model whose" in message) == (damage == "remote code")
 
 
 def test_an_embedded_model_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):

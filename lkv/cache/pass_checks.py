@@ -113,3 +113,25 @@ def check_pass(layers: Sequence[Any], rows: int, tokens: int, spec: ModelSpec) -
             "shorten it, or generate fewer tokens."
         )
     check_frequencies(ragged[0].model_config, ragged[0].get_seq_length(), tokens)
+
+
+def check_rewind(appended: int, kept: int, has_others: bool, is_rewindable: bool, has_copy: bool) -> None:
+    """Raise CacheError if a cache cannot go back to the end of its prompt.
+
+    Args:
+        appended: The tokens after the prompt.
+        kept: How many of them the layers still have one by one.
+        has_others: Whether the model has sliding-window or recurrent layers.
+        is_rewindable: Whether tokens after the prompt are never evicted.
+        has_copy: Whether the cache has a copy of those layers at the end of the prompt.
+    """
+    if not is_rewindable and appended and (has_others or kept < appended):
+        raise CacheError(
+            "decode_eviction=True evicts from the prompt and its answer together, so there is no way back to the end "
+            "of the prompt; continue from a fork() made before, or read without decode_eviction."
+        )
+    if has_others and not has_copy and appended:
+        raise CacheError(
+            "sliding and recurrent layers cannot go back to an end of the prompt at which no pass ended; continue "
+            "from a fork() made before."
+        )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, SharedState, list_contexts
 from lkv.cache.graphed import graphed_forward
 from lkv.cache.layer import RaggedLayer
-from lkv.cache.pass_checks import PassTracker, check_pass, take_prompt_images
+from lkv.cache.pass_checks import PassTracker, check_pass, check_rewind, take_prompt_images
 from lkv.cache.read_again import ReadAgainLayer
 from lkv.cache.tiers import check_width
 from lkv.errors import CacheError
@@ -335,13 +335,11 @@ class RaggedCache(BaseCache):
             CacheError: If some of them were evicted, or if they were read in one pass with the end of the prompt and
                 the model has sliding-window or recurrent layers.
         """
+        kept = [0 if layer.store is None else layer.store.appended_tokens for layer in self.ragged_layers]
+        appended = self.get_seq_length() - self.prompt_length
+        check_rewind(appended, min(kept), bool(self.others), self.is_rewindable, bool(self.at_prompt_end))
         if self.at_prompt_end:
             self.set_others({index: other.fork() for index, other in self.at_prompt_end.items()})
-        elif self.others and self.get_seq_length() != self.prompt_length:
-            raise CacheError(
-                "sliding and recurrent layers cannot go back to an end of the prompt at which no pass ended; continue "
-                "from a fork() made before."
-            )
         self.pass_tracker.reset()
         for layer in self.ragged_layers:
             layer.crop(layer.prompt_length - layer.get_seq_length())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import transformers
 from torch import Tensor
 from typing_extensions import override
 
@@ -91,6 +92,8 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: d
         ContextFileError: If it cannot be written.
     """
     header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
+    if cache.shared.has_states:
+        header["states_of"] = _transformers()
     tensor_file.write(path, CONTEXT_FILE, tensors, header)
 
 
@@ -103,6 +106,11 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
     try:
         if difference := model_difference(from_dict(ModelSpec, header["model"]), spec):
             raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
+        if (version := header.get("states_of", _transformers())) != _transformers():
+            raise ContextFileError(
+                f"{path} has recurrent states of transformers {version}, which {_transformers()} may lay out in "
+                "another way; load it with that version, or compress the text again."
+            )
         if policy is not None and policy.digest() != header["policy"]:
             raise ContextFileError(
                 f"{path} was compressed under another policy; load it without a policy, or compress the text again."
@@ -134,6 +142,11 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
                 f"{path} takes more memory than is free; free some, or load it for a model on another device."
             ) from error
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
+
+
+def _transformers() -> str:
+    """Return the version of transformers, without its patch number."""
+    return ".".join(transformers.__version__.split(".")[:2])
 
 
 def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:

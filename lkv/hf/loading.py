@@ -186,6 +186,8 @@ def add_turn_end(model: Any, tokenizer: Any) -> None:
 
 def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if "custom code" in reason or "trust_remote_code" in reason:
+        reason = "it has code of its own, which LKV never runs; give a model whose code is in transformers"
     if is_path(name) and not exists(name):
         reason = "there is no such folder"
     return ModelLoadError(

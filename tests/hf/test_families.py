@@ -236,6 +236,13 @@ def test_without_weights_the_rotation_of_layers_that_may_differ_is_not_taken(nam
     }
 
 
+def test_a_layer_kind_that_nobody_knows_is_refused_by_name():
+    model = build("Qwen3")
+    model.config.layer_types = ["full_attention", "spiral_attention", "full_attention"]
+    with pytest.raises(UnsupportedModelError, match=r"layers of kind \['spiral_attention'\]; LKV works with"):
+        patch_attention(model)
+
+
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_a_family_is_refused_with_its_reason(family: Family):
     present(family)

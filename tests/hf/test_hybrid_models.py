@@ -14,11 +14,12 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.context import saved_context
 from lkv.context.chat import Chat
 from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.errors import CacheError, TrainingError, UnsupportedModelError
+from lkv.errors import CacheError, ContextFileError, TrainingError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
@@ -211,10 +212,12 @@ def test_streaming_and_eviction_of_answers_equal_the_masked_model(mixed, monkeyp
     evicted = RaggedCache(mixed, method=method, decode_eviction=True, slack=3)
     expected = masked(mixed, method, text, [PROMPT, *tail], [PROMPT, PROMPT + 3, PROMPT + 7], monkeypatch)
     assert_close(read(mixed, evicted, text, [PROMPT, *tail]), expected)
+    with pytest.raises(CacheError, match=r"no way back to the end of the prompt; continue from a fork\(\) made before"):
+        evicted.rewind()
 
 
 @pytest.mark.parametrize("options", [{"retention": 0.4}, {"memory": 0.4}], ids=str)
-def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path):
+def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path, monkeypatch):
     context = compress(model, Words(), TEXT, method="knorm", **options)
     questions = ["what is one ?", "and two"]
     answers = [context.ask(question, 6, eos_token_id=None) for question in questions]
@@ -224,6 +227,10 @@ def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path):
     context.save(tmp_path / "text.kv")
     loaded = Context.load(tmp_path / "text.kv", model, Words())
     assert [loaded.ask(question, 6, eos_token_id=None) for question in reversed(questions)] == answers[::-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_context.transformers, "__version__", "5.99.1")
+        with pytest.raises(ContextFileError, match=r"states of transformers .*, which 5\.99 may lay out"):
+            Context.load(tmp_path / "text.kv", model, Words())
     with pytest.raises(CacheError, match="turns about this context could not be removed"):
         Chat(context)
     states = context.cache.other_nbytes()
