@@ -3,10 +3,8 @@
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -165,7 +163,7 @@ def test_a_file_that_another_process_writes_to_is_refused(model, policy, tmp_pat
 
 SECONDS = 300  # starting Python with transformers takes a minute on a busy machine
 WORKER = """
-import functools, sys, time
+import functools, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
@@ -173,84 +171,50 @@ from lkv.policy.policy import Policy
 from tests.fake_suite import make_examples, run, score
 
 torch.set_num_threads(1)
-folder, rank, size, pause = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-if size > 1:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=size)
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
 model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).eval()
-
 scored = set()
 
 @functools.wraps(score)
-def slowly(example, answer):
-    time.sleep(pause)
+def counted(example, answer):
     scored.add((example.task, example.number))
     return score(example, answer)
 
 policy = Policy.from_pretrained(folder / "policy")
-run(model, policy, folder / "out.jsonl", make_examples(4), score=slowly)
+run(model, policy, folder / "out.jsonl", make_examples(4), score=counted)
 (folder / f"scored{rank}").write_text(str(len(scored)))
-if size > 1:
-    torch.distributed.destroy_process_group()
+torch.distributed.destroy_process_group()
 """
 
 
-def start(folder: Path, rank: int = 0, size: int = 1, pause: float = 0.0) -> subprocess.Popen:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
-    if size > 1:
-        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    command = [sys.executable, "-c", WORKER, str(folder), str(rank), str(size), str(pause)]
-    with (folder / f"log{rank}").open("w") as log:
-        return subprocess.Popen(command, cwd=Path(__file__).parents[2], env=env, stdout=log, stderr=log)
-
-
-@pytest.fixture
-def saved(model, policy, tmp_path):
-    """A folder with model and policy for other processes, and the samples of a run that nothing interrupts."""
+@pytest.mark.slow
+def test_two_processes_share_the_samples_and_merge_the_parts_of_three(model, policy, tmp_path):
     model.save_pretrained(tmp_path / "model")
     policy.save_pretrained(tmp_path / "policy")
-    policy = Policy.from_pretrained(tmp_path / "policy")
-    return tmp_path, policy, run(model, policy, tmp_path / "whole.jsonl", make_examples(4))
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_result(model, saved):
-    folder, policy, (_, whole) = saved
-    out = folder / "out.jsonl"
-    process = start(folder, pause=0.2)
-    try:
-        end = time.monotonic() + SECONDS
-        while process.poll() is None and time.monotonic() < end:
-            if out.is_file() and out.read_bytes().count(b"\n") >= 4:
-                break
-            time.sleep(0.02)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        code = process.wait()
-    done = out.read_text()
-    assert code == -signal.SIGKILL and done.count("\n") < 9, (folder / "log0").read_text()
-    _, lines = run(model, policy, out, make_examples(4))
-    assert without_seconds(lines) == without_seconds(whole)
-    assert out.read_text().startswith(done[: done.rindex("\n") + 1])
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_samples_and_merge_the_parts_of_three(saved):
-    folder, _, (header, whole) = saved
+    header, whole = run(model, Policy.from_pretrained(tmp_path / "policy"), tmp_path / "whole.jsonl", make_examples(4))
     # Three processes were interrupted here: one had two samples, one half a line, one nothing.
-    for rank, text in enumerate([[whole[0], whole[3]], [], None]):
-        if text is not None:
-            lines = "".join(json.dumps(row) + "\n" for row in [header, *text])
-            (folder / f"out.part{rank}.jsonl").write_text(lines + ('{"key": "be' if rank else ""))
-    processes = [start(folder, rank, 2) for rank in range(2)]
+    for rank, text in enumerate([[whole[0], whole[3]], []]):
+        lines = "".join(json.dumps(row) + "\n" for row in [header, *text])
+        (tmp_path / f"out.part{rank}.jsonl").write_text(lines + ('{"key": "be' if rank else ""))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes = []
+    for rank in range(2):
+        command = [sys.executable, "-c", WORKER, str(tmp_path), str(rank)]
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (tmp_path / f"log{rank}").open("w") as log:
+            root = Path(__file__).parents[2]
+            processes.append(subprocess.Popen(command, cwd=root, env=own, stdout=log, stderr=log))
     try:
         codes = [process.wait(SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert codes == [0, 0], "\n".join((folder / f"log{rank}").read_text() for rank in range(2))
-    found, *lines = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert codes == [0, 0], "\n".join((tmp_path / f"log{rank}").read_text() for rank in range(2))
+    found, *lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert found == header and without_seconds(lines) == without_seconds(whole)
     assert (lines[0], lines[3]) == (whole[0], whole[3])
-    assert [(folder / f"scored{rank}").read_text() for rank in range(2)] == ["3", "3"]
-    assert sorted(path.name for path in folder.glob("out*")) == ["out.jsonl"]
+    assert [(tmp_path / f"scored{rank}").read_text() for rank in range(2)] == ["3", "3"]
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl"]
