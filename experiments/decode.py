@@ -141,12 +141,7 @@ def main() -> None:
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
     write_results(
-        options.out,
-        "decode",
-        rows,
-        0,
-        command_of("experiments.decode", options),
-        measured=collect_provenance(),
+        options.out, "decode", rows, 0, command_of("experiments.decode", options), measured=collect_provenance()
     )
 
 

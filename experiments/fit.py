@@ -152,11 +152,7 @@ def _kls(sample: Sample) -> dict[tuple[str, float], list[float]]:
 
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:
     """Rows of the held-out KL as it fell, on texts of the policy's own data."""
-    texts = {
-        "task": CURVE,
-        "method": f"lkv@{fit}",
-        "unit": "nats a token, KL(full || compressed)",
-    }
+    texts = {"task": CURVE, "method": f"lkv@{fit}", "unit": "nats a token, KL(full || compressed)"}
     return [
         {**texts, "seconds": point["seconds"], "trained_contexts": point["contexts"], "retention": float(name[3:]),
          "n": PROGRESS_TEXTS, "value": value, "low": None, "high": None}

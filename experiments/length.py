@@ -10,15 +10,7 @@ those of a task, one number for each length or one for all.
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common import (
-    SUBJECT,
-    method_grids,
-    parse_options,
-    per_length,
-    row_label,
-    run_cases,
-    subject_of,
-)
+from experiments.common import SUBJECT, method_grids, parse_options, per_length, row_label, run_cases, subject_of
 from experiments.fidelity import measure, summarise
 from experiments.heldout import HeldOut, cases_by_length, cut_targets
 from experiments.report.figures import finish_figure, method_styles, new_figure, save_figure
@@ -51,14 +43,7 @@ def main() -> None:
 
     growing = ("contexts", "tokens", "tasks")
     rows = run_cases(
-        "experiments.length",
-        options,
-        options.name,
-        cases,
-        measure_case,
-        rows_of_samples,
-        subject.policy,
-        growing,
+        "experiments.length", options, options.name, cases, measure_case, rows_of_samples, subject.policy, growing
     )
     draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 

@@ -64,14 +64,7 @@ def main() -> None:
 
     growing = ("contexts", "tokens", "tasks")
     rows = run_cases(
-        "experiments.memory",
-        options,
-        "memory",
-        cases,
-        measure_case,
-        rows_of_samples,
-        subject.policy,
-        growing,
+        "experiments.memory", options, "memory", cases, measure_case, rows_of_samples, subject.policy, growing
     )
     draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 

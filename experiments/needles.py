@@ -14,15 +14,7 @@ from pathlib import Path
 import torch
 
 from experiments.bootstrap import bootstrap
-from experiments.common import (
-    SUBJECT,
-    method_grids,
-    parse_options,
-    per_length,
-    rows_of,
-    run_cases,
-    subject_of,
-)
+from experiments.common import SUBJECT, method_grids, parse_options, per_length, rows_of, run_cases, subject_of
 from experiments.heldout import make_needles
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt

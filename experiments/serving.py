@@ -110,11 +110,7 @@ def throughput_row(
 
 
 def latency_rows(
-    worker: AnswerWorker,
-    contexts: Sequence[Context],
-    length: int,
-    concurrency: Sequence[int],
-    about: dict[str, Any],
+    worker: AnswerWorker, contexts: Sequence[Context], length: int, concurrency: Sequence[int], about: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Seconds of an answer (median, 95th percentile) and tokens a second, by how many ask at once."""
     rows = []

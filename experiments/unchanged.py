@@ -7,7 +7,6 @@ Exits with 1 where anything differs: kept indices must be equal, numbers within 
 """
 
 import argparse
-import contextlib
 import io
 import json
 import os
@@ -17,7 +16,6 @@ import tarfile
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -90,17 +88,9 @@ def differences(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor], t
     return lines
 
 
-def import_either(*modules: str) -> Any:
-    """Return the first of `modules` that exists: packages of other revisions have another layout."""
-    for name in modules:
-        with contextlib.suppress(ModuleNotFoundError):
-            return import_module(name)
-    raise ModuleNotFoundError(f"none of {', '.join(modules)} can be imported")
-
-
 def probe(kind: str, samples: int) -> dict[str, torch.Tensor]:
     """Every result by its name, with the package that is imported."""
-    methods = import_either("lkv.methods.registry", "lkv.methods.catalogue").METHODS
+    from lkv.methods.registry import METHODS as methods  # noqa: N811
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -134,8 +124,8 @@ def compressing(
     """What gives the context of `text` under a method at a retention. `once`: a method that needs no second pass evicts
     from what was read before, because reading takes nearly all of the time."""
     import lkv
+    from lkv.hf.prompt_kv import read_prompt
 
-    read_prompt = import_either("lkv.hf.prompt_kv", "lkv.integrations.transformers.prefill").read_prompt
     full = lkv.compress(model, tokenizer, text, method="full")
     prompt = read_prompt(model, torch.tensor([full.ids]), queries=True) if once else None
 
@@ -158,7 +148,7 @@ def kept_and_predicted(
     compressed: Compressing, methods: Iterable[str], title: str, text: str, path: Path
 ) -> dict[str, torch.Tensor]:
     """The indices that each method keeps of a text, layer by layer and head by head, and what it then predicts."""
-    prompt_error: type[Exception] = import_module("lkv.errors").PromptError
+    from lkv.errors import PromptError
 
     results: dict[str, torch.Tensor] = {}
     full: list[Any] = list(compressed("full", 1.0).cache.layers)
@@ -166,7 +156,7 @@ def kept_and_predicted(
         name = f"{method} at {retention:g}, {title}"
         try:
             context = compressed(method, retention)
-        except prompt_error:  # the text is too short for what the method always keeps
+        except PromptError:  # the text is too short for what the method always keeps
             results[f"{name}: refused"] = torch.ones(1, dtype=torch.int64)
             continue
         context.save(path)
@@ -193,20 +183,16 @@ def fidelity(
     model: Any, tokenizer: Any, policy: Any, methods: list[str], texts: list[str], out: Path
 ) -> dict[str, torch.Tensor]:
     """All that an evaluation writes of each method, retention and text."""
-    example = import_either("lkv.evaluation.example", "lkv.evals.example").Example
-    runner = import_either("lkv.evaluation.runner", "lkv.evals.runner")
+    from lkv.evaluation.example import Example
+    from lkv.evaluation.runner import EvaluationConfig, evaluate
 
     fields: dict[str, Any] = {"suite": "longbench", "task": "code", "question": _QUESTION, "answer_prefix": ""}
     fields |= {"max_new_tokens": 8, "metric": "qa_f1"}
     examples = [
-        example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
+        Example(number=number, context=text, answers=(text[40:100],), **fields) for number, text in enumerate(texts)
     ]
-    options: dict[str, Any] = {"policy": policy, "pattern": pattern_of(model)}
-    if hasattr(runner, "EvaluationConfig"):
-        config = runner.EvaluationConfig(methods, RETENTIONS, **options)
-        runner.evaluate(model, tokenizer, examples, config, out)
-    else:
-        runner.evaluate(model, tokenizer, examples, methods, RETENTIONS, out, timed=0, **options)
+    config = EvaluationConfig(methods, RETENTIONS, policy=policy, pattern=pattern_of(model))
+    evaluate(model, tokenizer, examples, config, out)
     results: dict[str, torch.Tensor] = {}
     for line in out.read_text(encoding="utf-8").splitlines()[1:]:
         sample = json.loads(line)
@@ -219,7 +205,7 @@ def fidelity(
 
 def training(folder: Path) -> dict[str, torch.Tensor]:
     """The policies of two steps of training, with the paper's scorer and with every term."""
-    command = import_either("lkv.cli.main", "lkv.commands.main").main
+    from lkv.cli.main import main as command
 
     (folder / "data").mkdir()
     for number in range(40):
@@ -229,19 +215,9 @@ def training(folder: Path) -> dict[str, torch.Tensor]:
     for preset in ("cpu", "paper-cpu"):
         out = folder / preset
         words = ["train", "--preset", preset, "--model", str(folder / "model"), "--data", str(folder / "data")]
-        words += [
-            "--out",
-            str(out),
-            "--steps",
-            "2",
-            "--min-tokens",
-            "100",
-            "--max-tokens",
-            "300",
-            "--continuations",
-            "2",
-        ]
-        if command([*words, "--batch", "2"]):
+        words += ["--out", str(out), "--batch", "2", "--steps", "2", "--continuations", "2"]
+        words += ["--min-tokens", "100", "--max-tokens", "300"]
+        if command(words):
             raise RuntimeError("the training was refused")
         policy = load_file(out / "policy" / "policy.safetensors")
         results |= {f"trained by {preset}: {name}": tensor for name, tensor in policy.items()}
@@ -262,8 +238,7 @@ def tiny(folder: Path) -> tuple[Any, Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     import lkv
-
-    ScorerInputs = import_either("lkv.policy.scorer_inputs", "lkv.config").ScorerInputs  # noqa: N806
+    from lkv.policy.scorer_inputs import ScorerInputs
 
     torch.manual_seed(0)
     letters = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

@@ -91,14 +91,7 @@ def main() -> None:
         return rows
 
     run_cases(
-        "experiments.variants",
-        options,
-        "variants",
-        cases,
-        measure,
-        summarise,
-        policy,
-        growing=("contexts", "tokens"),
+        "experiments.variants", options, "variants", cases, measure, summarise, policy, growing=("contexts", "tokens")
     )
 
 

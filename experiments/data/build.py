@@ -22,13 +22,7 @@ from lkv.errors import DataError
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
-from lkv.training.data.public_datasets import (
-    PUBLIC_DATASETS,
-    DatasetIndex,
-    digest_of,
-    index_folder,
-    sha256_of,
-)
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, digest_of, index_folder, sha256_of
 from lkv.training.data.samples import Sample, tokenize_sample
 from lkv.training.datasets import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.utils.data_files import read_json, read_records
@@ -105,10 +99,7 @@ def build_dataset(
         "seed": config.seed,
         "asked": {"train": config.samples, "heldout": config.held_out},
         "bounds": [config.min_tokens, config.max_tokens],
-        "tokenizer": {
-            "name": strip_parent_dirs(model_name),
-            "sha256": tokenizer_digest(tokenizer),
-        },
+        "tokenizer": {"name": strip_parent_dirs(model_name), "sha256": tokenizer_digest(tokenizer)},
         "decontamination": overlap and {"n": config.words, "share": config.share, "files": overlap.files},
     }
     check_same_settings(config.out, plan)  # before rows are downloaded, which would replace those of that build
@@ -172,8 +163,7 @@ def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None
     hub = HUB_SOURCES[name]
     rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
     print(
-        f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}",
-        file=sys.stderr,
+        f"{name}: drawing {rows:,} rows over all of {hub.repository}, {PUBLIC_DATASETS[name].licence}", file=sys.stderr
     )
     path, commit = download_rows(name, config.out / "fetched", rows, load)
     origin = f"{hub.repository} at {commit}, {', '.join(hub.splits)}"

@@ -58,13 +58,7 @@ class ProfileRun:
 class Profiler:
     """Measures methods on one model; its rows are flat JSON."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        name: str,
-        policy: Policy | None,
-        settings: ProfileSettings,
-    ):
+    def __init__(self, model: PreTrainedModel, name: str, policy: Policy | None, settings: ProfileSettings):
         """Prepare the causal language model `model`, which the rows call `name`."""
         self._model, self._name, self._settings, self._device = model, name, settings, model.device
         self._spec = patch_attention(model).spec

@@ -88,10 +88,7 @@ class Table:
     def rows(self) -> list[tuple[Any, dict[str, Any]]]:
         """Each row: its first cell, which states method, label, group, source, retention, and its cells by column."""
         return [
-            (
-                next(cells.itertuples()),
-                {cell.column: cell for cell in cells.dropna(subset="value").itertuples()},
-            )
+            (next(cells.itertuples()), {cell.column: cell for cell in cells.dropna(subset="value").itertuples()})
             for _, cells in self.cells.groupby("row", sort=False)
         ]
 

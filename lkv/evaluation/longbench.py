@@ -21,14 +21,7 @@ from huggingface_hub import hf_hub_download
 from lkv.errors import DataError
 from lkv.evaluation.example import Example
 from lkv.evaluation.metrics import require_rouge
-from lkv.utils.data_files import (
-    Row,
-    read_member,
-    read_records,
-    replace_lone_surrogates,
-    require_texts,
-    split_lines,
-)
+from lkv.utils.data_files import Row, read_member, read_records, replace_lone_surrogates, require_texts, split_lines
 
 # The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
 CATEGORIES = {

@@ -7,13 +7,7 @@ validation are derived from them.
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, model_validator
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 

@@ -43,13 +43,7 @@ from lkv.training.heldout import (
     read_text,
 )
 from lkv.training.loop import TimeBudget, TrainingLoop
-from lkv.training.warm_start import (
-    WARM_START_TOKENS,
-    RegressionTargets,
-    calibrate,
-    fit_to_targets,
-    regression_targets,
-)
+from lkv.training.warm_start import WARM_START_TOKENS, RegressionTargets, calibrate, fit_to_targets, regression_targets
 from lkv.utils.devices import dtype_name, is_out_of_memory, release
 from lkv.utils.durations import format_duration
 

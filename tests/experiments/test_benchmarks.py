@@ -14,17 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import (
-    common,
-    decode,
-    fit,
-    gpu_model,
-    gpu_tiers,
-    heldout,
-    instructions,
-    memory,
-    tiers,
-)
+from experiments import common, decode, fit, gpu_model, gpu_tiers, heldout, instructions, memory, tiers
 from experiments.common import RESULTS, Subject, per_length
 from experiments.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from experiments import readme
+from experiments.common import RESULTS
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
@@ -64,3 +65,14 @@ def test_the_readme_is_one_screen_and_a_dozen_numbers():
     text = re.sub(r"```.*?```|<!--.*?-->|`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)", " ", page, flags=re.DOTALL)
     words = [word for word in re.split(r"[\s|/:;()]+", text) if re.fullmatch(r"\d[\d.,]*%?,?", word)]
     assert len(page.splitlines()) <= 100 and len(words) <= 12, words
+
+
+def test_the_list_of_experiments_names_programs():
+    page = (RESULTS.parent / "README.md").read_text(encoding="utf-8").partition("Which command makes which file")[2]
+    lines = re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE)[1:]
+    names = [name for line in lines for name in re.findall(r"`(\w+)", line)]
+    assert len(names) > 25
+    for name in names:
+        folder = RESULTS.parent / name
+        script = folder / "__main__.py" if folder.is_dir() else folder.with_suffix(".py")
+        assert '__name__ == "__main__"' in script.read_text(encoding="utf-8"), name

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from lkv.context.document_reader import read_document
 from lkv.errors import DataError, DocumentError, MissingPackageError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
-from lkv.utils.data_files import (
-    Row,
-    read_records,
-    read_text,
-    replace_lone_surrogates,
-    require_field,
-    require_texts,
-)
+from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, require_texts
 from lkv.utils.extras import install_command
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 

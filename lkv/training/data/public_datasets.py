@@ -68,9 +68,7 @@ def check_data_folder(folder: Path) -> None:
 
 
 def index_folder(
-    folder: Path,
-    datasets: Collection[str] = tuple(PUBLIC_DATASETS),
-    skip_unknown: bool = False,
+    folder: Path, datasets: Collection[str] = tuple(PUBLIC_DATASETS), skip_unknown: bool = False
 ) -> DatasetIndex:
     """Classify every file below a folder, of which the sets `datasets` are used.
 

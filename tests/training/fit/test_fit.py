@@ -16,13 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lkv
 from lkv.cli.main import main
 from lkv.cli.options import check_policy_exists
-from lkv.errors import (
-    DataError,
-    PolicyFileError,
-    PolicyMismatchError,
-    TrainingError,
-    UnsupportedModelError,
-)
+from lkv.errors import DataError, PolicyFileError, PolicyMismatchError, TrainingError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.policy import lookup
