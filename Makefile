@@ -22,7 +22,7 @@ rehearse-llama rehearse-qwen: rehearse-%: install
 	$(BIN)/python -m experiments.runs.rehearse --only $* $(if $(OUT),--out "$(OUT)/$*")
 
 .DEFAULT_GOAL := test
-.PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check unchanged gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
+.PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -78,12 +78,6 @@ check: install
 	$(BIN)/codespell
 	$(BIN)/lint-imports --no-logo --no-cache
 	! git grep -nE '^(<<<<<<< |>>>>>>> )'  # what a merge left
-
-# Whether kept indices, logits, fidelity and a short training are those of another revision: make unchanged BASE=REVISION.
-BASE ?= HEAD
-unchanged: install
-	$(BIN)/python experiments/unchanged.py $(BASE)
-	$(BIN)/python experiments/unchanged.py $(BASE) --model embedded
 
 # On a machine with a GPU: correctness against float64, then the times, into gpu-results/NAME-OF-THE-GPU; under 15 minutes.
 # Interrupted, it begins again; GPU_MODEL is the shape (random weights) whose steps are timed, by default as the GPU is large.
