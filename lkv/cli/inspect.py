@@ -208,20 +208,15 @@ def _answer(
     from lkv.context.compression import compress
     from lkv.context.inspection import MethodAnswer
     from lkv.methods.registry import FULL, POLICY, method_label
+    from lkv.utils.progress import ProgressBar
 
     answers: dict[str, list[MethodAnswer]] = {question: [] for question in options.question}
     methods = tuple(dict.fromkeys((FULL, options.method, *options.against)))
-    plural = "s" * (len(answers) > 1)
     log(
-        f"{len(answers)} question{plural}, {len(methods)} methods: each reads the text again, "
+        f"{len(answers)} question{'s' * (len(answers) > 1)}, {len(methods)} methods: each reads the text again, "
         f"{format_duration(seconds)}, and writes up to {options.max_new_tokens} tokens an answer"
     )
-    started = time.perf_counter()
-    for number, method in enumerate(methods):
-        title = "Full cache" if method == FULL else method_label(method)
-        left = (time.perf_counter() - started) / max(1, number) * (len(methods) - number)
-        remaining = f"; {format_duration(left)} left" if number else ""
-        log(f"{number + 1} of {len(methods)}, {title}: reading, then {len(answers)} answer{plural}{remaining}")
+    for method in ProgressBar(methods, desc="answering", unit=" methods", leave=False):
         context = compress(
             model,
             tokenizer,
@@ -230,6 +225,7 @@ def _answer(
             policy=policy if POLICY in find_needs(method) else None,
             **({} if method == FULL else budget),
         )
+        title = "Full cache" if method == FULL else method_label(method)
         size = (title, context.realised_retention(), context.nbytes(), context.full_nbytes())
         for question, row in answers.items():
             row.append(MethodAnswer(*size, context.ask(question, options.max_new_tokens)))
