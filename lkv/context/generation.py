@@ -228,6 +228,8 @@ def decode_answer(tokenizer: Any, ids: list[int]) -> str:
 def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
     """Return the text that `answer(**options of generate)` generates in another thread, piece by piece.
 
+    White space at its ends is left out, as in `decode_answer`.
+
     The thread has ended when the iterator is exhausted or closed; its exceptions are raised here.
     """
     texts = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -244,7 +246,14 @@ def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     try:
-        yield from filter(None, texts)
+        held = ""  # white space that ends the text so far
+        is_begun = False
+        for piece in texts:
+            text = held + piece if is_begun else piece.lstrip()
+            is_begun = is_begun or bool(text)
+            held = text[len(text.rstrip()) :]
+            if words := text.rstrip():
+                yield words
     finally:
         stop.requested.set()
         thread.join()

@@ -144,11 +144,20 @@ def _load(
     try:
         with adapted_threads(torch.device("cpu")):
             loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
-                path, dtype=dtype, use_safetensors=True, output_loading_info=True, **placement, **hub
+                path,
+                dtype=dtype,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **placement,
+                **hub,
             )
         model, report = loaded
         if missing := report["missing_keys"]:  # transformers initialises them randomly
             raise ValueError(f"its weights lack {min(missing)!r}, {len(missing)} tensors of the model in all")
+        if mismatched := report["mismatched_keys"]:
+            tensor, shape, expected = min(mismatched)
+            raise ValueError(f"its tensor {tensor!r} has the shape {list(shape)}, but the model's is {list(expected)}")
         if not placement and device is not None:
             model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
