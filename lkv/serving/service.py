@@ -217,8 +217,8 @@ class Service:
             BusyError: If too many requests are open.
             StoreError: As `context` raises.
         """
+        kind = self.store.kind(name) if name else None  # not under the lock: a store may be slow
         with self._tokenizing:
-            kind = self.store.kind(name) if name else None
             ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, kind)
             if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
