@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lkv.cache.ragged_store import PLAIN, Softmax
 from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
@@ -193,16 +194,14 @@ class SharedState:
 class LayerContext:
     """The context of one layer: its index among the evicting layers, its RoPE, attention sinks and cap of scores.
 
-    `rotation` is None if LKV cannot undo the layer's RoPE, `sinks` [Hq] is None without attention sinks, `softcap` is
-    None without a cap.
+    `rotation` is None if LKV cannot undo the layer's RoPE.
     """
 
     index: int
     config: CacheConfig
     shared: SharedState
     rotation: Rotation | None
-    sinks: Tensor | None = None
-    softcap: float | None = None
+    softmax: Softmax = PLAIN
 
     def prompt_kv(self, key: Tensor, value: Tensor, scale: float, queries: Tensor | None) -> LayerKV:
         """Return a prompt, or a part of it, with the properties of the layer.
@@ -214,7 +213,7 @@ class LayerContext:
             queries: Queries of the last tokens, [B, Hq, n, d]; None without.
         """
         rotation = self.prompt_rotation
-        return LayerKV(key, value, scale, queries, rotation=rotation, sinks=self.sinks, softcap=self.softcap)
+        return LayerKV(key, value, scale, queries, rotation=rotation, **self.softmax._asdict())
 
     @property
     def prompt_rotation(self) -> Rotation | None:
@@ -225,7 +224,10 @@ class LayerContext:
 def list_contexts(config: CacheConfig, shared: SharedState, patched: PatchedModel) -> list[LayerContext]:
     """Return the context of each evicting layer of a new cache."""
     pairs = enumerate(zip(patched.rotations, patched.sinks, strict=True))
-    return [LayerContext(index, config, shared, *own, patched.softcap) for index, own in pairs]
+    return [
+        LayerContext(index, config, shared, rotation, Softmax(sinks, patched.softcap))
+        for index, (rotation, sinks) in pairs
+    ]
 
 
 def mean_entries(counts: Tensor) -> int:

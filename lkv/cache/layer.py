@@ -210,12 +210,12 @@ class RaggedLayer(AttentionCacheLayer):
         store = self.store
         if query.dtype != store.dtype or key.dtype != store.dtype:
             query, key, value = (x.to(store.dtype) for x in (query, key, value))
-        appended, softmax = store.appended_tokens, (self._context.sinks, self._context.softcap)
+        appended, softmax = store.appended_tokens, self._context.softmax
         try:
             if padding is not None:
-                out = extend_padded(store, query, key, value, scale, padding, *softmax)
+                out = extend_padded(store, query, key, value, scale, padding, softmax)
             else:
-                out = store.extend(query, key, value, scale, self._context.shared.buffers, *softmax)
+                out = store.extend(query, key, value, scale, self._context.shared.buffers, softmax)
         except BaseException:
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
@@ -313,7 +313,7 @@ class RaggedLayer(AttentionCacheLayer):
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
-            self.base_length, self._padding, scale, context.prompt_rotation, context.softcap,
+            self.base_length, self._padding, scale, context.prompt_rotation, context.softmax.softcap,
         )  # fmt: skip
         return context.config.method.selector.score_stored(context.index, stored)
 

@@ -1,6 +1,6 @@
 """Stores of one layer's KV entries, with a separate number of entries for each (batch row, KV head)."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,18 @@ from typing_extensions import override
 from lkv.kernels.ragged_attention import RaggedKV, append, append_and_attend, ragged_attention
 from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
+
+Buffers = dict[Any, Any] | None  # work space of attention, see `append_and_attend`
+
+
+class Softmax(NamedTuple):
+    """What a layer's softmax has beside its scale: attention sinks [Hq], and the cap of scores."""
+
+    sinks: Tensor | None = None
+    softcap: float | None = None
+
+
+PLAIN = Softmax()
 
 
 class KVStore(Protocol):
@@ -48,14 +60,7 @@ class KVStore(Protocol):
         """Drop scores and positions, because no eviction follows."""
 
     def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: dict[Any, Any] | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
     ) -> Tensor:
         """Append new k and v to the free slots, then attend over all entries.
 
@@ -67,14 +72,13 @@ class KVStore(Protocol):
             value: [B, H, T, dv].
             scale: The attention scaling factor.
             buffers: As in `append_and_attend`.
-            sinks: As in `append_and_attend`, [Hq].
-            softcap: As in `append_and_attend`.
+            softmax: The layer's sinks and cap.
 
         Returns:
             The attention output, [B, Hq, T, dv].
         """
 
-    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
         """Attend as `extend` from tokens that are the last entries already: [B, Hq, T, dv]."""
 
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
@@ -187,23 +191,18 @@ class RaggedStore(KVStore):
 
     @override
     def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: dict[Any, Any] | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
     ) -> Tensor:
         kv = self.attention_view()
-        out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks, softcap=softcap)
+        out = append_and_attend(
+            query, key, value, kv, scale, buffers=buffers, sinks=softmax.sinks, softcap=softmax.softcap
+        )
         self.count_appended(key.shape[2])
         return out
 
     @override
-    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
-        return ragged_attention(query, self.attention_view(), scale, sinks=sinks, softcap=softcap)
+    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
+        return ragged_attention(query, self.attention_view(), scale, sinks=softmax.sinks, softcap=softmax.softcap)
 
     @override
     def drop_scores(self) -> None:
@@ -346,39 +345,30 @@ def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor
 
 
 def extend_padded(
-    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor,
-    sinks: Tensor | None = None, softcap: float | None = None,
-) -> Tensor:  # fmt: skip
+    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor, softmax: Softmax
+) -> Tensor:
     """Append and attend as `store.extend`, row by row.
 
     Args:
         store: The entries.
-        query: As in `KVStore.extend`, as are `key`, `value`, `scale`, `sinks` and `softcap`.
+        query: As in `KVStore.extend`, as are `key`, `value`, `scale` and `softmax`.
         key: New keys.
         value: New values.
         scale: The attention scaling factor.
         padding: The new tokens that are not appended and get outputs of 0, bool [B, T] on the CPU.
-        sinks: Attention sinks.
-        softcap: The cap of attention scores.
+        softmax: The layer's sinks and cap.
     """
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     for row, real in enumerate(tokens):
         store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
     store.count_appended(padding.shape[1], padding)
-    return attend_padded(store, query, scale, padding, sinks, softcap)
+    return attend_padded(store, query, scale, padding, softmax)
 
 
-def attend_padded(
-    store: KVStore,
-    query: Tensor,
-    scale: float,
-    padding: Tensor,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def attend_padded(store: KVStore, query: Tensor, scale: float, padding: Tensor, softmax: Softmax) -> Tensor:
     """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
-    kv = store.attention_view()
+    kv, (sinks, softcap) = store.attention_view(), softmax
     out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)

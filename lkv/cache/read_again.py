@@ -87,7 +87,7 @@ class ReadAgainLayer(RaggedLayer):
     def _read_parts(self, query: Tensor, scale: float, stock: Callable[[], Tensor]) -> Tensor:
         """Compute attention [B, n, Hq, dv] from the last n tokens of the pass."""
         outs: list[Tensor] = []
-        end, softmax = query.shape[2], (self._context.sinks, self._context.softcap)
+        end, softmax = query.shape[2], self._context.softmax
         for tokens, store, padding in reversed(self._parts):
             rows, end = query[:, :, max(0, end - tokens) : end], max(0, end - tokens)
             if store is None:
@@ -95,9 +95,9 @@ class ReadAgainLayer(RaggedLayer):
             elif rows.shape[2]:
                 own = rows.to(store.dtype)
                 if padding is None:
-                    out = store.attend(own, scale, *softmax)
+                    out = store.attend(own, scale, softmax)
                 else:
-                    out = attend_padded(store, own, scale, padding[:, -rows.shape[2] :], *softmax)
+                    out = attend_padded(store, own, scale, padding[:, -rows.shape[2] :], softmax)
                 outs.append(out.to(query.dtype).transpose(1, 2))
         return torch.cat(outs[::-1], 1)
 

@@ -70,14 +70,14 @@ class SharedLayer(AttentionCacheLayer):
     ) -> Tensor:
         """Compute attention over the prompt and over the later tokens, merged by log-sum-exp."""
         assert self._key is not None and self._value is not None and self._prompt.store is not None
-        context, (batch, _, new, _) = self._prompt.context, query.shape
+        (sinks, softcap), (batch, _, new, _) = self._prompt.context.softmax, query.shape
         query, key, value = query.to(self._value.dtype), self._key, self._value
         visible = expand_mask(mask, new, key.shape[2], key.device)
-        new_output, new_lse = masked_attention(query, key, value, visible, scale, context.softcap)
+        new_output, new_lse = masked_attention(query, key, value, visible, scale, softcap)
         # All rows attend to the prompt as new tokens of one row, so that it is read only once.
         rows = query.transpose(0, 1).flatten(1, 2)[None]
         rows = rows.to(self._prompt.store.dtype)
-        out, lse = self._prompt.store.attend_compressed(rows, scale, context.softcap)
+        out, lse = self._prompt.store.attend_compressed(rows, scale, softcap)
         out, lse = (x[0].unflatten(1, (batch, new)).transpose(0, 1) for x in (out.to(query.dtype), lse))
         out, lse = merge_attention(out, lse, new_output, new_lse)
-        return (out if context.sinks is None else join_sinks(out, lse, context.sinks)).transpose(1, 2)
+        return (out if sinks is None else join_sinks(out, lse, sinks)).transpose(1, 2)

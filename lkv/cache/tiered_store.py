@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
+from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, Softmax, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, dequantize, quantize, rotation, to_dtype
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
@@ -150,29 +149,24 @@ class TieredStore(KVStore):
 
     @override
     def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: dict[Any, Any] | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
     ) -> Tensor:
         kv = self._pools()
         if can_attend_quantized(query, kv, key, value):
-            out = append_and_attend(query, key, value, kv, scale, buffers=buffers, sinks=sinks, softcap=softcap)
+            out = append_and_attend(
+                query, key, value, kv, scale, buffers=buffers, sinks=softmax.sinks, softcap=softmax.softcap
+            )
             self.count_appended(key.shape[2])
             return out
         append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
         self.count_appended(key.shape[2])
-        return self.attend(query, scale, sinks, softcap)
+        return self.attend(query, scale, softmax)
 
     @override
-    def attend(self, query: Tensor, scale: float, sinks: Tensor | None = None, softcap: float | None = None) -> Tensor:
+    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
         kv = self._pools()
         kv = kv if can_attend_quantized(query, kv) else self.attention_view()
-        return ragged_attention(query, kv, scale, sinks=sinks, softcap=softcap)
+        return ragged_attention(query, kv, scale, sinks=softmax.sinks, softcap=softmax.softcap)
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
