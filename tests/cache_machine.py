@@ -291,7 +291,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rewind()
         ids = self.rows[0].ids
         about = {"method": "knorm", "memory": None, "retention": 0.5, "budget_tokens": None, "bits": self.bits}
-        about |= {"policy": None, "protected_tokens": None, "text_sha256": ""}
+        about |= {"policy": None, "protected_tokens": None, "text_sha256": "", "kind": "text"}
         context = Context(self.model, Words(), list(ids), self.cache, about)
         with tempfile.TemporaryDirectory() as folder:
             context.save(Path(folder) / "context.kv")
