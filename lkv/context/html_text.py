@@ -316,7 +316,7 @@ class _Renderer:
 
     def _render_formula(self, tag: str, children: list["LexborNode"]) -> list[_Step]:
         def write_operand(text: str) -> None:
-            self.text.write_verbatim(text if re.fullmatch(r"[\w.,]+", text) else f"({text})")
+            self.text.write_verbatim(text if re.fullmatch(r"[\d.,]+|\w", text) else f"({text})")
 
         first, rest = children[:1], children[1:]
         if tag == "mfrac":

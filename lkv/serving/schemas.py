@@ -59,6 +59,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
 }
 
 
