@@ -138,13 +138,20 @@ def test_kvzip_repeats_the_images_themselves(family):
     repeated = slice(0, text.shape[1])
     found = replay(model, prompt, layers, request + text[0].tolist(), repeated=repeated).last_hidden_state
     both = torch.cat([text, torch.tensor([request]), text], 1)
+    # Without a mask older versions of transformers take positions that repeat for those of packed texts.
+    mask = torch.ones_like(both)
     if prompt.positions is None:
         twice = {name: torch.cat([x, x], 1) for name, x in images.items()}
     else:  # the second pass counts on from the prompt's positions
         twice = {name: torch.cat([x, x]) for name, x in images.items() if name != "mm_token_type_ids"}
         more = prompt.positions.max() + 1 + torch.arange(both.shape[1] - text.shape[1])
         twice["position_ids"] = torch.cat([prompt.positions, more.expand(3, 1, -1)], 2)
-    assert_close(found, model.model(input_ids=both, **twice, use_cache=False).last_hidden_state[:, text.shape[1] :])
+    assert_close(
+        found,
+        model.model(input_ids=both, attention_mask=mask, **twice, use_cache=False).last_hidden_state[
+            :, text.shape[1] :
+        ],
+    )
 
 
 def test_tiers_keep_the_memory_budget_with_images(family, model, tmp_path):
