@@ -140,7 +140,7 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.compression import check_length, compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
         from lkv.policy.lookup import default_policy
-        from lkv.utils.prompts import encode_context
+        from lkv.utils.prompts import encode_context, strip_end
 
         policy = self.load_policy()
         model, tokenizer = self.load_model()
@@ -149,7 +149,7 @@ class Ask(PolicyOptions, RunOptions):
         chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
-        tokens = len(encode_context(tokenizer, text))
+        tokens = len(encode_context(tokenizer, strip_end(tokenizer, text)))
         check_length(model, tokens)  # before the time that it would take is printed
         with show_reading(model, tokens, readings):
             context = compress(

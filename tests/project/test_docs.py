@@ -187,7 +187,7 @@ def test_the_notebook_finds_what_its_text_says(tmp_path):
     ).execute()
     printed = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
     assert printed.count("is 5308.") == 4 and printed.count("Ingrid Solberg") == 2
-    assert "1704 tokens: 3.9 of 78.5 MB" in printed
+    assert "1703 tokens: 3.9 of 78.5 MB" in printed
 
 
 def test_every_method_is_named_and_no_file_that_is_not_there():
