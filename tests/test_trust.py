@@ -45,7 +45,7 @@ def test_an_answer_is_not_interrupted_by_its_own_streamer(model, policy):
 
     class Asking(TextStreamer):
         def put(self, value):
-            with pytest.raises(CacheError, match="is answering already"):
+            with pytest.raises(CacheError, match="is already generating an answer"):
                 context.ask("and you ?")
             answers.append(context.fork().ask("who ?", 3))
 

@@ -56,7 +56,7 @@ class Context:
         tokenizer: Its tokenizer.
         ids: Token ids of the text, the chat template before it included.
         cache: The RaggedCache, or the FullCache of an uncompressed context.
-        metadata: How the text was compressed; saved with the context. Only its kind for an uncompressed one.
+        metadata: How the text was compressed; saved with the context. An uncompressed context has only `kind`.
         answer_tokens: Tokens of the last answer, or of all answers of a batch.
         is_truncated: Whether the last answer, or one of a batch, was cut off at its maximum length.
     """
@@ -109,8 +109,8 @@ class Context:
 
         Args:
             question: The question, without any chat template.
-            max_new_tokens: The maximum number of new tokens. Defaults to the value in a `generation_config`, else 128,
-                limited by the model's context length.
+            max_new_tokens: The maximum number of new tokens. Defaults to that of a `generation_config` that you pass,
+                else to 128 or, if fewer fit into the model's context, to what fits.
             stream: Print the answer while it is generated.
             **generation: Options of `model.generate`; greedy decoding by default.
 
@@ -135,8 +135,8 @@ class Context:
     def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
         """Answer several questions in one batch, with the same answers as `ask`; arguments and errors as in `ask`.
 
-        All rows share one copy of the compressed text. Questions are answered one by one for an uncompressed context,
-        for a model with sliding or recurrent layers, and with decode_eviction.
+        All rows share one copy of the compressed text. Questions are answered one at a time if the context is
+        uncompressed, the model has sliding-window or recurrent layers, or `decode_eviction` or assisted decoding is on.
         """
         if isinstance(questions, str) or not isinstance(questions, Iterable) or not (questions := list(questions)):
             raise PromptError("batch_ask takes a list of questions, at least one; for a single one use ask().")
@@ -228,7 +228,7 @@ class Context:
         It is the context's own cache, cropped to the text before and after, or a copy if it cannot be cropped.
 
         Args:
-            keeps_slots: Whether to keep the free slots of the block's tokens for the next block.
+            keeps_slots: Whether slots allocated in the block stay allocated after it.
         """
         with self._exclusive():
             if not self.cache.is_rewindable:
@@ -323,7 +323,9 @@ class Context:
         """Allow one thread at a time; raise CacheError for a nested use by the same thread."""
         with self._lock:
             if self._is_answering:
-                raise CacheError("this context is answering already; ask a fork() of it from within an answer.")
+                raise CacheError(
+                    "this context is already generating an answer. To ask from within a callback, use context.fork()."
+                )
             check_same_adapters(self._adapters, read_adapters(unwrap_model(self.model)))
             self._is_answering = True
             try:

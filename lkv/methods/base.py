@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 ROUNDING = 1e-6
 _BLOCK = 256  # attention rows computed at a time
 SINKS, RECENT = 128, 256  # first and most recent tokens that a streaming head of DuoAttention keeps
-# The sources of the inputs of `MethodInputs`, for error messages.
+# How to provide the inputs of `MethodInputs`, for error messages.
 INPUT_SOURCES = {
-    "policy": "one with policy=Policy.from_pretrained(...)",
-    "model": "the model to resolve_method, or the method's name to RaggedCache or compress",
-    "layers": "the model to resolve_method, or the method's name to RaggedCache or compress",
-    "pattern": "one with pattern=read_pattern(file, L, H), or pattern=estimate_pattern(model, texts)",
-    "tokenizer": "the method's name to compress, which has one",
+    "policy": "pass policy=Policy.from_pretrained(...)",
+    "model": "pass the model to resolve_method, or pass the method by name to RaggedCache or lkv.compress",
+    "layers": "pass the model to resolve_method, or pass the method by name to RaggedCache or lkv.compress",
+    "pattern": "pass pattern=read_pattern(file, L, H) or pattern=estimate_pattern(model, texts)",
+    "tokenizer": "pass the method by name to lkv.compress, which has the tokenizer",
 }
 
 
@@ -50,7 +50,7 @@ class MethodInputs:
         """Return the input `name`. Raises LkvError if it is missing."""
         value = getattr(self, name)
         if value is None:
-            raise LkvError(f"the method needs a {name}; give {INPUT_SOURCES[name]}.")
+            raise LkvError(f"the method needs {name!r}, which is missing; {INPUT_SOURCES[name]}.")
         return value
 
 
@@ -161,8 +161,9 @@ class Selector(Buildable, ABC):
     Attributes:
         reads_queries: whether it reads `prompt.query`.
         last_queries: the number of the prompt's last queries it reads; None for all.
-        is_local: whether a token's score depends only on its own k and v, so that eviction is possible during prefill:
-            `score_on_arrival`, completed by `score_at_eviction`.
+        is_local: whether a token's score needs no other token: only its own k and v, its position and the length of the
+            text. Then chunks can be evicted from during prefill: `score_on_arrival` computes what is final,
+            `score_at_eviction` the rest.
         has_second_pass: whether it needs the whole prefilled prompt before it scores (`for_prompt`).
         refines: whether its ranking depends on how many tokens each head keeps (`refine`).
     """
@@ -338,9 +339,10 @@ class FixedBudget(Budget):
 
 @dataclass(frozen=True)
 class TierBudget:
-    """One tier of a method: the entries that `budget` keeps beyond better tiers, stored in `precision`.
+    """One tier of a method.
 
-    `target` is the budget's target; None if the method has only this tier.
+    `budget` counts the entries of this and all better tiers together; those that no better tier has are stored in
+    `precision`. `target` is the budget's target; None if the method has only this tier.
     """
 
     precision: Precision
@@ -360,7 +362,7 @@ def tier_counts(
     count: Callable[[Budget], list[list[int]]],
     protected: int = 0,
 ) -> list[list[list[int]]]:
-    """Count the entries that each row and head has in each tier and all better ones.
+    """Count the entries of each row and head, cumulative over the tiers from the best on.
 
     Args:
         tiers: the tiers, best first.

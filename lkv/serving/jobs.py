@@ -24,8 +24,8 @@ class Job:
     title: str
     settings: CompressionSettings
     created: float
-    text: EncodedText | None = None  # where this process compresses it, until it has
-    skipped: list[str] | None = None  # what of a file is not in its text
+    text: EncodedText | None = None  # set while this process has to compress it
+    skipped: list[str] | None = None  # parts of an uploaded file that its text leaves out
     progress: float = 0.0
     error: str | None = None
     is_started: bool = False
@@ -97,10 +97,12 @@ class JobQueue:
             return failed[0].title if failed else ""
 
     def submit(self, job: Job, check: Callable[[str], Any]) -> StoredContext | Job:
-        """Add a job, unless the context is stored or being made; the context takes the job's title.
+        """Add a job, unless the context is stored or being compressed.
+
+        Then only the context's title is updated, if the job has one.
 
         Args:
-            job: The new job. It takes the title of a damaged context.
+            job: The new job. Without a title it gets that of the damaged context or failed job that it replaces.
             check: Raises ContextFileError or UnknownContextError for a context that cannot be used.
 
         Returns:
@@ -119,14 +121,19 @@ class JobQueue:
             except (ContextFileError, UnknownContextError):
                 job.title = job.title or stored.name
             else:
-                self._forget_failed(job.id)  # before another server stored it
+                self._forget_failed(job.id)  # from before another server stored the context
                 return self.store.rename(stored, job.title)
         self.store.check_quota()
         with self._changed:
             if (running := self._find_running(job)) is not None:
                 return running
-            if self.is_closed or sum(other.error is None for other in self._jobs) >= self._max_unfinished:
-                raise BusyError("as many texts as this server takes wait to be compressed; send this one again later.")
+            if self.is_closed:
+                raise BusyError("the server is stopping; send the text again when it runs.")
+            if sum(other.error is None for other in self._jobs) >= self._max_unfinished:
+                raise BusyError(
+                    f"{self._max_unfinished} texts are waiting or being compressed, as many as are allowed; send this "
+                    "one again later."
+                )
             failed_title = self._forget_failed(job.id)
             job.title = job.title or failed_title
             self._jobs.append(job)
@@ -151,7 +158,8 @@ class JobQueue:
 
         Args:
             job: The job, with its error if it failed.
-            stored: The context that is stored under its id now, if there is one. It takes a title that came meanwhile.
+            stored: The context stored under the job's id, if any. It is renamed if the job's title changed during
+                the compression.
 
         Returns:
             Whether the context was deleted.
@@ -169,7 +177,7 @@ class JobQueue:
             is_replaced = self._find(job.id) is not None
         if stored is None:
             return False
-        if job.is_deleted:  # the context of a text that was sent again stays
+        if job.is_deleted:  # a context whose text was sent again is kept
             return stored.created == job.created and not is_replaced and self.store.delete(job.id)
         try:
             self.store.rename(stored, title)

@@ -271,7 +271,7 @@ def test_budgets_that_may_keep_more_are_refused(model, method, exact):
 
 
 def test_memory_needs_a_model():
-    with pytest.raises(LkvError, match="the method needs a model; give the model to resolve_method"):
+    with pytest.raises(LkvError, match="the method needs 'model', which is missing; pass the model to resolve_method"):
         resolve_method("knorm", memory=0.1)
 
 

@@ -207,7 +207,7 @@ def test_shares_are_even_disjoint_and_complete(count, size):
 def test_wrong_configs_are_refused_before_anything_runs(model, policy, tmp_path):
     one = make_examples(1)
     for arguments, error, message in (
-        ((one, ["duo"], [0.3]), LkvError, "needs a pattern"),
+        ((one, ["duo"], [0.3]), LkvError, "needs 'pattern', which is missing"),
         ((one, ["lkw"], [0.3]), LkvError, "did you mean 'lkv'"),
         ((one, ["lkv"], [1.5]), RetentionError, "must lie in"),
         (([],), DataError, "no samples"),

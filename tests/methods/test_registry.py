@@ -60,7 +60,7 @@ def test_one_decorated_class_adds_a_selector_and_one_a_budget(own_registry):
 
     spec = parse_method("half+first-keys")
     assert spec.label == "First keys, Half budgets" and spec.needs == (registry.QUERIES,)
-    with pytest.raises(LkvError, match="the method needs a layers; give the model"):
+    with pytest.raises(LkvError, match="the method needs 'layers', which is missing; pass the model"):
         resolve_method("half+first-keys")
     assert resolve_method("uniform+first-keys").selector.index == 3
     with pytest.raises(LkvError, match="the name 'half' is taken"):

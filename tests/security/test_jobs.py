@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from lkv.errors import ContextPendingError, StoreError
+from lkv.errors import BusyError, ContextPendingError, StoreError
 from lkv.hf.spec import inspect_model
 from lkv.serving import answer_queue
 from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import encode_text
-from lkv.serving.jobs import Job
+from lkv.serving.jobs import Job, JobQueue
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.stored_context import StoredContext
 from tests.security.conftest import ready
@@ -55,6 +55,21 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     assert service.queue.jobs() == [second]
     service._compress(second)
     assert service.queue.jobs() == []
+
+
+def test_a_full_queue_and_a_stopping_one_refuse_a_text_for_different_reasons(make):
+    service = make()
+    queue = JobQueue(service.store, 2)
+    for name in ("a", "b"):
+        queue.submit(Job(name, "", service.compression, 0.0), refuse)
+    with pytest.raises(BusyError, match="2 texts are waiting or being compressed, as many as are allowed; send this"):
+        queue.submit(Job("c", "", service.compression, 0.0), refuse)
+    queue.jobs()[0].error = "failed"  # failed jobs do not count
+    queue.submit(Job("c", "", service.compression, 0.0), refuse)
+    queue.close()
+    with pytest.raises(BusyError, match="the server is stopping; send the text again"):
+        queue.submit(Job("d", "", service.compression, 0.0), refuse)
+    assert [job.id for job in queue.jobs()] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("is_written", [True, False])

@@ -53,7 +53,7 @@ class ContextRoutes(EngineContexts):
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, and the middleware that rewrites requests about contexts."""
         arguments: Any = getattr(app.state, "args", None)
-        # Else pages in a browser on this machine could reach contexts, by a name of their own for its address.
+        # Without this check, a web page could reach the contexts by DNS rebinding.
         is_local = getattr(arguments, "host", None) in LOOPBACK and arguments.allowed_origins in ([], ["*"])
         has_key = bool(getattr(arguments, "api_key", None) or os.environ.get("VLLM_API_KEY"))
         app.add_middleware(ContextMiddleware, server=self, is_local=is_local, has_key=has_key)
@@ -75,7 +75,7 @@ class ContextRoutes(EngineContexts):
         def stop(*arguments: Any, **options: Any) -> None:
             """vLLM calls this at SIGINT and SIGTERM, in a thread; running answers have the time that it takes."""
             shutdown(*arguments, **options)
-            # Else some requests wait for an engine that has ended, until uvicorn cuts them off.
+            # Otherwise requests that wait for the dead engine would hang until uvicorn cancels them.
             with suppress(RuntimeError):  # the event loop has ended too
                 loop.call_soon_threadsafe(engine_client.output_processor.propagate_error, EngineDeadError())
 
@@ -92,7 +92,7 @@ class ContextMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] == "lifespan" and (server := getattr(scope["app"].state, "server", None)):
-            # Else a request whose engine has ended keeps the server from ending.
+            # Otherwise a request whose engine has died would block the shutdown.
             server.config.timeout_graceful_shutdown = _SHUTDOWN_SECONDS
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -114,10 +114,14 @@ class ContextMiddleware:
             await self._app(scope, receive, send)
 
     def _refuse(self, scope: Scope, path: str) -> JSONResponse | None:
-        """Return the response to clients and pages from elsewhere, and to those without the key; None for others."""
-        # vLLM asks for the key below /v1 and on few other paths, but answers chats on /invocations as well.
+        """Return the response that refuses a request about contexts; None if it is allowed.
+
+        With a key set, every path outside /v1 is refused, because vLLM does not check the key on all of them. On a
+        server for this machine only, requests to another host name or from another page are refused.
+        """
+        # vLLM checks the key under /v1 and on few other paths, but answers chats on /invocations as well.
         if self._has_key and not path.startswith("/v1/"):
-            message = "contexts are asked below /v1 alone, with the key; ask /v1/chat/completions."
+            message = "contexts are available under /v1 only, where the API key is checked; use /v1/chat/completions."
             return refusal(401, message, "invalid_api_key")
         return refuse_foreign(Headers(scope=scope), True) if self._is_local else None
 
@@ -143,8 +147,8 @@ class ContextMiddleware:
     ) -> None:
         """Pass a question about a context on, rewritten.
 
-        The answer is counted, and names the context in a header: vLLM ignores a misspelt field. Where the context was
-        lost while the question waited, vLLM reports an internal error, which is replaced.
+        A response header names the context, so that clients notice a misspelt field, which vLLM would ignore. If the
+        context was lost while the request waited, vLLM's internal error is replaced by the cause.
         """
         is_replaced = False
 
@@ -273,7 +277,7 @@ async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name:
     if path == COMPLETIONS:
         body.setdefault("add_special_tokens", False)
         return tokens
-    # vLLM looks at the messages it is given: where a part names an image, even none, it renders them itself.
+    # Plain text only: if a content part mentions an image, even a null one, vLLM renders the messages itself.
     body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, name, body.get("messages"))
     free = min(contexts.max_positions + 1 - tokens, server.max_length) - len(ids)
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
@@ -304,7 +308,10 @@ def _encode_messages(contexts: VllmContexts, name: str, messages: Any) -> tuple[
 
 
 class AnswerEditor:
-    """Sends an answer on, JSON or a stream of events with a usage, after `change` has changed it in place."""
+    """Forwards a JSON answer, or those events of a stream that have a usage, after `change` has edited it in place.
+
+    Other messages are forwarded unchanged.
+    """
 
     def __init__(self, send: Send, change: Callable[[dict[str, Any]], None]):
         self._send, self._change = send, change

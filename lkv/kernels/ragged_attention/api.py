@@ -1,4 +1,6 @@
-"""Attention over the ragged cache (Sec. 4.5): arguments are checked and a backend is chosen here, and nowhere else.
+"""Attention over the ragged cache (Sec. 4.5): the public functions.
+
+They check their arguments (`arguments.py`) and choose a backend.
 
 Names of shapes: B batch rows, Hq query heads, Hkv KV heads, Tq new tokens, d and dv channels of k and v, P entries of
 the pools, which hold the spans of all heads one after another.
@@ -28,7 +30,7 @@ from lkv.utils import devices
 
 BACKENDS = ("cpp", "loop", "reference", "triton")
 _FUSED = ("cpp", "triton")  # fused append and attention, also over codes and in a basis
-_READ_IN_BASIS = ("cpp",)  # attend in a basis where nothing is appended
+_READ_IN_BASIS = ("cpp",)  # backends whose `attend` applies the basis itself
 # The most query rows per span for which "auto" uses "cpp": for more, a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
 
@@ -56,12 +58,12 @@ def ragged_attention(
         scale: What scores are multiplied by, usually d ** -0.5.
         backend: "auto" uses "triton" on CUDA, or "loop" if Triton cannot run (the reason is logged once); on a CPU
             "cpp" if it can run and there are few query rows, else "loop". An explicit backend, also "reference", never
-            falls back. Only "loop" waits for the device; "cpp" and "triton" have no gradients.
+            falls back. "loop" and "reference" synchronise with the device; "cpp" and "triton" have no gradients.
         causal: If False the k and v of the new tokens lie elsewhere, and each of the Tq sees the whole span.
         lse: Whether to also return the log-sum-exp of the scores, for `merge_attention`.
         sinks: Attention sinks [Hq], see `join_sinks`; not together with `lse`.
-        softcap: Scores become softcap * tanh(scores / softcap) before the softmax. A basis must then have a mean of 0,
-            because capped scores do not keep their differences.
+        softcap: Scores become softcap * tanh(scores / softcap) before the softmax. With it, `kv.basis.mean`
+            must be 0: subtracting a mean shifts all scores of a query, which changes capped ones.
 
     Returns:
         Outputs [B, Hq, Tq, dv] in the dtype of `q`, and if `lse` their log-sum-exp [B, Hq, Tq] in float32 (float64
@@ -102,7 +104,7 @@ def append_and_attend(
 ) -> Tensor:  # fmt: skip
     """Append the k and v of new tokens to the spans, then attend as `ragged_attention` does: a decode step.
 
-    Updates the pools and `kv.lens` in place, so that each replay of a CUDA graph appends once more.
+    Updates the pools and `kv.lens` in place: every replay of a CUDA graph appends its tokens.
 
     Args:
         q: Queries [B, Hq, Tq, d].
@@ -126,7 +128,7 @@ def append_and_attend(
     chosen = _choose(backend, q, kv, key, value)
     if not q.numel():
         return q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
-    # Sinks need the log-sum-exp, which the fused backends do not return.
+    # Sinks need the log-sum-exp, which the fused `append_and_attend` does not return.
     if chosen in _FUSED and sinks is None:
         return _module(chosen).append_and_attend(q, key, value, kv, scale, buffers, softcap)
     if chosen not in _FUSED:
