@@ -70,7 +70,7 @@ def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
     def choose(*_: Any) -> str:  # a plain function: a Mock would be part of the time
         return backend
 
-    with mock.patch.object(api, "_chosen", choose) if backend != "auto" else nullcontext():
+    with mock.patch.object(api, "_available_backend", choose) if backend != "auto" else nullcontext():
         model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
 
 
@@ -91,7 +91,7 @@ def rows_at(
     cache.fill(prompt)
     query = torch.randn(1, cache.spec.heads, 1, cache.spec.head_dim).to(model.dtype)
     assert cache.ragged_layers[0].store is not None
-    automatic = api._choose("auto", query, cache.ragged_layers[0].store.attention_view())
+    automatic = api._select_backend("auto", query, cache.ragged_layers[0].store.attention_view())
     methods = {"lkv": automatic} | ({"lkv, loop": "loop"} if automatic != "loop" else {})
 
     def full(form: str) -> None:

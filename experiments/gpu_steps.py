@@ -169,7 +169,7 @@ def decode_rows(bench: Bench, tokens: int, batch: int) -> Iterator[Row]:
 
     def graphed_step(by_memory: bool) -> Step:
         step = GraphedStep(bench.model, find_cache(given(by_memory)), bench.slots)
-        reason = step.refusal((), given(by_memory)) or step.capture(bench.model.forward, given(by_memory))
+        reason = step.unsupported_reason((), given(by_memory)) or step.capture(bench.model.forward, given(by_memory))
         if reason:
             raise LkvError(reason)
         return partial(step.replay, given(by_memory))

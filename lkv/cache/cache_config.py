@@ -13,7 +13,7 @@ from lkv.hf.masks import PaddingReader
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.hf.state import PatchedModel
-from lkv.methods.base import TierBudget, check_numbers
+from lkv.methods.base import TierBudget, check_no_nan
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION
@@ -184,7 +184,7 @@ class SharedState:
             checks = self.pending_nan_checks + flags
             self.pending_nan_checks.clear()
             try:
-                check_numbers(selector, checks)
+                check_no_nan(selector, checks)
             except CacheError:
                 self.nan_flags.clear()
                 raise

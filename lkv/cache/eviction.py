@@ -17,7 +17,7 @@ from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods import compensation
-from lkv.methods.base import check_shape, not_numbers, tier_counts
+from lkv.methods.base import check_shape, contains_nan, tier_counts
 from lkv.methods.budgets import Budget, drop_tokens
 from lkv.utils.devices import stack_to_device
 
@@ -45,7 +45,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         part = prompt.select(rows, slice(first, None))
         scores = check_shape(selector, selector.scores(index, part), part.key)
         if not is_checked_late:
-            shared.pending_nan_checks.append(not_numbers(scores))
+            shared.pending_nan_checks.append(contains_nan(scores))
         contested = drop_tokens(scores, protected)
 
         def count(budget: Budget, scores: Tensor = contested) -> list[list[int]]:
@@ -109,7 +109,7 @@ def evict_entries(
         check_scores()
         return kept_entries
     if table.numel():
-        shared.pending_nan_checks.append(not_numbers(table))
+        shared.pending_nan_checks.append(contains_nan(table))
     check_scores()
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)

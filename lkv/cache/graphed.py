@@ -78,7 +78,7 @@ def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int)
             return plain(*args, **kwargs)
         if len(args) == 1:
             return forward(input_ids=args[0], **kwargs)
-        reason = step.refusal(args, kwargs) or step.capture(plain, kwargs)
+        reason = step.unsupported_reason(args, kwargs) or step.capture(plain, kwargs)
         if reason is None:
             return step.replay(kwargs)
         step.report(reason)
@@ -96,15 +96,15 @@ class GraphedStep:
     def __init__(self, model: PreTrainedModel, cache: ReplayableCache, tokens: int):
         """`tokens`: the free slots of each head when the step is captured."""
         self._cache, self._tokens = cache, tokens
-        self._refusal = _lasting_refusal(model, cache)
+        self._permanent_reason = _permanent_reason(model, cache)
         self._reported: set[str] = set()
         self._stores: list[KVStore] | None = None
 
-    def refusal(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    def unsupported_reason(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         """Return why this call cannot be replayed, in one sentence, or None."""
         cache, ids = self._cache, kwargs.get("input_ids")
-        if self._refusal is not None:
-            return self._refusal
+        if self._permanent_reason is not None:
+            return self._permanent_reason
         if not cache.prompt_length:
             return "a prompt is being read."
         if args or ids is None or ids.shape[1] != 1:
@@ -154,8 +154,10 @@ class GraphedStep:
                 self._replay, self._output = devices.capture(step, ids.device)
                 self._stores = stores
         except Exception as error:
-            self._refusal = f"it could not be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
-        return self._refusal
+            self._permanent_reason = (
+                f"it could not be captured ({type(error).__name__}: {str(error).splitlines()[0][:200]})."
+            )
+        return self._permanent_reason
 
     def replay(self, kwargs: dict[str, Any]) -> Any:
         """Replay the step for one more token and return the model's output."""
@@ -189,7 +191,7 @@ def _is_default(name: str, value: Any) -> bool:
     return value is None or (isinstance(value, int) and value in _DEFAULTS.get(name, ()))
 
 
-def _lasting_refusal(model: PreTrainedModel, cache: ReplayableCache) -> str | None:
+def _permanent_reason(model: PreTrainedModel, cache: ReplayableCache) -> str | None:
     """Return why no step of `cache` can be captured, in one sentence; None if it can."""
     weights = next(model.parameters())
     if not devices.can_capture(weights.device):

@@ -75,8 +75,8 @@ class RaggedLayer(AttentionCacheLayer):
         return self._buffer is None and not self._context.config.request.streaming and not torch.is_grad_enabled()
 
     @property
-    def is_reading_prompt(self) -> bool:  # type: ignore[override]
-        """Whether no eviction has happened yet."""
+    def is_before_eviction(self) -> bool:  # type: ignore[override]
+        """Whether the layer has not evicted yet."""
         return self.store is None
 
     @property

@@ -137,7 +137,7 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.document_reader import read_document
 
         text = read_document(self.words[0])
-        from lkv.context.compression import check_length, compress
+        from lkv.context.compression import check_fits_model, compress
         from lkv.methods.registry import FULL, POLICY, SECOND_PASS
         from lkv.policy.lookup import default_policy
         from lkv.utils.prompts import encode_context, strip_end
@@ -150,7 +150,7 @@ class Ask(PolicyOptions, RunOptions):
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
         tokens = len(encode_context(tokenizer, strip_end(tokenizer, text)))
-        check_length(model, tokens)  # before the time that it would take is printed
+        check_fits_model(model, tokens)  # before the time that it would take is printed
         with show_reading(model, tokens, readings):
             context = compress(
                 model,

@@ -113,7 +113,7 @@ def _describe_model(name: str) -> str:
     from lkv.hf.loading import load_model
     from lkv.hf.progress import estimate_reading_seconds, full_cache_nbytes
     from lkv.methods.registry import methods
-    from lkv.policy.lookup import estimate_fit_minutes, fit_refusal
+    from lkv.policy.lookup import estimate_fit_minutes, fit_unsupported_reason
     from lkv.policy.model_match import model_difference
     from lkv.utils.devices import dtype_name
     from lkv.utils.durations import format_duration
@@ -124,7 +124,10 @@ def _describe_model(name: str) -> str:
     matching = [policy for policy in stored if model_difference(policy.spec, spec) is None]
     if matching:
         return "\n\n".join(map(_describe_policy, matching))
-    fit = fit_refusal(model) or f"`lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
+    fit = (
+        fit_unsupported_reason(model)
+        or f"`lkv fit {name} --minutes {estimate_fit_minutes(model)}` makes one on this machine"
+    )
     free = ", ".join(method for method, described in methods().items() if not described.needs_policy)
     return (
         f"There is no policy for {name} ({spec.architecture}, {spec.layers} layers of {spec.kv_heads} KV heads).\n"

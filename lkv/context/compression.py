@@ -160,7 +160,7 @@ def compress_ids(
         PromptError: For a text that is too long, or too short for the budget.
         LkvError: As `RaggedCache` raises for its arguments.
     """
-    check_length(model, len(ids))
+    check_fits_model(model, len(ids))
     chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
     if chunk is not None and images:
@@ -204,8 +204,8 @@ def _read_in_full(model: PreTrainedModel, tensor: Tensor, chunk: int | None, ima
     return full
 
 
-def check_length(model: PreTrainedModel, tokens: int) -> None:
-    """Raise PromptError for a text of more tokens than the model reads beside a question."""
+def check_fits_model(model: PreTrainedModel, tokens: int) -> None:
+    """Raise PromptError if the text leaves no position in the model for a question."""
     limit = patch_attention(model).spec.max_positions
     if tokens >= limit:
         raise PromptError(

@@ -85,7 +85,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             config=text,
             position_hook=record_positions(model),
         )
-        _install()
+        _patch_attention_interface()
         wrap_generation(type(model))
         set_patch(model, patched)
     _check_implementation(patched.config._attn_implementation)
@@ -123,7 +123,7 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
             unpatch_attention(model)
 
 
-def is_rope_by_length(model: PreTrainedModel) -> bool:
+def has_length_dependent_rope(model: PreTrainedModel) -> bool:
     """Return whether RoPE frequencies depend on the longest text of a forward pass.
 
     Such a model cannot batch different texts, and its passes must not run concurrently.
@@ -165,7 +165,7 @@ def _check_attention_code(model: PreTrainedModel, config: Any) -> None:
 
 
 @functools.cache
-def _install() -> None:
+def _patch_attention_interface() -> None:
     """Make transformers look up LKV's attention and mask functions in passes with an LKV cache."""
     look_up = AttentionInterface.get_interface
 
@@ -196,7 +196,7 @@ def _attention(
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced_layer()) is not None:
         cache, index = traced
         _check_owner(cache.layers[index], module)
-        is_stock = cache.layers[index].is_reading_prompt and not _would_need_mask(base, query, key, attention_mask)
+        is_stock = cache.layers[index].is_before_eviction and not _would_need_mask(base, query, key, attention_mask)
         prompt = stock()[0] if is_stock else None
         return extend(cache.name, query, key, value, attention_mask, prompt, scale, index), None
     return _attend(base, module, query, key, value, attention_mask, scale, stock)

@@ -134,7 +134,7 @@ class BaseCache(Cache):
     def _hides_length(self, layer_idx: int) -> bool:
         """Return whether tracing must not bake in the length of the text as a constant."""
         layer: Any = self.layers[layer_idx]
-        return self._is_traceable(layer_idx) and not layer.is_reading_prompt
+        return self._is_traceable(layer_idx) and not layer.is_before_eviction
 
     def before_update(self, key_states: Tensor, layer_idx: int) -> None:
         """Raise CacheError or PromptError if a layer cannot take the new keys; called first in `update`."""

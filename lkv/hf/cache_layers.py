@@ -23,7 +23,7 @@ class AttentionCacheLayer(CacheLayerMixin):
     reads_left = 0
     # Whether compiled models may run the layer through `lkv::extend`, and whether it is still reading the prompt.
     is_traceable = False
-    is_reading_prompt = True
+    is_before_eviction = True
 
     @abstractmethod
     def attend(

@@ -25,7 +25,7 @@ def is_compiled_for(device: torch.device) -> bool:
     return devices.is_gpu(device) and not is_interpreted()
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no kernel can run on a device in a dtype, in one sentence; None if they can."""
     if not devices.is_gpu(device) and not is_interpreted():
         return f"the tensors are on {device.type!r}, but Triton needs a CUDA device (or TRITON_INTERPRET=1)."

@@ -54,7 +54,7 @@ class MethodInputs:
         return value
 
 
-class Buildable:
+class MethodComponent:
     """Base of budgets and selectors, which are built from `MethodInputs`."""
 
     required_inputs: tuple[str, ...] = ()  # the constructor's first arguments, such as "model" or "policy"
@@ -152,7 +152,7 @@ def attention_blocks(prompt: LayerKV, first: int = 0) -> Iterator[tuple[int, Ten
         yield start, prompt.softmax(logits.masked_fill_(future, -torch.inf))
 
 
-class Selector(Buildable, ABC):
+class Selector(MethodComponent, ABC):
     """Scores the tokens of a prompt after a layer has attended over it.
 
     A subclass implements `scores`, declares its inputs, and is registered with
@@ -247,14 +247,14 @@ def check_shape(selector: Selector, scores: Tensor, key: Tensor) -> Tensor:
     return scores
 
 
-def not_numbers(scores: Tensor) -> Tensor:
+def contains_nan(scores: Tensor) -> Tensor:
     """Return whether `scores` contain NaN, as a tensor on their device, without synchronising."""
     # The maximum of numbers that include NaN is NaN; a mask would cost memory.
     return scores.amax().isnan()
 
 
-def check_numbers(selector: Selector, checks: Sequence[Tensor]) -> None:
-    """Raise CacheError, naming the selector, if one of `checks` (`not_numbers` of its scores) is true."""
+def check_no_nan(selector: Selector, checks: Sequence[Tensor]) -> None:
+    """Raise CacheError, naming the selector, if one of `checks` (`contains_nan` of its scores) is true."""
     if not checks:
         return
     # A single check needs no further kernel launch.
@@ -274,7 +274,7 @@ def check_sinks(selector: Selector, tokens: int, sinks: int) -> None:
         )
 
 
-class Budget(Buildable, ABC):
+class Budget(MethodComponent, ABC):
     """Decides how many tokens each KV head keeps.
 
     A subclass implements `counts` and is registered with `lkv.methods.registry.register_budget` (in this package) or

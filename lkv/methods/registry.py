@@ -39,7 +39,7 @@ T = TypeVar("T", bound=type[Any])
 
 
 @dataclass(frozen=True)
-class Component:
+class RegisteredComponent:
     """A registered budget or selector: its name in "BUDGET+SELECTOR", labels, factory and requirements."""
 
     name: str
@@ -67,7 +67,7 @@ class MethodSpec:
     canonical: str = ""  # the shortest name of the same method, without "@NAME"; set by `parse_method`
 
     @property
-    def components(self) -> tuple[Component, Component]:
+    def components(self) -> tuple[RegisteredComponent, RegisteredComponent]:
         """The budget and the selector."""
         return budgets()[self.budget], selectors()[self.selector]
 
@@ -159,12 +159,18 @@ METHODS = {
     name: MethodSpec(name, budget, selector, paper, arxiv and f"https://arxiv.org/abs/{arxiv}", title)
     for name, budget, selector, paper, arxiv, title in _NAMED
 }
-_BUDGETS: dict[str, Component] = {}
-_SELECTORS: dict[str, Component] = {}
+_BUDGETS: dict[str, RegisteredComponent] = {}
+_SELECTORS: dict[str, RegisteredComponent] = {}
 
 
 def _register(
-    registry: dict[str, Component], name: str, *, label: str, description: str, variant: str = "", **options: Any
+    registry: dict[str, RegisteredComponent],
+    name: str,
+    *,
+    label: str,
+    description: str,
+    variant: str = "",
+    **options: Any,
 ) -> Callable[[T], T]:
     """Register a class under a name; a class may be registered under several.
 
@@ -188,7 +194,7 @@ def _register(
             QUERIES: getattr(cls, "reads_queries", False),
             SECOND_PASS: getattr(cls, "has_second_pass", False),
         }
-        registry[name] = Component(
+        registry[name] = RegisteredComponent(
             name,
             description,
             label,
@@ -256,7 +262,7 @@ def register_method(
     for _, part, registry in parts:
         if callable(part):
             line = description or (part.__doc__ or name).strip().splitlines()[0]
-            registry[name] = Component(name, line, label or name, part, needs)
+            registry[name] = RegisteredComponent(name, line, label or name, part, needs)
     budget_name, selector_name = (name if callable(part) else part for _, part, _ in parts)
     METHODS[name] = MethodSpec(name, budget_name, selector_name, paper, link, label or name)
 
@@ -292,14 +298,14 @@ def _import_components() -> None:
             import_module(module.name)
 
 
-def budgets() -> dict[str, Component]:
+def budgets() -> dict[str, RegisteredComponent]:
     """Return all budgets by name, including those of other packages."""
     _import_components()
     load_plugins()
     return dict(_BUDGETS)
 
 
-def selectors() -> dict[str, Component]:
+def selectors() -> dict[str, RegisteredComponent]:
     """Return all selectors by name, including those of other packages."""
     _import_components()
     load_plugins()
@@ -396,5 +402,5 @@ def _letters(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
 
 
-def _listed(registry: dict[str, Component]) -> str:
+def _listed(registry: dict[str, RegisteredComponent]) -> str:
     return ", ".join(sorted(registry))

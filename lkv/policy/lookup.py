@@ -141,7 +141,7 @@ def estimate_fit_minutes(model: "PreTrainedModel") -> int:
     return max(_FIT_MINUTES, math.ceil(estimate_reading_seconds(model, _FIT_TOKENS) / 60))
 
 
-def fit_refusal(model: "PreTrainedModel") -> str | None:
+def fit_unsupported_reason(model: "PreTrainedModel") -> str | None:
     """Return why `lkv fit` does not support the model, in one sentence; None if it does."""
     try:
         query_rotations(model, "`lkv fit`")
@@ -151,8 +151,8 @@ def fit_refusal(model: "PreTrainedModel") -> str | None:
 
 
 def _no_policy(about: str, worse: str, name: str | None = None, model: "PreTrainedModel | None" = None) -> str:
-    if model is not None and (refusal := fit_refusal(model)):
-        return f"there is no policy for {about}, and `lkv fit` makes none: {refusal}"
+    if model is not None and (reason := fit_unsupported_reason(model)):
+        return f"there is no policy for {about}, and `lkv fit` makes none: {reason}"
     minutes = f"--minutes {estimate_fit_minutes(model)}" if model is not None else f"about {_FIT_MINUTES} minutes"
     return (
         f"there is no policy for {about} yet{worse}; make one with `lkv fit {name or 'MODEL'}` ({minutes}), give your "

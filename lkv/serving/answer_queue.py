@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lkv.context.context import Context
 from lkv.context.generation import answer_length
 from lkv.errors import BusyError
-from lkv.hf.attention import is_rope_by_length
+from lkv.hf.attention import has_length_dependent_rope
 from lkv.hf.positions import check_frequencies
 from lkv.serving.answer import Answer, SamplingParams
 
@@ -33,7 +33,7 @@ class AnswerQueue:
             memory_bytes: Memory of the contexts of open requests; one context may take more.
         """
         self.model, self.tokenizer = model, tokenizer
-        self._is_rope_by_length = is_rope_by_length(model)
+        self._is_rope_by_length = has_length_dependent_rope(model)
         self._requests, self._rows, self._memory = requests, rows, memory_bytes
         self._changed = threading.Condition()
         self._waiting: OrderedDict[Context | None, deque[Answer]] = OrderedDict()

@@ -58,8 +58,8 @@ class Job:
         )
 
 
-class JobQueue:
-    """The contexts of a server: those in its store, and the jobs that make others.
+class ContextRegistry:
+    """All contexts of a server: the stored ones, and the jobs that compress new ones.
 
     It is thread-safe, and holds no lock while the store is read or written.
     """
@@ -80,8 +80,8 @@ class JobQueue:
     def _find(self, name: str) -> Job | None:
         return next((job for job in self.jobs() if job.id == name), None)
 
-    def _find_running(self, new: Job) -> Job | None:
-        """Return the unfinished job of the context of a new job, which takes the new one's title, if there is one."""
+    def _join_unfinished(self, new: Job) -> Job | None:
+        """Return the unfinished job with the id of `new`, after giving it the title of `new`; None if there is none."""
         with self._changed:
             job = self._find(new.id)
             if job is None or job.error is not None:
@@ -112,7 +112,7 @@ class JobQueue:
             BusyError: If too many texts wait, or the server is stopping.
             StoreError: If the store is full, or fails.
         """
-        if (running := self._find_running(job)) is not None:
+        if (running := self._join_unfinished(job)) is not None:
             return running
         stored = self.store.describe(job.id)
         if stored is not None:
@@ -125,7 +125,7 @@ class JobQueue:
                 return self.store.rename(stored, job.title)
         self.store.check_quota()
         with self._changed:
-            if (running := self._find_running(job)) is not None:
+            if (running := self._join_unfinished(job)) is not None:
                 return running
             if self.is_closed:
                 raise BusyError("the server is stopping; send the text again when it runs.")
@@ -141,7 +141,7 @@ class JobQueue:
         return job
 
     def take(self, seconds: float) -> Job | None:
-        """Start the job that waits for longest; None if none comes within `seconds`, or the queue is closed."""
+        """Start the job that waits for longest; None if none comes within `seconds`, or the registry is closed."""
 
         def find() -> Job | None:
             return next((job for job in self._jobs if not job.is_started and job.error is None), None)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive
 
 from lkv.errors import LkvError, PromptError, UnknownContextError
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.middleware import add_facts
 from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
 from lkv.serving.stored_context import StoredContext
@@ -35,7 +35,7 @@ class ContextServer(Protocol):
     def body_limit(self) -> int:
         """The largest request in bytes."""
 
-    async def open_queue(self) -> JobQueue:
+    async def open_registry(self) -> ContextRegistry:
         """Return the contexts. Raises LkvError if there can be none."""
 
     async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
@@ -63,12 +63,12 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
 
     @app.get("/v1/contexts")
     async def list_contexts() -> dict[str, Any]:
-        contexts = await asyncio.to_thread((await server.open_queue()).list_contexts)
+        contexts = await asyncio.to_thread((await server.open_registry()).list_contexts)
         return {"object": "list", "data": [context.as_object() for context in contexts]}
 
     @app.get("/v1/contexts/{name}")
     async def describe(name: str) -> dict[str, Any]:
-        return (await asyncio.to_thread((await server.open_queue()).find, name)).as_object()
+        return (await asyncio.to_thread((await server.open_registry()).find, name)).as_object()
 
     @app.delete("/v1/contexts/{name}")
     async def delete(name: str) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
         context = split_model_name(name, server.models)
         if context is None:
             return describe_model(name)
-        found = await asyncio.to_thread((await server.open_queue()).find, context)
+        found = await asyncio.to_thread((await server.open_registry()).find, context)
         return describe_model(name, found.created)
 
     @app.get("/health")  # the path of vLLM
@@ -120,7 +120,7 @@ def describe_model(name: str, created: float = 0) -> dict[str, Any]:
 
 async def describe_contexts(server: ContextServer) -> list[dict[str, Any]]:
     """Return the stored contexts as models. Raises LkvError if there is no store."""
-    stored = await asyncio.to_thread((await server.open_queue()).store.list_contexts)
+    stored = await asyncio.to_thread((await server.open_registry()).store.list_contexts)
     return [describe_model(f"{name}:{context.id}", context.created) for name in server.models for context in stored]
 
 

@@ -21,7 +21,7 @@ from lkv.policy.policy import Policy
 from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, CompressionSettings, encode_conversation, encode_text
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.middleware import format_facts
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ServiceSettings
@@ -68,7 +68,7 @@ class Service:
             settings.store_url, model, tokenizer, self.compression.policy, memory_bytes, settings.store_bytes
         )
         self.answers = AnswerWorker(model, tokenizer, settings.max_requests, settings.max_batch, memory_bytes)
-        self.queue = JobQueue(self.store, settings.max_texts + 1)  # one is being compressed
+        self.registry = ContextRegistry(self.store, settings.max_texts + 1)  # one is being compressed
         self._tokenizing = threading.Lock()
         self._worker = threading.Thread(target=self._compress_all, daemon=True)
         self._worker.start()
@@ -99,9 +99,9 @@ class Service:
         """Return `is_healthy`."""
         return self.is_healthy
 
-    async def open_queue(self) -> JobQueue:
+    async def open_registry(self) -> ContextRegistry:
         """Return the contexts."""
-        return self.queue
+        return self.registry
 
     async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Run `add` in a thread."""
@@ -126,23 +126,23 @@ class Service:
         with self._tokenizing:
             text = encode_text(self.tokenizer, max_positions(self.model), body.content(), settings)
         job = Job(text.id, body.name, settings, time.time(), text, skipped)
-        return self.queue.submit(job, self.store.get)
+        return self.registry.submit(job, self.store.get)
 
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; running answers continue. Raises UnknownContextError."""
-        await asyncio.to_thread(self.queue.delete, name)
+        await asyncio.to_thread(self.registry.delete, name)
 
     def context(self, name: str) -> Context:
         """Return a stored context.
 
         Raises UnknownContextError, or ContextPendingError for one that is being compressed.
         """
-        self.queue.check_ready(name)
+        self.registry.check_ready(name)
         return self.store.get(name)
 
     def _compress_all(self) -> None:
-        while not self.queue.is_closed:
-            job = self.queue.take(_EXPIRY_SECONDS)
+        while not self.registry.is_closed:
+            job = self.registry.take(_EXPIRY_SECONDS)
             try:
                 if job is not None:
                     self._compress(job)
@@ -175,14 +175,14 @@ class Service:
             _LOG.info("compressed %s", format_facts(facts))
         elif job.error is not None:
             _LOG.warning("not compressed %s", format_facts(facts | {"error": job.error}))
-        self.queue.finish(job, stored)
+        self.registry.finish(job, stored)
 
     def _make_context(self, job: Job) -> StoredContext:
         """Compress the text of a job, and store its context. Raises _CancelledError for a cancelled job."""
 
         def progress(share: float) -> None:
             job.progress = share
-            if job.is_deleted or self.queue.is_closed:
+            if job.is_deleted or self.registry.is_closed:
                 raise _CancelledError
 
         assert job.text is not None
@@ -232,13 +232,13 @@ class Service:
 
     def stop(self, seconds: float = 30.0) -> None:
         """Take nothing new, finish running answers for up to `seconds`, and drop texts that still wait."""
-        self.queue.close()
+        self.registry.close()
         self.answers.stop(seconds)
         self._worker.join(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics, as Prometheus's client reads them."""
-        jobs = [job for job in self.queue.jobs() if job.error is None]
+        jobs = [job for job in self.registry.jobs() if job.error is None]
         resident = self.store.resident()
         yield GaugeMetricFamily("lkv_requests_open", "Requests answered now or waiting", self.answers.open)
         yield GaugeMetricFamily("lkv_healthy", "Whether questions are answered and texts compressed", self.is_healthy)

@@ -19,7 +19,7 @@ from torch.nn.functional import log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 
 from lkv.errors import TrainingError
-from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
+from lkv.hf.attention import has_length_dependent_rope, input_device, patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.cache_layers import AttentionCacheLayer
@@ -322,7 +322,7 @@ def check_batching(config: TrainingConfig, model: "PreTrainedModel", num_shards:
             "values; give student 'continuation'."
         )
     if config.contexts_per_forward > 1:
-        if any(kind.other for kind in kinds) or is_rope_by_length(model):
+        if any(kind.other for kind in kinds) or has_length_dependent_rope(model):
             raise TrainingError(
                 f"contexts_per_forward is {config.contexts_per_forward}, but this model has sliding or recurrent "
                 "layers, or a rotary embedding that depends on the longest text, so its contexts are read one by one; "

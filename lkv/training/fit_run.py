@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from lkv.errors import TrainingError, TrainingStoppedError
-from lkv.hf.attention import input_device, is_rope_by_length, patch_attention
+from lkv.hf.attention import has_length_dependent_rope, input_device, patch_attention
 from lkv.policy.lookup import stored_policy
 from lkv.policy.policy import Policy, is_policy
 from lkv.policy.shipped import describe_overlap
@@ -123,7 +123,7 @@ class FitRun:
             config,
             self._samples.draw_batch,
             remedy="load the model in float32 (--dtype float32).",
-            contexts_at_once=1 if is_rope_by_length(job.model) else config.batch,
+            contexts_at_once=1 if has_length_dependent_rope(job.model) else config.batch,
         )
         self._report_seconds = 0.0
 

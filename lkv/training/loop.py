@@ -25,12 +25,12 @@ ADAMW_BETAS = (0.9, 0.98)
 Batch = list[tuple[int, TokenizedSample]]  # numbered samples
 
 
-class Due(NamedTuple):
-    """The actions due after a step: the end of training, a report, a checkpoint."""
+class StepActions(NamedTuple):
+    """What to do after a step."""
 
     is_last: bool
-    report: bool
-    save: bool
+    should_report: bool
+    should_save: bool
 
 
 class StepBudget:
@@ -43,10 +43,10 @@ class StepBudget:
         """Return the position of the next step on the schedule, in steps; None if the budget is spent."""
         return step if step < self._config.steps else None
 
-    def finish_step(self, step: int) -> Due:
-        """Return what is due after `step` steps."""
+    def finish_step(self, step: int) -> StepActions:
+        """Return what to do after `step` steps."""
         config = self._config
-        return Due(step == config.steps, step % config.evaluate_every == 0, step % config.checkpoint_every == 0)
+        return StepActions(step == config.steps, step % config.evaluate_every == 0, step % config.checkpoint_every == 0)
 
 
 class TimeBudget:
@@ -72,13 +72,13 @@ class TimeBudget:
             return None
         return self._steps * (now - self._begin) / (self._end - self._begin)
 
-    def finish_step(self, step: int) -> Due:
-        """Return what is due after `step` steps."""
+    def finish_step(self, step: int) -> StepActions:
+        """Return what to do after `step` steps."""
         now = self._elapsed()
         self._step_seconds = max(self._step_seconds / 2, now - self._step_begin)
         is_due = now - self._reported > self._interval
         self._reported = now if is_due else self._reported
-        return Due(now + self._step_seconds >= self._end, is_due, is_due)
+        return StepActions(now + self._step_seconds >= self._end, is_due, is_due)
 
 
 class TrainingLoop:
@@ -136,26 +136,26 @@ class TrainingLoop:
             while (position := budget.position(self.step)) is not None:
                 means = self.update(schedule(self.config, position))
                 self.step += 1
-                due = budget.finish_step(self.step)
+                actions = budget.finish_step(self.step)
                 on_step(means)
                 is_stopped = self._is_any(interrupted.is_set())
-                if due.is_last or due.report:
+                if actions.is_last or actions.should_report:
                     report(means)
-                if due.is_last or due.save or is_stopped:
+                if actions.is_last or actions.should_save or is_stopped:
                     save()
                 if is_stopped:
                     return True
         return False
 
-    def update(self, now: Schedule) -> dict[str, float]:
-        """Take one step at the rate, temperature and retention of `now`; return the means of its losses."""
+    def update(self, values: Schedule) -> dict[str, float]:
+        """Take one step with these schedule values (learning rate, temperature, retention); return the mean losses."""
         config = self.config
-        set_learning_rate(self.optimizer, now.lr)
+        set_learning_rate(self.optimizer, values.lr)
         self.optimizer.zero_grad(set_to_none=True)
         groups = group_samples(self._batches(self.step), config.contexts_per_forward, self._is_sharded)
 
         def add_gradients(group: SampleGroup) -> torch.Tensor:
-            kl, hidden = distillation_losses(self._model, self.policy, group, config, now)
+            kl, hidden = distillation_losses(self._model, self.policy, group, config, values)
             loss = (kl + config.beta * hidden) / config.batch
             # Even for a non-finite loss, because the other processes of a sharded model wait for this one.
             loss.backward()
@@ -178,7 +178,7 @@ class TrainingLoop:
             raise TrainingError(f"the loss is {problem}; {self._remedy}")
         kl_mean, hidden_mean = self._sum([sum(row[column] for row in rows) / config.batch for column in (1, 2)])
         self.optimizer.step()
-        return {"kl": kl_mean, "hidden": hidden_mean, "grad": gradient_norm, "R": now.retention, "tau": now.tau}
+        return {"kl": kl_mean, "hidden": hidden_mean, "grad": gradient_norm, "R": values.retention, "tau": values.tau}
 
     @property
     def _device(self) -> torch.device:
@@ -196,20 +196,20 @@ class TrainingLoop:
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> torch.optim.AdamW:
-    """Make AdamW for the parameters of `policy`; the `rate` of a group multiplies the learning rate."""
-    rates: dict[float, list[torch.nn.Parameter]] = {}
+    """Make AdamW for the parameters of `policy`; the `lr_scale` of a group multiplies the learning rate."""
+    scales: dict[float, list[torch.nn.Parameter]] = {}
     for name, parameter in policy.named_parameters():
         part, _, own_name = name.partition(".")
-        rate = config.terms_lr if own_name in ("attention_weight", "start", "end") else 1.0
-        rates.setdefault(config.heads_lr if part == "heads" else rate, []).append(parameter)
-    groups = [{"params": parameters, "rate": rate} for rate, parameters in rates.items()]
+        lr_scale = config.terms_lr if own_name in ("attention_weight", "start", "end") else 1.0
+        scales.setdefault(config.heads_lr if part == "heads" else lr_scale, []).append(parameter)
+    groups = [{"params": parameters, "lr_scale": lr_scale} for lr_scale, parameters in scales.items()]
     return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, betas=ADAMW_BETAS)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group of `make_optimizer`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["rate"]
+        group["lr"] = lr * group["lr_scale"]
 
 
 @contextmanager

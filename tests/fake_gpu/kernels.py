@@ -24,7 +24,13 @@ _KERNELS = (
     (soft.kernels, ("forward", "query_gradient", "key_gradient", "mask_gradient")),
     (soft.kernels, ("continuation_forward", "continuation_query_gradient")),
 )
-_CACHED = (ragged_api._chosen, selection_api._kernels_for, soft_api._chosen, ragged._launch, soft.tiles_on)
+_CACHED = (
+    ragged_api._available_backend,
+    selection_api._kernels_for,
+    soft_api._available_backend,
+    ragged._launch,
+    soft.tiles_on,
+)
 
 
 class FakeKernel:

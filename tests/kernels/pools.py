@@ -149,7 +149,7 @@ def in_tiers(method, *precisions):
 def attend_without_restoring(backend, call):
     """`call()`, which must not restore entries, on a backend that is chosen as "auto" would choose it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_chosen", lambda *args: backend)
+        patch.setattr(api, "_available_backend", lambda *args: backend)
         patch.setattr(TieredStore, "restore", None)
         return call()
 

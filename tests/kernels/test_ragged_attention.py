@@ -47,7 +47,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def on_device(request, monkeypatch):
     """Skip backends that cannot run here. New tensors are on the backend's device, and buffers full of NaN."""
     backend, device = request.node.callspec.params.get("backend") if hasattr(request.node, "callspec") else None, "cpu"
-    if backend == "cpp" and (reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64)):
+    if backend == "cpp" and (reason := cpp.unsupported_reason(torch.device("cpu"), torch.float32, 64, 64)):
         pytest.skip(reason)
     if backend == "triton":
         devices = pytest.importorskip("lkv.kernels.triton_helpers")
@@ -256,17 +256,17 @@ class Without:
 
 def test_a_missing_library_is_named_and_auto_goes_on(monkeypatch, caplog):
     monkeypatch.setattr(api, "_module", Without("triton"))
-    api._chosen.cache_clear()
+    api._available_backend.cache_clear()
     kv = pool_of([[4, 5]], 0, 8, 8, torch.float32)
     q = torch.zeros(1, 2, 1, 8)
     with pytest.raises(BackendError, match="'triton' cannot run: triton cannot be imported"):
         ragged_attention(q, kv, 1.0, backend="triton")
     for _ in range(3):
-        assert api._chosen("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
+        assert api._available_backend("auto", torch.device("cuda"), torch.float64, 8, 8) == "loop"
     assert [record.args[0] for record in caplog.records] == ["triton"]
-    assert api._chosen("auto", torch.device("cpu"), torch.float64, 8, 8) == "loop"
+    assert api._available_backend("auto", torch.device("cpu"), torch.float64, 8, 8) == "loop"
     assert len(caplog.records) == 1
-    api._chosen.cache_clear()
+    api._available_backend.cache_clear()
 
 
 def test_a_part_of_a_prompt_holds_no_mask_of_all_its_tokens():
@@ -363,12 +363,12 @@ def test_spans_may_be_in_any_order(rows):
 
 @pytest.mark.parametrize("name", ["triton", "cpp"])
 def test_compiled_backends_leave_gradients_to_the_loop(name, monkeypatch):
-    monkeypatch.setattr(api, "_chosen", lambda *_: name)
+    monkeypatch.setattr(api, "_available_backend", lambda *_: name)
     kv = pool_of([[7, 12]], 3, 8, 8, torch.float32)
     q = torch.ones(1, 2, 1, 8, requires_grad=True)
-    assert api._choose("auto", q.detach(), kv) == name
-    assert api._choose("auto", q, kv) == "loop"
+    assert api._select_backend("auto", q.detach(), kv) == name
+    assert api._select_backend("auto", q, kv) == "loop"
     with pytest.raises(BackendError, match="it gives no gradients"):
-        api._choose(name, q, kv)
+        api._select_backend(name, q, kv)
     with torch.no_grad():
-        assert api._choose("auto", q, kv) == name
+        assert api._select_backend("auto", q, kv) == name

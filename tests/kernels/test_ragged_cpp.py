@@ -20,7 +20,7 @@ from tests.conftest import tiny_llama
 from tests.kernels.pools import coded_pools, pool_of
 from tests.kernels.test_ragged_attention import Without
 
-if reason := cpp.refusal(torch.device("cpu"), torch.float32, 64, 64):
+if reason := cpp.unsupported_reason(torch.device("cpu"), torch.float32, 64, 64):
     pytest.skip(reason, allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("threads")
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -90,7 +90,7 @@ def arguments(dim=16, tokens=1, dtype=torch.float32):
 
 def test_auto_takes_it_where_it_can_run_and_is_faster():
     def chosen(q, kv, new=()):
-        return api._choose("auto", q, kv, *new)
+        return api._select_backend("auto", q, kv, *new)
 
     for able in ((16, 1, torch.float32), (16, 4, torch.float32), (16, 1, torch.bfloat16), (7, 1, torch.float16)):
         assert chosen(*arguments(*able)) == "cpp"
@@ -107,10 +107,10 @@ def test_auto_takes_it_where_it_can_run_and_is_faster():
 @pytest.fixture
 def uncached():
     """Without what is known of the compiler, before and after the test."""
-    for cached in (api._chosen, cpp._load):
+    for cached in (api._available_backend, cpp._load):
         cached.cache_clear()
     yield
-    for cached in (api._chosen, cpp._load):
+    for cached in (api._available_backend, cpp._load):
         cached.cache_clear()
 
 
@@ -174,7 +174,7 @@ def test_by_name_it_raises_with_the_reason():
     assert_refused("contiguous", q, kv._replace(k_pool=kv.k_pool.t().contiguous().t()))
     assert_refused("int32, not torch.int64", q, kv._replace(starts=kv.starts.long()))
     assert_refused("no_grad", q.requires_grad_(), kv)
-    assert "on 'cuda'" in cpp.refusal(torch.device("cuda"), torch.float32, 64, 64)
+    assert "on 'cuda'" in cpp.unsupported_reason(torch.device("cuda"), torch.float32, 64, 64)
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
     monkeypatch.setattr(cpp, "append_and_attend", lambda *args: calls.append(1) or run(*args))
 
     def logits():
-        api._chosen.cache_clear()
+        api._available_backend.cache_clear()
         cache = RaggedCache(model, method="knorm", retention=0.4)
         model(ids, past_key_values=cache)
         steps = [model(torch.tensor([[5 + step]]), past_key_values=cache).logits for step in range(40)]
@@ -201,7 +201,7 @@ def test_a_cache_decodes_as_with_the_loop(monkeypatch):
     torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
     # Two ways of rounding, neither of them farther off.
     assert (ours - expected).square().mean() < 2 * (of_loop - expected).square().mean()
-    api._chosen.cache_clear()
+    api._available_backend.cache_clear()
 
 
 def test_codes_that_it_cannot_read_are_named():

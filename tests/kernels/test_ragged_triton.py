@@ -97,7 +97,7 @@ def test_a_backend_by_name_never_falls_back(dim, dtype, message):
 
 def test_the_device_is_named_where_triton_cannot_run(monkeypatch):
     monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
-    assert "needs a CUDA device" in triton.refusal(torch.device("cpu"), torch.float32, 64, 64)
+    assert "needs a CUDA device" in triton.unsupported_reason(torch.device("cpu"), torch.float32, 64, 64)
 
 
 def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
@@ -105,11 +105,15 @@ def test_a_gpu_with_little_shared_memory_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
     monkeypatch.setattr(triton_helpers, "shared_memory", lambda device: 48 * 1024)
-    assert "Small has too little shared memory" in triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256)
+    assert "Small has too little shared memory" in triton.unsupported_reason(
+        torch.device("cuda", 0), torch.float32, 256, 256
+    )
     monkeypatch.setattr(triton_helpers, "shared_memory", lambda device: 227 * 1024)
-    assert triton.refusal(torch.device("cuda", 0), torch.float32, 256, 256) is None
+    assert triton.unsupported_reason(torch.device("cuda", 0), torch.float32, 256, 256) is None
     properties.major = 7
-    assert "Small has compute capability 7.9" in triton.refusal(torch.device("cuda", 0), torch.float16, 64, 64)
+    assert "Small has compute capability 7.9" in triton.unsupported_reason(
+        torch.device("cuda", 0), torch.float16, 64, 64
+    )
 
 
 @pytest.mark.parametrize(("memory", "stages"), [(166_912, 3), (101_376, 2), (232_448, 4)])
@@ -155,7 +159,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
             step()  # with gradients the loop over the heads serves, which reads the lengths
         cache.rewind()
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(api, "_chosen", lambda *args: "triton")
+            patch.setattr(api, "_available_backend", lambda *args: "triton")
             patch.setattr(api, "_module", lambda name: fake)
             for _ in range(3):
                 step()
@@ -168,7 +172,7 @@ def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
     logits = {}
     for backend in ("loop", "triton"):
         with monkeypatch.context() as patch:
-            patch.setattr(api, "_chosen", lambda *args, name=backend: name)
+            patch.setattr(api, "_available_backend", lambda *args, name=backend: name)
             model = tiny_llama(dtype=torch.float32, num_hidden_layers=2).to(DEVICE)
             method = Method("knorm", PerHead([[0.5, 0.2], [0.0, 1.0]]), Knorm())
             cache = RaggedCache(model, method=method, slack=2)

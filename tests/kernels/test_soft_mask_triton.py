@@ -166,7 +166,7 @@ def gpu(monkeypatch, major, shared):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(triton_helpers, "shared_memory", lambda _: shared)
     monkeypatch.setattr(triton_helpers, "is_interpreted", lambda: False)
-    api._chosen.cache_clear()
+    api._available_backend.cache_clear()
     triton.tiles_on.cache_clear()
     return torch.device("cuda")
 
@@ -177,21 +177,21 @@ def gpu(monkeypatch, major, shared):
 def test_a_gpu_too_small_falls_back_only_where_allowed(monkeypatch, caplog, major, shared, message):
     device = gpu(monkeypatch, major, shared)
     with caplog.at_level(logging.WARNING):
-        assert [api._chosen("auto", device, torch.bfloat16, 256, 256) for _ in range(2)] == ["sdpa", "sdpa"]
+        assert [api._available_backend("auto", device, torch.bfloat16, 256, 256) for _ in range(2)] == ["sdpa", "sdpa"]
     assert len(caplog.records) == 1 and message in caplog.text
     with pytest.raises(BackendError, match=message):
-        api._chosen("triton", device, torch.bfloat16, 256, 256)
-    api._chosen.cache_clear()
+        api._available_backend("triton", device, torch.bfloat16, 256, 256)
+    api._available_backend.cache_clear()
 
 
 @pytest.mark.parametrize(("shared", "rows"), [(232_448, 128), (101_376, 64)])
 def test_tiles_fit_the_shared_memory(monkeypatch, shared, rows):
     """Hopper's 227 KB and the 99 KB of a consumer card."""
     device = gpu(monkeypatch, 9, shared)
-    assert api._chosen("auto", device, torch.bfloat16, 256, 256) == "triton"
+    assert api._available_backend("auto", device, torch.bfloat16, 256, 256) == "triton"
     chosen = triton.tiles_on(device, torch.bfloat16, 256)
     assert chosen.shared <= shared and chosen.forward.rows == rows
-    for cached in (api._chosen, triton.tiles_on):
+    for cached in (api._available_backend, triton.tiles_on):
         cached.cache_clear()
 
 
@@ -201,9 +201,9 @@ def test_without_triton_the_reason_is_named(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(api, "_triton_module", missing)
-    api._chosen.cache_clear()
+    api._available_backend.cache_clear()
     with pytest.raises(BackendError, match="triton cannot be imported"):
-        api._chosen("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
+        api._available_backend("triton", torch.device("cuda"), torch.bfloat16, 128, 128)
 
 
 @pytest.mark.parametrize(

@@ -28,5 +28,5 @@ def make(parts, tmp_path):
 def ready(service, title=""):
     """The id of the context of TEXT, once it is stored."""
     name = service.add(ContextRequest(text=TEXT, name=title)).id
-    until(lambda: not service.queue.jobs())
+    until(lambda: not service.registry.jobs())
     return name

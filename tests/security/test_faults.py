@@ -136,7 +136,7 @@ def test_what_nobody_foresaw_is_an_error_in_openais_form(server, monkeypatch):
     def explode():
         raise OddError("secret")
 
-    monkeypatch.setattr(server.service.queue, "jobs", explode)
+    monkeypatch.setattr(server.service.registry, "jobs", explode)
     assert server.problem("/v1/contexts") == (500, "the server failed to answer this request; send it again.")
     monkeypatch.undo()
     assert server.ask("/v1/contexts")[0] == 200
@@ -221,7 +221,7 @@ def test_a_request_that_is_cancelled_at_any_await(make, parts, monkeypatch, path
             if not was_cancelled:  # it ended before: so it does wherever it would be cancelled later
                 break
     assert cancelled > 3
-    until(lambda: not service.queue.jobs())
+    until(lambda: not service.registry.jobs())
     assert service.is_healthy and not service.answers._waiting
     assert service.ask(TURN, "", SamplingParams(max_tokens=3)).done.wait(20)
 

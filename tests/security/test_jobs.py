@@ -36,10 +36,10 @@ def test_a_context_that_becomes_ready_or_is_made_anew_is_listed_once(server, mon
 
     def list_before_the_end():
         stored = [context for context in plain() if context.id != name]
-        service.queue._jobs.clear()
+        service.registry._jobs.clear()
         return stored
 
-    service.queue._jobs.append(job)
+    service.registry._jobs.append(job)
     assert listed() == 1
     monkeypatch.setattr(service.store, "list_contexts", list_before_the_end)
     assert listed() == 1
@@ -49,12 +49,12 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
     service = make()
     text = encode_text(service.tokenizer, 2048, TEXT, service.compression)
     first, second = (Job("a", "", service.compression, 0.0, text) for _ in range(2))
-    service.queue._jobs.append(second)  # the first was deleted, and its text sent again, while it was written
+    service.registry._jobs.append(second)  # the first was deleted, and its text sent again, while it was written
     monkeypatch.setattr(service.store, "put", lambda stored, context: None)
     service._compress(first)
-    assert service.queue.jobs() == [second]
+    assert service.registry.jobs() == [second]
     service._compress(second)
-    assert service.queue.jobs() == []
+    assert service.registry.jobs() == []
 
 
 def test_a_full_queue_and_a_stopping_one_refuse_a_text_for_different_reasons(make):
@@ -94,12 +94,12 @@ def test_a_name_that_comes_while_a_context_is_stored_is_not_lost(make, monkeypat
 def test_a_name_that_cannot_be_written_makes_no_context_anew(make, monkeypatch):
     service = make()
     name = ready(service, "old")
-    service.queue._jobs.append(Job(name, "", service.compression, 0.0, error="no"))  # before it was stored
+    service.registry._jobs.append(Job(name, "", service.compression, 0.0, error="no"))  # before it was stored
 
     monkeypatch.setattr(service.store, "_rewrite", fail_to_write)
     with pytest.raises(StoreError, match="no space"):
         service.add(ContextRequest(text=TEXT, name="new"))
-    assert service.queue.jobs() == [] and service.context(name).tokens
+    assert service.registry.jobs() == [] and service.context(name).tokens
 
 
 def failed_job(service, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_context_made_anew_keeps_its_name(make, tmp_path, monkeypatch):
     failed_job(service, monkeypatch)
     (tmp_path / f"{name}.json").unlink()
     assert service.add(ContextRequest(text=TEXT)).title == "a name"
-    until(lambda: not service.queue.jobs())
+    until(lambda: not service.registry.jobs())
     assert service.store.describe(name).name == "a name"
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
     until(lambda: second.store.describe(job.id))
     stopping = threading.Thread(target=first.stop, args=(20,))
     stopping.start()
-    until(lambda: first.queue.is_closed)
+    until(lambda: first.registry.is_closed)
     release.set()
     stopping.join()
     assert second.store.describe(job.id) is not None
@@ -150,17 +150,17 @@ def test_the_end_of_a_server_deletes_nothing_of_another(make, monkeypatch):
 def test_a_failed_job_hides_no_context_that_another_server_stored(make, monkeypatch):
     first, second = make(), make()
     job = failed_job(first, monkeypatch)
-    assert first.queue.find(job.id) is job and first.queue.list_contexts() == [job]
+    assert first.registry.find(job.id) is job and first.registry.list_contexts() == [job]
     with pytest.raises(ContextPendingError, match="could not be made"):
         first.context(job.id)
     second.add(ContextRequest(text=TEXT))
     until(lambda: second.store.describe(job.id))
-    assert [stored.as_object()["status"] for stored in first.queue.list_contexts()] == ["ready"]
-    assert first.context(job.id).tokens and first.queue.jobs() == []
-    first.queue._jobs.append(job)
-    assert isinstance(first.queue.find(job.id), StoredContext) and first.queue.jobs() == []
-    first.queue._jobs.append(job)
-    assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.queue.jobs() == []
+    assert [stored.as_object()["status"] for stored in first.registry.list_contexts()] == ["ready"]
+    assert first.context(job.id).tokens and first.registry.jobs() == []
+    first.registry._jobs.append(job)
+    assert isinstance(first.registry.find(job.id), StoredContext) and first.registry.jobs() == []
+    first.registry._jobs.append(job)
+    assert isinstance(first.add(ContextRequest(text=TEXT)), StoredContext) and first.registry.jobs() == []
 
 
 def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
@@ -174,7 +174,7 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
     monkeypatch.setattr(service.store, "put", put)
     service.add(ContextRequest(text=TEXT))
-    until(lambda: not service.queue.jobs())
+    until(lambda: not service.registry.jobs())
     monkeypatch.undo()
     job = service.add(ContextRequest(text=OTHER))
     until(lambda: service.store.describe(job.id))
@@ -182,12 +182,12 @@ def test_a_deletion_that_fails_leaves_the_worker_alive(make, monkeypatch):
 
 
 def test_passes_that_change_rotations_take_turns(make, monkeypatch):
-    monkeypatch.setattr(answer_queue, "is_rope_by_length", lambda model: True)
+    monkeypatch.setattr(answer_queue, "has_length_dependent_rope", lambda model: True)
     service = make()
     with service.answers.passes:
         job = service.add(ContextRequest(text=TEXT))
         answer = service.ask([{"role": "user", "content": "Who?"}], "", SamplingParams(max_tokens=3))
-        assert not answer.done.wait(0.3) and service.queue.find(job.id) is job and job.progress == 0
+        assert not answer.done.wait(0.3) and service.registry.find(job.id) is job and job.progress == 0
     assert answer.done.wait(20) and answer.error is None
-    until(lambda: not service.queue.jobs())
+    until(lambda: not service.registry.jobs())
     assert service.context(job.id).tokens

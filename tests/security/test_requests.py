@@ -175,7 +175,7 @@ def test_no_lock_is_held_while_the_store_is_read(make, monkeypatch):
     adding = threading.Thread(target=service.add, args=(ContextRequest(text=TEXT),))
     adding.start()
     assert reading.wait(20)
-    asking = threading.Thread(target=service.queue.jobs, daemon=True)
+    asking = threading.Thread(target=service.registry.jobs, daemon=True)
     asking.start()
     asking.join(5)
     assert not asking.is_alive()

@@ -20,7 +20,7 @@ from lkv.integrations.vllm import http
 from lkv.integrations.vllm.contexts import COMPRESS, Compression, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes, split_name
 from lkv.serving.inputs import CompressionSettings
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.settings import ContextSettings
 from lkv.serving.stored_context import StoredContext
 from tests.serving.server import TEXT, until
@@ -92,7 +92,7 @@ def routes(contexts, store, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     routes = ContextRoutes()
     routes.max_length, routes.engine, routes.models = 2048, Engine(store), ["tiny"]
-    routes.queue = JobQueue(contexts.store, 256)
+    routes.registry = ContextRegistry(contexts.store, 256)
     monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
     return routes
 
@@ -183,7 +183,7 @@ def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
 
 def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(contexts, routes, store, client):
     name = store()
-    routes.queue._jobs.append(Job(name, "", contexts.compression, time.time(), error="failed."))
+    routes.registry._jobs.append(Job(name, "", contexts.compression, time.time(), error="failed."))
     delete(client, name)
     assert contexts.store.describe(name) is None
 
@@ -194,7 +194,7 @@ def test_a_full_store_gives_what_it_has(contexts, routes, store, client):
     create(client, status=200)
     full = create(client, f"{TEXT} again", status=507)
     assert "the store is full" in full["error"]["message"]
-    assert routes.queue.jobs() == []
+    assert routes.registry.jobs() == []
 
 
 def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, store):
@@ -218,7 +218,7 @@ def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkey
 
 @pytest.mark.parametrize(("error", "says"), [(None, "is still being compressed; ask again"), ("too short.", "too sh")])
 def test_a_context_that_is_being_compressed_cannot_be_asked_yet(routes, client, error, says):
-    routes.queue._jobs.append(Job(NAME, "", None, 0.0, error=error))
+    routes.registry._jobs.append(Job(NAME, "", None, 0.0, error=error))
     answer = client.post("/v1/chat/completions", json={"model": f"tiny:{NAME}", "messages": TURN})
     assert answer.status_code == 409 and says in answer.json()["error"]["message"]
 
@@ -296,11 +296,11 @@ def test_a_deleted_text_is_not_read_on(routes, client):
     until(lambda: routes.engine.started)
     delete(client, name)
     until(lambda: not routes._tasks)
-    assert routes.engine.cancelled == 1 and routes._readings == {} and routes.queue._jobs == []
+    assert routes.engine.cancelled == 1 and routes._readings == {} and routes.registry._jobs == []
 
 
 def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
-    monkeypatch.setattr(routes.queue, "_max_unfinished", 2)
+    monkeypatch.setattr(routes.registry, "_max_unfinished", 2)
     routes.engine.is_done = False
     for number in range(2):
         delete(client, create(client, f"{TEXT} {number}")["id"])

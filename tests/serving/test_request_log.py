@@ -93,10 +93,10 @@ def test_texts_that_a_stop_leaves_uncompressed_are_named(parts, tmp_path, monkey
     monkeypatch.setattr(Service, "_make_context", slow)
     with serving(*parts, tmp_path, grace=0) as server:
         ids = [server.ask("/v1/contexts", {"text": text, "name": "a b"})[1]["id"] for text in (TEXT, OTHER)]
-        until(lambda: sum(job.is_started for job in server.service.queue.jobs()) == 1)
+        until(lambda: sum(job.is_started for job in server.service.registry.jobs()) == 1)
         stopping = threading.Thread(target=server.stop)
         stopping.start()
-        until(lambda: server.service.queue.is_closed)
+        until(lambda: server.service.registry.is_closed)
         release.set()
         stopping.join()
     messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

@@ -373,7 +373,7 @@ def test_a_key_and_limits(parts, tmp_path, monkeypatch):
 
 
 def waiting_texts(server):
-    return [job for job in server.service.queue.jobs() if not job.is_started]
+    return [job for job in server.service.registry.jobs() if not job.is_started]
 
 
 def test_texts_beyond_those_that_may_wait_get_429(parts, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lkv.errors import LkvError, PromptError
 from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, VllmContexts, plugin_settings
 from lkv.integrations.vllm.requests import salt_of, split_salt
-from lkv.integrations.vllm.server import EngineContexts
+from lkv.integrations.vllm.server import EngineContextServer
 from lkv.serving import LOOPBACK, schemas
 from lkv.serving.inputs import encode_conversation
 from lkv.serving.middleware import refusal, refuse_foreign
@@ -32,8 +32,8 @@ from lkv.serving.schemas import error_response, first_problem
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PREFIX = "lkv_"  # of all that names contexts
-# vLLM ignores these fields for context chats.
-_UNUSED_FIELDS = (
+# Refused in chats about contexts, for which vLLM would ignore them.
+_UNSUPPORTED_FIELDS = (
     "tools functions prompt_embeds echo chat_template chat_template_kwargs documents continue_final_message "
     "reasoning_effort truncate_prompt_tokens kv_transfer_params"
 ).split()
@@ -44,7 +44,7 @@ _LONGEST_FIELD = 32  # characters; longer ones resemble none
 _SHUTDOWN_SECONDS = 5  # for clients to read their answers after the engine has ended
 
 
-class ContextRoutes(EngineContexts):
+class ContextRoutes(EngineContextServer):
     """vLLM's endpoint plugin (entry point `vllm.endpoint_plugins`)."""
 
     name = "lkv"
@@ -85,7 +85,7 @@ class ContextRoutes(EngineContexts):
 class ContextMiddleware:
     """Rewrites requests about contexts before vLLM parses them, and adds contexts to vLLM's answers."""
 
-    def __init__(self, app: ASGIApp, server: EngineContexts, is_local: bool, has_key: bool):
+    def __init__(self, app: ASGIApp, server: EngineContextServer, is_local: bool, has_key: bool):
         """`is_local`: contexts are for clients and pages of this machine alone. `has_key`: clients must send a key."""
         self._app, self._server, self._is_local, self._has_key = app, server, is_local, has_key
 
@@ -98,14 +98,14 @@ class ContextMiddleware:
             await self._app(scope, receive, send)
             return
         path = _route_path(scope)
-        foreign = self._refuse(scope, path)
+        rejection = self._refuse(scope, path)
         if path == "/metrics":
             await self._server.refresh_metrics()
-        if foreign is not None and path.startswith(("/v1/contexts", "/v1/models/")):
-            await foreign(scope, receive, send)
+        if rejection is not None and path.startswith(("/v1/contexts", "/v1/models/")):
+            await rejection(scope, receive, send)
         elif scope["method"] == "POST" and not path.startswith("/v1/contexts"):
-            await self._ask(path, scope, receive, send, foreign)
-        elif path == "/v1/models" and foreign is None:
+            await self._ask(path, scope, receive, send, rejection)
+        elif path == "/v1/models" and rejection is None:
             models: list[dict[str, Any]] = []
             with suppress(LkvError):  # there can be none
                 models = await describe_contexts(self._server)
@@ -125,14 +125,14 @@ class ContextMiddleware:
             return refusal(401, message, "invalid_api_key")
         return refuse_foreign(Headers(scope=scope), True) if self._is_local else None
 
-    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, foreign: JSONResponse | None) -> None:
-        """Pass a question on, rewritten where it names a context; `foreign` is the response to those, if any."""
+    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, rejection: JSONResponse | None) -> None:
+        """Pass a question on, rewritten where it names a context; `rejection` is the response to those, if any."""
         try:
             data = await read_body(receive, _MAX_BODY)
             body = _parse(data)
             name = None if body is None else split_name(body, self._server.models)
-            if foreign is not None and (name is not None or _PREFIX in json.dumps(body)):
-                await foreign(scope, receive, send)
+            if rejection is not None and (name is not None or _PREFIX in json.dumps(body)):
+                await rejection(scope, receive, send)
             elif body is None or name is None:
                 await self._pass_on(data, scope, receive, send)
             elif path not in (CHAT, COMPLETIONS):
@@ -248,7 +248,7 @@ def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
             raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
 
 
-async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name: str) -> int:
+async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], name: str) -> int:
     """Turn a request about a context into one that vLLM answers with the plugin.
 
     Args:
@@ -264,10 +264,10 @@ async def rewrite(server: EngineContexts, path: str, body: dict[str, Any], name:
         LkvError: For a request that cannot be answered.
     """
     contexts = await server.contexts()
-    await asyncio.to_thread((await server.open_queue()).check_ready, name)
+    await asyncio.to_thread((await server.open_registry()).check_ready, name)
     tokens = await asyncio.to_thread(contexts.tokens, name)
     contexts.remember_tokens(name, tokens)
-    unused = [field for field in _UNUSED_FIELDS if body.get(field)]
+    unused = [field for field in _UNSUPPORTED_FIELDS if body.get(field)]
     if body.get("add_generation_prompt") is False:
         unused.append("add_generation_prompt")
     if unused:

@@ -19,7 +19,7 @@ from lkv.context.protection import Span
 from lkv.errors import IntegrationError, LkvError, PromptError, StoreError, UnknownContextError
 from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, NewContext, VllmContexts
 from lkv.integrations.vllm.pages import page_layout
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.utils.prompts import encode_question
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def compress(
     settings = contexts.compression.for_text(retention, memory, system, protect)
     new_context = contexts.encode(text, settings)
     job = Job(new_context.id, name, settings, time.time())
-    if JobQueue(contexts.store, 1).submit(job, contexts.tokens) is not job:
+    if ContextRegistry(contexts.store, 1).submit(job, contexts.tokens) is not job:
         return job.id
     new_context.name = job.title
     params = SamplingParams(max_tokens=1, temperature=0, extra_args={COMPRESS: new_context.model_dump_json()})

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from lkv.errors import IntegrationError, LkvError, PromptError
 from lkv.integrations.vllm.contexts import COMPRESS, NewContext, VllmContexts
 from lkv.integrations.vllm.requests import front_contexts
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ContextSettings
 from lkv.serving.stored_context import StoredContext
@@ -23,14 +23,14 @@ _BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)  # seconds
 _MAX_TEXTS = 256  # that are being compressed
 
 
-class EngineContexts:
+class EngineContextServer:
     """The contexts of an engine, for `lkv.serving.routes` and for requests that name one."""
 
     def __init__(self) -> None:
         self.settings = ContextSettings.model_validate({})
         self.models: list[str] = []
         self.max_length = 0  # tokens of a request, vLLM's --max-model-len
-        self.queue: JobQueue | None = None  # before the first request
+        self.registry: ContextRegistry | None = None  # before the first request
         self.metrics = Metrics()
         self.engine: Any = None
         self.has_template = False  # one of vLLM's own options
@@ -58,16 +58,16 @@ class EngineContexts:
             )
         return await asyncio.to_thread(front_contexts, self.engine.input_processor)
 
-    async def open_queue(self) -> JobQueue:
+    async def open_registry(self) -> ContextRegistry:
         """Return the contexts, stored and being made."""
         contexts = await self.contexts()
-        if self.queue is None:
-            self.queue = JobQueue(contexts.store, _MAX_TEXTS)
-        return self.queue
+        if self.registry is None:
+            self.registry = ContextRegistry(contexts.store, _MAX_TEXTS)
+        return self.registry
 
     async def create(self, body: ContextRequest, skipped: list[str] | None) -> StoredContext | Job:
         """Return the stored context of a text, or the job that makes it."""
-        contexts, queue = await self.contexts(), await self.open_queue()
+        contexts, registry = await self.contexts(), await self.open_registry()
         settings = body.settings(contexts.compression)
         new_context = await asyncio.to_thread(contexts.encode, body.content(), settings)
         if len(new_context.ids) >= self.max_length:
@@ -76,17 +76,17 @@ class EngineContexts:
                 f"{self.max_length}."
             )
         job = Job(new_context.id, body.name, settings, time.time(), skipped=skipped, is_started=True)
-        made = await asyncio.to_thread(queue.submit, job, contexts.tokens)
+        made = await asyncio.to_thread(registry.submit, job, contexts.tokens)
         if made is job:
             new_context.name, new_context.created, new_context.skipped = job.title, job.created, skipped
-            task = asyncio.create_task(self._compress(queue, new_context, job))
+            task = asyncio.create_task(self._compress(registry, new_context, job))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return made
 
     async def delete(self, name: str) -> None:
         """Delete a context, or the job that makes it; answers that have begun continue."""
-        job = await asyncio.to_thread((await self.open_queue()).delete, name)
+        job = await asyncio.to_thread((await self.open_registry()).delete, name)
         if job is not None and (reading := self._readings.get(job)) is not None:
             reading.cancel()
         await self._release(name)
@@ -96,7 +96,7 @@ class EngineContexts:
         with suppress(Exception):  # the engine has ended, and its memory with it
             await self.engine.collective_rpc("lkv_release", args=(name,))
 
-    async def _compress(self, queue: JobQueue, new_context: NewContext, job: Job) -> None:
+    async def _compress(self, registry: ContextRegistry, new_context: NewContext, job: Job) -> None:
         """Have the engine read a text, and compress it."""
         stored: StoredContext | None = None
         try:
@@ -111,12 +111,12 @@ class EngineContexts:
                 await asyncio.sleep(0.01)
             job.error = "".join(outcomes) or None
             if job.error is None:
-                stored = await asyncio.to_thread(queue.store.describe, job.id)
+                stored = await asyncio.to_thread(registry.store.describe, job.id)
                 if stored is None:
                     job.error = "vLLM ended without compressing the text; see its log, and send it again."
         except Exception as error:  # reported to the client
             job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
-        if await asyncio.to_thread(queue.finish, job, stored):
+        if await asyncio.to_thread(registry.finish, job, stored):
             await self._release(job.id)
         if not job.is_deleted:
             self.metrics.compressions["failed" if job.error else "succeeded"] += 1
@@ -137,12 +137,12 @@ class EngineContexts:
 
     async def refresh_metrics(self) -> None:
         """Query the statistics of the workers and the store."""
-        if self.queue is not None:
-            self.metrics.texts_waiting = sum(job.error is None for job in self.queue.jobs())
+        if self.registry is not None:
+            self.metrics.texts_waiting = sum(job.error is None for job in self.registry.jobs())
         with suppress(Exception):  # the engine has ended, which vLLM's own metrics say, or the store cannot be read
             self.metrics.workers = await self.engine.collective_rpc("lkv_statistics")
-            if self.queue is not None:
-                self.metrics.usage = await asyncio.to_thread(self.queue.store.usage)
+            if self.registry is not None:
+                self.metrics.usage = await asyncio.to_thread(self.registry.store.usage)
 
     async def unreadable_reason(self, name: str) -> LkvError | None:
         """Return why a context cannot be read now; None if it can be."""

@@ -77,7 +77,7 @@ def ragged_attention(
     check_arguments(q, kv)
     if lse and sinks is not None:
         raise ValueError("Expected no sinks together with lse=True: merge first, then call join_sinks.")
-    chosen = _choose(backend, q, kv)
+    chosen = _select_backend(backend, q, kv)
     if chosen not in _FUSED:
         check_none_quantized(chosen, kv)
         check_storages(q=q, **kv.tensors())
@@ -125,7 +125,7 @@ def append_and_attend(
         BackendError: As `ragged_attention`, and where `can_attend_quantized` returns False.
     """
     check_arguments(q, kv, key, value)
-    chosen = _choose(backend, q, kv, key, value)
+    chosen = _select_backend(backend, q, kv, key, value)
     if not q.numel():
         return q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
     # Sinks need the log-sum-exp, which the fused `append_and_attend` does not return.
@@ -140,12 +140,12 @@ def append_and_attend(
 def can_attend_quantized(q: Tensor, kv: RaggedKV, *new: Tensor) -> bool:
     """Return whether attention can read the codes of `kv` directly; `new`: k and v to append."""
     # Rows of a batch may have different tiers.
-    return len(kv.quantized) <= MAX_QUANTIZED and _choose("auto", q, kv, *new) in _FUSED
+    return len(kv.quantized) <= MAX_QUANTIZED and _select_backend("auto", q, kv, *new) in _FUSED
 
 
 def can_replay(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Return whether the launches of `append_and_attend` can be captured and replayed as decode steps."""
-    return _chosen("auto", device, dtype, dim, dim) in _FUSED
+    return _available_backend("auto", device, dtype, dim, dim) in _FUSED
 
 
 def append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
@@ -254,10 +254,10 @@ def _append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
     _module("loop").append(key, value, kv)
 
 
-def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
+def _select_backend(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
     """Return the name of the backend for these tensors."""
     k_pool, v_pool, starts, lens, quantized, _ = kv
-    chosen = _chosen(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
+    chosen = _available_backend(backend, q.device, q.dtype, k_pool.shape[1], v_pool.shape[1])
     if chosen not in _FUSED:
         return chosen
     # The reason why compiled code cannot read the addresses of these tensors, in one sentence.
@@ -280,22 +280,22 @@ def _choose(backend: str, q: Tensor, kv: RaggedKV, *new: Tensor) -> str:
 
 
 @functools.cache
-def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
+def _available_backend(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
     """Return the backend by device, dtype and head sizes; cached, so that a fallback is logged once."""
     if backend != "auto":
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {BACKENDS}.")
-        if reason := _refusal(backend, device, dtype, dim, value_dim):
+        if reason := _unsupported_reason(backend, device, dtype, dim, value_dim):
             raise BackendError(backend, reason)
         return backend
     fastest = "triton" if devices.is_gpu(device) else "cpp"
-    reason = _refusal(fastest, device, dtype, dim, value_dim)
+    reason = _unsupported_reason(fastest, device, dtype, dim, value_dim)
     if reason and fastest == "triton":  # "cpp" logs by itself why it cannot be compiled
         logging.getLogger(__name__).warning("ragged attention goes without %r: %s", fastest, reason)
     return "loop" if reason else fastest
 
 
-def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def _unsupported_reason(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why a backend cannot run, in one sentence; None if it can."""
     if backend in ("loop", "reference"):
         return None
@@ -303,7 +303,7 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype, dim: int, v
         module = _module(backend)
     except Exception as error:
         return import_problem(backend, error)
-    return module.refusal(device, dtype, dim, value_dim)
+    return module.unsupported_reason(device, dtype, dim, value_dim)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ _FLAGS = {  # by `torch.backends.cpu.get_cpu_capability()`: what at::vec is comp
 _loading = threading.Lock()
 
 
-def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why this cannot run, in one sentence; None if it can. Compiles at its first use."""
     if device.type != "cpu":
         return f"the pools are on {device.type!r}, but it is compiled for the CPU."

@@ -73,9 +73,9 @@ class Launch:
             self.compiled[place] = compiled_kernel, constants
 
 
-def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why these kernels cannot run, in one sentence; None if they can."""
-    if reason := triton_helpers.refusal(device, dtype):
+    if reason := triton_helpers.unsupported_reason(device, dtype):
         return reason
     if not 0 < min(dim, value_dim) <= max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."

@@ -63,4 +63,4 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, dim: int, value_dim: 
         module = import_module("lkv.kernels.selection.triton")
     except Exception:
         return None
-    return None if module.refusal(device, dtype, dim, value_dim) else module
+    return None if module.unsupported_reason(device, dtype, dim, value_dim) else module

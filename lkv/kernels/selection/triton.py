@@ -54,11 +54,11 @@ class Entries(NamedTuple):
         return (0,) * 6 if self.starts is not None else (*self.key.stride()[:3], *self.value.stride()[:3])
 
 
-def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why the kernels cannot run, in one sentence; None if they can."""
     if not 0 < max(dim, value_dim) <= LARGEST_DIM:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take 1 to {LARGEST_DIM}."
-    return triton_helpers.refusal(device, dtype)
+    return triton_helpers.unsupported_reason(device, dtype)
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:

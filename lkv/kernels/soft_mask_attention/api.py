@@ -69,7 +69,7 @@ def _attend(
     """Compute `soft_mask_attention` of checked arguments, without sinks."""
     if softcap is not None:
         return _attend_capped(q, k, v, log_mask, scale, softcap)
-    chosen = _chosen(backend, q.device, q.dtype, q.shape[3], v.shape[3])
+    chosen = _available_backend(backend, q.device, q.dtype, q.shape[3], v.shape[3])
     attend = {"reference": attend_by_formula, "sdpa": _attend_by_sdpa}.get(chosen) or _triton_module().attend
     return attend(q, k, v, log_mask, scale)
 
@@ -124,7 +124,7 @@ def continuation_attention(
         return cpu.attend(scale, q, key, value, prompt_key, prompt_value, log_mask, owners)
     if log_mask is None:
         log_mask = q.new_zeros((rows, *prompt_key.shape[1:3]), dtype=torch.float32)
-    if softcap is None and _chosen(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
+    if softcap is None and _available_backend(backend, q.device, q.dtype, q.shape[-1], value.shape[-1]) == "triton":
         owners = torch.zeros(rows, dtype=torch.int64, device=q.device) if owners is None else owners
         return _triton_module().attend_continuations(scale, q, key, value, prompt_key, prompt_value, log_mask, owners)
     k, v = (
@@ -226,7 +226,7 @@ def _check_mask(log_mask: Tensor) -> None:
 
 
 @functools.cache
-def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
+def _available_backend(backend: str, device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str:
     """Return the name of the backend to use; cached, so that a fallback is logged once."""
     if backend not in ("auto", *_NAMES):
         raise ValueError(f"backend is {backend!r}, but it must be 'auto' or one of {_NAMES}.")
@@ -234,7 +234,7 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
         return backend
     if backend == "auto" and not devices.is_gpu(device):
         return "sdpa"
-    reason = _refusal(device, dtype, dim, value_dim)
+    reason = _unsupported_reason(device, dtype, dim, value_dim)
     if reason is None:
         return "triton"
     if backend == "triton":
@@ -243,13 +243,13 @@ def _chosen(backend: str, device: torch.device, dtype: torch.dtype, dim: int, va
     return "sdpa"
 
 
-def _refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def _unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why Triton cannot run, in one sentence; None if it can."""
     try:
         module = _triton_module()
     except Exception as error:
         return import_problem("triton", error)
-    return module.refusal(device, dtype, dim, value_dim)
+    return module.unsupported_reason(device, dtype, dim, value_dim)
 
 
 def _triton_module() -> ModuleType:

@@ -60,9 +60,9 @@ _TILES = {
 }
 
 
-def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
+def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) -> str | None:
     """Return why these kernels cannot run, in one sentence; None if they can."""
-    if reason := triton_helpers.refusal(device, dtype):
+    if reason := triton_helpers.unsupported_reason(device, dtype):
         return reason
     if dim not in HEAD_DIMS or value_dim != dim:
         return f"the head sizes are {dim} and {value_dim}, but the Triton kernels take {HEAD_DIMS}, equal for k and v."
@@ -74,7 +74,7 @@ def refusal(device: torch.device, dtype: torch.dtype, dim: int, value_dim: int) 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_mask: Tensor, scale: float, tiles: Tiles | None = None) -> Tensor:
-    """Shapes as in `api.soft_mask_attention`, where `refusal` has no objection. `tiles`: block sizes to try out."""
+    """As `api.soft_mask_attention`, if `unsupported_reason` returns None. `tiles`: block sizes to try out."""
     tiles = tiles or tiles_on(q.device, q.dtype, q.shape[3])
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     with devices.device_guard(q.device):
@@ -167,7 +167,7 @@ def shared_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float, tile: Tile) 
 
 
 def attend_continuations(scale: float, *tensors: Tensor) -> Tensor:
-    """As `api.continuation_attention`, with its tensors from q to `owners`, where `refusal` has no objection.
+    """As `api.continuation_attention`, with its tensors from q to `owners`, if `unsupported_reason` returns None.
 
     Nothing of the prompt is copied or differentiated, and only the continuations' own tensors and the mask are saved.
     """
