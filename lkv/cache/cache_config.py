@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lkv.cache.ragged_store import PLAIN, Softmax
+from lkv.cache.ragged_store import PLAIN, SoftmaxOptions
 from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
 from lkv.hf.masks import PaddingReader
@@ -67,7 +67,7 @@ class CacheConfig:
 
         A request that says neither how much to keep nor in how many bits keeps `DEFAULT_MEMORY`.
         """
-        request = request.with_budget()
+        request = request.with_default_memory()
         return cls(resolve_method(request, model, tokenizer), request)
 
     @property
@@ -201,7 +201,7 @@ class LayerContext:
     config: CacheConfig
     shared: SharedState
     rotation: Rotation | None
-    softmax: Softmax = PLAIN
+    softmax_options: SoftmaxOptions = PLAIN
 
     def prompt_kv(self, key: Tensor, value: Tensor, scale: float, queries: Tensor | None) -> LayerKV:
         """Return a prompt, or a part of it, with the properties of the layer.
@@ -213,7 +213,7 @@ class LayerContext:
             queries: Queries of the last tokens, [B, Hq, n, d]; None without.
         """
         rotation = self.prompt_rotation
-        return LayerKV(key, value, scale, queries, rotation=rotation, **self.softmax._asdict())
+        return LayerKV(key, value, scale, queries, rotation=rotation, **self.softmax_options._asdict())
 
     @property
     def prompt_rotation(self) -> Rotation | None:
@@ -225,7 +225,7 @@ def list_contexts(config: CacheConfig, shared: SharedState, patched: PatchedMode
     """Return the context of each evicting layer of a new cache."""
     pairs = enumerate(zip(patched.rotations, patched.sinks, strict=True))
     return [
-        LayerContext(index, config, shared, rotation, Softmax(sinks, patched.softcap))
+        LayerContext(index, config, shared, rotation, SoftmaxOptions(sinks, patched.softcap))
         for index, (rotation, sinks) in pairs
     ]
 

@@ -75,7 +75,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     compensated = groups if all(is_compensated) else single_rows
     fit = partial(_fit_values, prompt, compensated, skipped, store.lens) if compensated else None
     if is_tiered:
-        split, is_centred = config.split(lens, numbers), context.softmax.softcap is None
+        split, is_centred = config.split(lens, numbers), context.softmax_options.softcap is None
         return TieredStore.from_ragged(store, split, free_slots, is_centred=is_centred, fit_values=fit)
     if fit is not None:
         key, value = store.pack()
@@ -122,7 +122,7 @@ def evict_entries(
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
     if isinstance(store, TieredStore):
         return store.requantize(kept_entries, origin, split, free_slots)
-    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softmax.softcap is None)
+    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softmax_options.softcap is None)
 
 
 def gather_best(

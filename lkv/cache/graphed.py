@@ -200,7 +200,7 @@ def _permanent_reason(model: PreTrainedModel, cache: ReplayableCache) -> str | N
         return "the model is spread over several devices."
     if cache.others:
         return "the model has sliding-window or recurrent layers, which lie elsewhere after every token."
-    if any(layer.context.softmax.sinks is not None for layer in cache.ragged_layers):
+    if any(layer.context.softmax_options.sinks is not None for layer in cache.ragged_layers):
         return "the model has attention sinks, which are not joined by the kernel."
     if cache.config.request.decode_eviction:
         return "decode_eviction chooses among the entries while tokens are generated."

@@ -113,7 +113,7 @@ class RaggedLayer(AttentionCacheLayer):
         return torch.cat([self._buffer.key, key_states], 2), torch.cat([self._buffer.value, value_states], 2)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Read a part of the prompt, or append later tokens, and compute their attention."""
         # Stored tensors are detached: an autograd graph would keep every activation alive. Under autocast RoPE returns
@@ -124,7 +124,7 @@ class RaggedLayer(AttentionCacheLayer):
         if self.prompt_length:
             return self._extend(query, key, value, scale, padding.hidden_keys(mask, query.shape[2])).transpose(1, 2)
         if not self._context.config.request.streaming:
-            return self._read_prompt(query, key, value, scale, mask, stock())
+            return self._read_prompt(query, key, value, scale, mask, model_attention())
         if padding.hidden_keys(mask, query.shape[2]) is not None:
             raise CacheError(
                 "streaming does not take padding in the prompt; give rows of equal length, or one row at a time."
@@ -144,14 +144,14 @@ class RaggedLayer(AttentionCacheLayer):
         prompt = self._context.prompt_kv(key, value, scale, queries)
         prompt_length = config.request.prompt_tokens or total
         num_appended = max(0, total - prompt_length)
-        self._note_part(query.shape[2] - num_appended)
+        self._on_part(query.shape[2] - num_appended)
         if total < prompt_length:
             if queries is not None and config.method.last_queries is not None:
                 prompt = replace(prompt, queries=queries[:, :, -config.method.last_queries :].clone())
             self._buffer = prompt
             return out
         padding = self._context.shared.padding.left_padding(mask)
-        self._compress(prompt.select(slice(None), slice(prompt_length)), padding)
+        self._evict_prompt(prompt.select(slice(None), slice(prompt_length)), padding)
         self._buffer = None
         if not num_appended:
             return out
@@ -160,7 +160,7 @@ class RaggedLayer(AttentionCacheLayer):
         rows = self._extend(query[:, :, -num_appended:], key[:, :, prompt_length:], value[:, :, prompt_length:], scale)
         return torch.cat([out[:, :-num_appended], rows.transpose(1, 2)], 1)
 
-    def _compress(self, prompt: LayerKV, padding: list[int] | None) -> None:
+    def _evict_prompt(self, prompt: LayerKV, padding: list[int] | None) -> None:
         """Evict from a whole prompt."""
         batch, _, tokens, _ = prompt.key.shape
         self.store = evict_prompt(self._context, prompt, padding)
@@ -210,21 +210,21 @@ class RaggedLayer(AttentionCacheLayer):
         store = self.store
         if query.dtype != store.dtype or key.dtype != store.dtype:
             query, key, value = (x.to(store.dtype) for x in (query, key, value))
-        appended, softmax = store.appended_tokens, self._context.softmax
+        appended, softmax_options = store.appended_tokens, self._context.softmax_options
         try:
             if padding is not None:
-                out = extend_padded(store, query, key, value, scale, padding, softmax)
+                out = extend_padded(store, query, key, value, scale, padding, softmax_options)
             else:
-                out = store.extend(query, key, value, scale, self._context.shared.buffers, softmax)
+                out = store.extend(query, key, value, scale, self._context.shared.buffers, softmax_options)
         except BaseException:
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
             raise
-        self._note_part(new, store, padding)
+        self._on_part(new, store, padding)
         return out.to(dtype)
 
-    def _note_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
-        """Learn of a part of a pass: `tokens` of a prompt, or the last tokens of `store` and their padding."""
+    def _on_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
+        """Do nothing; `ReadAgainLayer` records parts: `tokens` of a prompt, or the last of `store` with padding."""
 
     def _drop_padding(self, padding: Tensor, new: int) -> Tensor | None:
         """Drop the appended tokens marked in `padding`, see `_extend`; return the padding of the `new` tokens."""
@@ -313,7 +313,7 @@ class RaggedLayer(AttentionCacheLayer):
         places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
         stored = StoredEntries(
             key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
-            self.base_length, self._padding, scale, context.prompt_rotation, context.softmax.softcap,
+            self.base_length, self._padding, scale, context.prompt_rotation, context.softmax_options.softcap,
         )  # fmt: skip
         return context.config.method.selector.score_stored(context.index, stored)
 
@@ -323,7 +323,7 @@ class RaggedLayer(AttentionCacheLayer):
         # Under autocast k and queries are in float32 and v is in half precision; see `attend`.
         dtype = prompt.value.dtype
         queries = None if prompt.queries is None else prompt.queries.to(dtype)
-        self._compress(replace(prompt, key=prompt.key.to(dtype), queries=queries), None)
+        self._evict_prompt(replace(prompt, key=prompt.key.to(dtype), queries=queries), None)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Cut `-tokens_to_remove` (<= 0, as in transformers >= 5.17) appended tokens off the end.

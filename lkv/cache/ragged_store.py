@@ -14,14 +14,14 @@ from lkv.utils import devices
 Buffers = dict[Any, Any] | None  # work space of attention, see `append_and_attend`
 
 
-class Softmax(NamedTuple):
+class SoftmaxOptions(NamedTuple):
     """What a layer's softmax has beside its scale: attention sinks [Hq], and the cap of scores."""
 
     sinks: Tensor | None = None
     softcap: float | None = None
 
 
-PLAIN = Softmax()
+PLAIN = SoftmaxOptions()
 
 
 class KVStore(Protocol):
@@ -60,7 +60,13 @@ class KVStore(Protocol):
         """Drop scores and positions, because no eviction follows."""
 
     def extend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: Buffers = None,
+        options: SoftmaxOptions = PLAIN,
     ) -> Tensor:
         """Append new k and v to the free slots, then attend over all entries.
 
@@ -72,13 +78,13 @@ class KVStore(Protocol):
             value: [B, H, T, dv].
             scale: The attention scaling factor.
             buffers: As in `append_and_attend`.
-            softmax: The layer's sinks and cap.
+            options: The layer's sinks and cap.
 
         Returns:
             The attention output, [B, Hq, T, dv].
         """
 
-    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
+    def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
         """Attend as `extend` from tokens that are the last entries already: [B, Hq, T, dv]."""
 
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
@@ -191,18 +197,24 @@ class RaggedStore(KVStore):
 
     @override
     def extend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: Buffers = None,
+        options: SoftmaxOptions = PLAIN,
     ) -> Tensor:
         kv = self.attention_view()
         out = append_and_attend(
-            query, key, value, kv, scale, buffers=buffers, sinks=softmax.sinks, softcap=softmax.softcap
+            query, key, value, kv, scale, buffers=buffers, sinks=options.sinks, softcap=options.softcap
         )
         self.count_appended(key.shape[2])
         return out
 
     @override
-    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
-        return ragged_attention(query, self.attention_view(), scale, sinks=softmax.sinks, softcap=softmax.softcap)
+    def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
+        return ragged_attention(query, self.attention_view(), scale, sinks=options.sinks, softcap=options.softcap)
 
     @override
     def drop_scores(self) -> None:
@@ -345,30 +357,30 @@ def slot_indices(starts: Tensor, counts: Tensor, device: torch.device) -> Tensor
 
 
 def extend_padded(
-    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor, softmax: Softmax
+    store: KVStore, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor, options: SoftmaxOptions
 ) -> Tensor:
     """Append and attend as `store.extend`, row by row.
 
     Args:
         store: The entries.
-        query: As in `KVStore.extend`, as are `key`, `value`, `scale` and `softmax`.
+        query: As in `KVStore.extend`, as are `key`, `value`, `scale` and `options`.
         key: New keys.
         value: New values.
         scale: The attention scaling factor.
         padding: The new tokens that are not appended and get outputs of 0, bool [B, T] on the CPU.
-        softmax: The layer's sinks and cap.
+        options: The layer's sinks and cap.
     """
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     for row, real in enumerate(tokens):
         store.append(row, key[row : row + 1, :, real], value[row : row + 1, :, real])
     store.count_appended(padding.shape[1], padding)
-    return attend_padded(store, query, scale, padding, softmax)
+    return attend_padded(store, query, scale, padding, options)
 
 
-def attend_padded(store: KVStore, query: Tensor, scale: float, padding: Tensor, softmax: Softmax) -> Tensor:
+def attend_padded(store: KVStore, query: Tensor, scale: float, padding: Tensor, options: SoftmaxOptions) -> Tensor:
     """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
-    kv, (sinks, softcap) = store.attention_view(), softmax
+    kv, (sinks, softcap) = store.attention_view(), options
     out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])
     for row, real in enumerate(tokens):
         rows = slice(row, row + 1)

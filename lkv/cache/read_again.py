@@ -41,18 +41,18 @@ class ReadAgainLayer(RaggedLayer):
 
     @override
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         self._parts = []
-        return super().attend(query, key, value, mask, scale, stock)
+        return super().attend(query, key, value, mask, scale, model_attention)
 
     @override
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._context.config.method.reads_queries and not self.prompt_length:
             self._add_queries(query.detach())
-        out = self._read_parts(query, scale, stock)
+        out = self._read_parts(query, scale, model_attention)
         if not self.reads_left:
             self._parts = []
             if self._waiting is not None:
@@ -61,15 +61,15 @@ class ReadAgainLayer(RaggedLayer):
                 self._waiting, self._reader_queries = None, {}
                 tokens = min(query.shape[2] for query in queries)
                 own, *others = (query[:, :, query.shape[2] - tokens :] for query in queries)
-                super()._compress(join_queries(replace(prompt, queries=own), *others), padding)
+                super()._evict_prompt(join_queries(replace(prompt, queries=own), *others), padding)
         return out
 
     @override
-    def _compress(self, prompt: LayerKV, padding: list[int] | None) -> None:
+    def _evict_prompt(self, prompt: LayerKV, padding: list[int] | None) -> None:
         if prompt.queries is not None and self.reads_left:
             self._waiting = prompt, padding
         else:
-            super()._compress(prompt, padding)
+            super()._evict_prompt(prompt, padding)
 
     @override
     def _extend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -81,23 +81,23 @@ class ReadAgainLayer(RaggedLayer):
         return super()._extend(*args, **kwargs)
 
     @override
-    def _note_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
+    def _on_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
         self._parts.append((tokens, store, padding))
 
-    def _read_parts(self, query: Tensor, scale: float, stock: Callable[[], Tensor]) -> Tensor:
+    def _read_parts(self, query: Tensor, scale: float, model_attention: Callable[[], Tensor]) -> Tensor:
         """Compute attention [B, n, Hq, dv] from the last n tokens of the pass."""
         outs: list[Tensor] = []
-        end, softmax = query.shape[2], self._context.softmax
+        end, softmax_options = query.shape[2], self._context.softmax_options
         for tokens, store, padding in reversed(self._parts):
             rows, end = query[:, :, max(0, end - tokens) : end], max(0, end - tokens)
             if store is None:
-                outs.append(stock()[:, : rows.shape[2]])
+                outs.append(model_attention()[:, : rows.shape[2]])
             elif rows.shape[2]:
                 own = rows.to(store.dtype)
                 if padding is None:
-                    out = store.attend(own, scale, softmax)
+                    out = store.attend(own, scale, softmax_options)
                 else:
-                    out = attend_padded(store, own, scale, padding[:, -rows.shape[2] :], softmax)
+                    out = attend_padded(store, own, scale, padding[:, -rows.shape[2] :], softmax_options)
                 outs.append(out.to(query.dtype).transpose(1, 2))
         return torch.cat(outs[::-1], 1)
 

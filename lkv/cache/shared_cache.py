@@ -66,11 +66,11 @@ class SharedLayer(AttentionCacheLayer):
         return key_states, value_states
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention over the prompt and over the later tokens, merged by log-sum-exp."""
         assert self._key is not None and self._value is not None and self._prompt.store is not None
-        (sinks, softcap), (batch, _, new, _) = self._prompt.context.softmax, query.shape
+        (sinks, softcap), (batch, _, new, _) = self._prompt.context.softmax_options, query.shape
         query, key, value = query.to(self._value.dtype), self._key, self._value
         visible = expand_mask(mask, new, key.shape[2], key.device)
         new_output, new_lse = masked_attention(query, key, value, visible, scale, softcap)

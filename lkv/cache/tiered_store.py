@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, Softmax, packed_starts, slot_indices
+from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, SoftmaxOptions, packed_starts, slot_indices
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, dequantize, quantize, rotation, to_dtype
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
@@ -149,24 +149,37 @@ class TieredStore(KVStore):
 
     @override
     def extend(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, buffers: Buffers = None, softmax: Softmax = PLAIN
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        buffers: Buffers = None,
+        options: SoftmaxOptions = PLAIN,
     ) -> Tensor:
         kv = self._pools()
         if can_attend_quantized(query, kv, key, value):
             out = append_and_attend(
-                query, key, value, kv, scale, buffers=buffers, sinks=softmax.sinks, softcap=softmax.softcap
+                query,
+                key,
+                value,
+                kv,
+                scale,
+                buffers=buffers,
+                sinks=options.sinks,
+                softcap=options.softcap,
             )
             self.count_appended(key.shape[2])
             return out
         append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
         self.count_appended(key.shape[2])
-        return self.attend(query, scale, softmax)
+        return self.attend(query, scale, options)
 
     @override
-    def attend(self, query: Tensor, scale: float, softmax: Softmax = PLAIN) -> Tensor:
+    def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
         kv = self._pools()
         kv = kv if can_attend_quantized(query, kv) else self.attention_view()
-        return ragged_attention(query, kv, scale, sinks=softmax.sinks, softcap=softmax.softcap)
+        return ragged_attention(query, kv, scale, sinks=options.sinks, softcap=options.softcap)
 
     @override
     def append(self, row: int, key: Tensor, value: Tensor) -> None:

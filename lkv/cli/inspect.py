@@ -153,7 +153,7 @@ def _write_page(options: Inspect, source: str) -> None:
 
     if options.json_ or options.figure:
         raise LkvError("--json and --figure show a policy, but a text was given; leave out either.")
-    request = CompressionRequest(memory=options.memory, retention=options.retention).with_budget()
+    request = CompressionRequest(memory=options.memory, retention=options.retention).with_default_memory()
     if options.method == FULL or SECOND_PASS in find_needs(options.method):
         problem = "keeps everything" if options.method == FULL else "needs a second pass over the text"
         raise LkvError(f"{options.method!r} {problem}, so there is no selection to show; use a one-pass method.")

@@ -70,7 +70,7 @@ def _print_table(entries: list[dict[str, Any]], width: int) -> None:
         for name, component in components.items():
             print(_wrap(f"  {name}", component.description, 20, width))
     competing = ", ".join(name for name, budget in all_budgets.items() if budget.compares_heads)
-    by_head = ", ".join(name for name, selector in all_selectors.items() if selector.refines)
+    by_head = ", ".join(name for name, selector in all_selectors.items() if selector.uses_counts)
     notes = (
         f"`lkv methods NAME` describes a method in full. Any budget goes with any selector, as BUDGET+SELECTOR, except "
         f"those under which heads compete ({competing}) with those that rank each head by itself ({by_head}); "

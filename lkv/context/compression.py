@@ -161,7 +161,7 @@ def compress_ids(
         LkvError: As `RaggedCache` raises for its arguments.
     """
     check_fits_model(model, len(ids))
-    chunk, tensor = request.chunk, torch.tensor([ids], device=input_device(model))
+    chunk, input_ids = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
     if chunk is not None and images:
         raise PromptError("images are read with their whole text at once; leave chunk out.")
@@ -169,37 +169,37 @@ def compress_ids(
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:
         with _report_layers(model, progress, len(ids)):
-            return Context(model, tokenizer, ids, _read_in_full(model, tensor, chunk, images))
+            return Context(model, tokenizer, ids, _read_in_full(model, input_ids, chunk, images))
     if chunk is not None:
         request = replace(request, prompt_tokens=len(ids))
     config = CacheConfig.resolve(request, model, tokenizer)
-    chosen = config.method
-    chosen.check_length(len(ids))
-    if chosen.needs_whole_prompt:
+    method = config.method
+    method.check_length(len(ids))
+    if method.needs_whole_prompt:
         if chunk is not None:
-            raise PromptError(f"{chosen.name!r} needs the whole text at once; leave chunk out, or use another method.")
+            raise PromptError(f"{method.name!r} needs the whole text at once; leave chunk out, or use another method.")
         # The second pass doubles the work.
-        with _report_layers(model, progress, len(ids) * (1 + chosen.selector.has_second_pass)):
-            prompt = read_prompt(model, tensor, chosen.reads_queries, images)
-            own = replace(config, method=chosen.for_prompt(ids, prompt))
-        cache = RaggedCache.from_config(model, own)
+        with _report_layers(model, progress, len(ids) * (1 + method.selector.has_second_pass)):
+            prompt = read_prompt(model, input_ids, method.reads_queries, images)
+            prompt_config = replace(config, method=method.for_prompt(ids, prompt))
+        cache = RaggedCache.from_config(model, prompt_config)
         cache.fill(prompt)
-        cache.set_method(chosen)  # drops the scores of this prompt
+        cache.set_method(method)  # drops the scores of this prompt
     else:
         cache = RaggedCache.from_config(model, config)
-        _prefill(model, cache, tensor, chunk, progress, images)
-    cache.history.ids = tensor
+        _prefill(model, cache, input_ids, chunk, progress, images)
+    cache.history.ids = input_ids
     digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode())
     for _, values in sorted(images.items()):
         digest.update(values.double().cpu().numpy().tobytes())
     return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest()))
 
 
-def _read_in_full(model: PreTrainedModel, tensor: Tensor, chunk: int | None, images: dict[str, Tensor]) -> FullCache:
-    """Return the uncompressed cache of the ids `tensor` [1, T]."""
+def _read_in_full(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, images: dict[str, Tensor]) -> FullCache:
+    """Return the uncompressed cache of `input_ids` [1, T]."""
     full, patched = FullCache(model), patch_attention(model)
-    _prefill(model, full, tensor, chunk, images=images)
-    if patched.position_hook and (positions := take_image_positions(*tensor.shape)) is not None:
+    _prefill(model, full, input_ids, chunk, images=images)
+    if patched.position_hook and (positions := take_image_positions(*input_ids.shape)) is not None:
         full.image_offset = ImageOffset.of_prompt(positions)
     return full
 

@@ -160,11 +160,13 @@ class Context:
             self.answer_tokens, self.is_truncated = sum(map(len, answers)), truncated
             return answers
         rows = [self.ids + ids for ids in questions]
-        tightest = min(map(len, rows), key=partial(longest_answer, self.model))
-        length = answer_length(self.model, tightest, max_new_tokens, generation)
+        limiting_length = min(map(len, rows), key=partial(longest_answer, self.model))
+        length = answer_length(self.model, limiting_length, max_new_tokens, generation)
         options = {"max_new_tokens": length, **generation}
         with self._exclusive():
-            out = generate(self.model, self.tokenizer, rows, self.tokens, SharedCache(self._ragged()), **options)
+            out = generate(
+                self.model, self.tokenizer, rows, self.tokens, SharedCache(self._require_compressed()), **options
+            )
         answers = [without_padding(self.model, self.tokenizer, answer, generation) for answer in out.tolist()]
         self._record(answers, length, generation)
         return answers
@@ -253,7 +255,7 @@ class Context:
         Raises:
             CacheError: For an uncompressed context.
         """
-        self._ragged()
+        self._require_compressed()
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Context":
@@ -269,7 +271,7 @@ class Context:
             ContextFileError: If the file cannot be written; an existing file at `path` is then unchanged.
             CacheError: For an uncompressed context.
         """
-        path, cache = as_path(path, ContextFileError, "the context's path"), self._ragged()
+        path, cache = as_path(path, ContextFileError, "the context's path"), self._require_compressed()
         with self._lock:
             tensors = saved_context.context_tensors(cache, self.ids)
         saved_context.save(path, tensors, cache, self.metadata)
@@ -313,7 +315,7 @@ class Context:
         check_options(self.model, self.cache, generation)
         return encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids), self.kind)
 
-    def _ragged(self) -> RaggedCache:
+    def _require_compressed(self) -> RaggedCache:
         if not isinstance(self.cache, RaggedCache):
             raise CacheError("this context is not compressed: forking and saving work with every method but 'full'.")
         return self.cache

@@ -122,7 +122,7 @@ def _ranked(configs: Sequence[CacheConfig], prompt: list[LayerKV]) -> tuple[np.n
 
         layer_counts = [tier_counts(config.tiers, tokens, heads, 1, count) for config in configs]
         order = best_first(scores[0])
-        if selector.refines:
+        if selector.uses_counts:
             # Larger budgets keep a superset, so tokens kept by more of the budgets come first.
             budgets_keeping = torch.zeros_like(order)
             for *_, head_counts in layer_counts:

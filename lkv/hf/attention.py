@@ -73,16 +73,16 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
     patched = get_patch(model)
     if patched is None or patched.config is not model.config.get_text_config(decoder=True):
         has_weights, spec = spec is None, spec or inspect_model(model)
-        text = model.config.get_text_config(decoder=True)
-        _check_attention_code(model, text)  # before the first forward pass
+        text_config = model.config.get_text_config(decoder=True)
+        _check_attention_code(model, text_config)  # before the first forward pass
         patched = PatchedModel(
             spec=spec,
             kinds=probed_kinds(model) if has_weights else tuple(decoder_kinds(model)),
             heads=local_kv_heads(model),
             rotations=layer_rotations(model, has_weights),
             sinks=tuple(attention_sinks(model)),
-            softcap=getattr(text, "attn_logit_softcapping", None),
-            config=text,
+            softcap=getattr(text_config, "attn_logit_softcapping", None),
+            config=text_config,
             position_hook=record_positions(model),
         )
         _patch_attention_interface()
@@ -124,7 +124,7 @@ def attention_patched(model: PreTrainedModel) -> Iterator[PatchedModel]:
 
 
 def has_length_dependent_rope(model: PreTrainedModel) -> bool:
-    """Return whether RoPE frequencies depend on the longest text of a forward pass.
+    """Return whether RoPE frequencies depend on the length of the longest text in a batch (dynamic NTK, LongRoPE).
 
     Such a model cannot batch different texts, and its passes must not run concurrently.
     """
@@ -191,15 +191,16 @@ def _attention(
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer; `function` is the model's own, of the implementation `base`."""
     # Models pass dropout, and some the mask, by keyword; wrappers of attention functions pass both by position.
-    stock = functools.partial(function, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    model_attention = functools.partial(function, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if torch.compiler.is_dynamo_compiling() and (traced := take_traced_layer()) is not None:
         cache, index = traced
-        _check_owner(cache.layers[index], module)
-        is_stock = cache.layers[index].is_before_eviction and not _would_need_mask(base, query, key, attention_mask)
-        prompt = stock()[0] if is_stock else None
-        return extend(cache.name, query, key, value, attention_mask, prompt, scale, index), None
-    return _attend(base, module, query, key, value, attention_mask, scale, stock)
+        layer = cache.layers[index]
+        _check_owner(layer, module)
+        runs_model_attention = layer.is_before_eviction and not _would_need_mask(base, query, key, attention_mask)
+        model_output = model_attention()[0] if runs_model_attention else None
+        return extend(cache.name, query, key, value, attention_mask, model_output, scale, index), None
+    return _attend(base, module, query, key, value, attention_mask, scale, model_attention)
 
 
 def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -240,29 +241,33 @@ def _attend(
     value: Tensor,
     mask: Any,
     scale: float,
-    stock: functools.partial[Any],
+    model_attention: functools.partial[Any],
 ) -> tuple[Tensor, Any]:
     """Compute attention with the cache layer that returned `key`, or the model's own if no LKV layer did."""
     layer = take_pending_layer(key)
     is_reader = layer is None
     if layer is None and (layer := take_shared_layer(key)) is None:
-        return stock()
+        return model_attention()
     _check_owner(layer, module)
     _check_implementation(base)
     if (patched := patch_of_config(module.config)) is None:
         raise CacheError(NOT_PATCHED)
-    if stock.keywords.get("softcap") != patched.softcap:
+    options = model_attention.keywords
+    if options.get("softcap") != patched.softcap:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not cap attention scores at {patched.softcap}, as its configuration says; "
             "set attn_logit_softcapping=None there."
         )
-    is_requested = stock.keywords.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    is_requested = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
     if is_requested or _are_weights_collected():
         raise CacheError(NO_WEIGHTS)
-    is_own = _would_need_mask(base, query, key, mask)
-    prompt = functools.partial(attend_prompt, query, key, value, mask, scale) if is_own else lambda: stock()[0]
+    attend_full = (
+        functools.partial(attend_prompt, query, key, value, mask, scale)
+        if _would_need_mask(base, query, key, mask)
+        else lambda: model_attention()[0]
+    )
     attend = layer.attend_again if is_reader else layer.attend
-    return attend(query, key, value, mask, scale, prompt), None
+    return attend(query, key, value, mask, scale, attend_full), None
 
 
 def _are_weights_collected() -> bool:

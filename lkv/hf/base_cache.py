@@ -119,13 +119,13 @@ class BaseCache(Cache):
         value: Tensor,
         mask: Tensor | None,
         scale: float,
-        stock: Callable[[], Any],
+        model_attention: Callable[[], Any],
     ) -> Tensor:
         """Call `update`, then compute attention; arguments and outputs as in `AttentionCacheLayer.attend`."""
         key, value = self.update(key, value, layer_idx)
         layer = take_pending_layer(key)
         assert layer is not None
-        return layer.attend(query, key, value, mask, scale, stock)
+        return layer.attend(query, key, value, mask, scale, model_attention)
 
     def _is_traceable(self, layer_idx: int) -> bool:
         layer = self.layers[layer_idx]

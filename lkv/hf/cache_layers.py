@@ -27,7 +27,7 @@ class AttentionCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention for the tokens of the last `update`.
 
@@ -37,17 +37,17 @@ class AttentionCacheLayer(CacheLayerMixin):
             value: The values that `update` returned, [B, Hkv, K, dv].
             mask: None, a `key_mask` [B, K] or a whole attention mask [B, 1, T, K], bool or additive.
             scale: The attention scaling factor.
-            stock: Computes the model's own attention over `key` and `value`.
+            model_attention: Computes the model's own attention over `key` and `value`.
 
         Returns:
             The attention output, [B, T, Hq, dv].
         """
 
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention of a later layer to the keys of the last `update`; arguments and result as of `attend`."""
-        return self.attend(query, key, value, mask, scale, stock)
+        return self.attend(query, key, value, mask, scale, model_attention)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take dtype and device from the first keys."""

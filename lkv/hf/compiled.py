@@ -19,22 +19,22 @@ def extend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    prompt: Tensor | None,
+    model_output: Tensor | None,
     scale: float,
     layer: int,
 ) -> Tensor:
     """Pass new k and v to a layer and compute attention for q: `BaseCache.compute_layer` [B, T, Hq, dv].
 
     `name` comes from `register_cache`; it is declared as mutated because it stands for the layer's stored entries.
-    `prompt` is the model's own attention [B, T, Hq, dv] during prefill; None if `attend_prompt` computes it.
+    `model_output` is the model's own attention [B, T, Hq, dv] during prefill; None if `attend_prompt` computes it.
     """
 
-    def stock() -> Tensor:
-        return attend_prompt(query, key, value, mask, scale) if prompt is None else prompt
+    def model_attention() -> Tensor:
+        return attend_prompt(query, key, value, mask, scale) if model_output is None else model_output
 
-    out: Tensor = registered_cache(name).compute_layer(layer, query, key, value, mask, scale, stock)
+    out: Tensor = registered_cache(name).compute_layer(layer, query, key, value, mask, scale, model_attention)
     # An operator may not return one of its inputs.
-    result = out.clone() if prompt is not None and out is prompt else out
+    result = out.clone() if model_output is not None and out is model_output else out
     return result.to(value.dtype).contiguous()
 
 

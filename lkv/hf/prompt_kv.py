@@ -265,18 +265,18 @@ class _CapturingLayer(AttentionCacheLayer):
         self._queries = queries
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         queries = query if self._queries else None
         if queries is not None and self._queries is not True:
             queries = queries[:, :, -self._queries :]
         self.captured = LayerKV(_alone(key), _alone(value), scale, None if queries is None else _alone(queries))
-        return stock()
+        return model_attention()
 
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._queries:
             query = query if self._queries is True else query[:, :, -self._queries :]
             self.captured = join_queries(self.captured, query)
-        return stock()
+        return model_attention()

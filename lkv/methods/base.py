@@ -68,7 +68,7 @@ class MethodComponent:
 class ArrivedEntries(NamedTuple):
     """Entries of one head that arrived at different times."""
 
-    prompt: LayerKV  # k and v [1, 1, n, d]; its `end` is the current end of the text
+    kv: LayerKV  # k and v [1, 1, n, d]; `kv.end` is the current end of the text
     positions: Tensor  # [n], original positions
     scores: Tensor  # [n], as computed on arrival
 
@@ -81,11 +81,11 @@ class StoredEntries(NamedTuple):
         value: [P, dv].
         scores: float32 [P], as computed on arrival.
         positions: int32 [P], original positions, including the row's padding.
-        starts: int32 [B, H], the first entry of each head.
+        pool_starts: int32 [B, H], the index of the first entry of each head in the pools.
         counts: int32 [B, H], the entries of each head.
         spans: (start, count) of each row and head, in order.
-        new: The number of last entries of each head without score and position.
-        start: The position of the first of them.
+        num_new: The number of last entries of each head, without score and position yet.
+        first_new_position: The position of the first of these in the text.
         padding: The left padding of each row in tokens.
         scale: The scale of attention scores.
         rotation: The layer's RoPE; None if LKV cannot undo it.
@@ -96,11 +96,11 @@ class StoredEntries(NamedTuple):
     value: Tensor
     scores: Tensor
     positions: Tensor
-    starts: Tensor
+    pool_starts: Tensor
     counts: Tensor
     spans: list[tuple[int, int]]
-    new: int
-    start: int
+    num_new: int
+    first_new_position: int
     padding: list[int]
     scale: float
     rotation: Rotation | None
@@ -109,33 +109,34 @@ class StoredEntries(NamedTuple):
     @property
     def end(self) -> int:
         """The position after the text."""
-        return self.start + self.new
+        return self.first_new_position + self.num_new
 
-    def arrive(self, score: Callable[[LayerKV], Tensor]) -> None:
+    def score_new_entries(self, score: Callable[[LayerKV], Tensor]) -> None:
         """Store the positions of the new entries and their scores [B, H, n], computed by `score`.
 
         Rows without padding are scored together, others one by one.
         """
-        steps = torch.arange(self.new, device=self.key.device)
-        slots = (self.starts + self.counts - self.new)[..., None] + steps
+        steps = torch.arange(self.num_new, device=self.key.device)
+        slots = (self.pool_starts + self.counts - self.num_new)[..., None] + steps
         rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
         for part in rows:
             new_slots = slots[part]
             # Positions do not count padding, so keys are rotated as in an unpadded row.
-            start, kv = self.start - self.padding[part.start], (self.key[new_slots], self.value[new_slots])
-            prompt = LayerKV(*kv, self.scale, start=start, rotation=self.rotation, softcap=self.softcap)
-            self.scores[new_slots] = score(prompt).float()
-        self.positions[slots] = (self.start + steps).int()
+            key, value = self.key[new_slots], self.value[new_slots]
+            start = self.first_new_position - self.padding[part.start]
+            kv = LayerKV(key, value, self.scale, start=start, rotation=self.rotation, softcap=self.softcap)
+            self.scores[new_slots] = score(kv).float()
+        self.positions[slots] = (self.first_new_position + steps).int()
 
     def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
         """Yield each head's index and entries, for all rows in order."""
-        heads = self.starts.shape[1]
+        heads = self.pool_starts.shape[1]
         for number, (start, count) in enumerate(self.spans):
             row, slots = number // heads, slice(start, start + count)
-            padding, kv = self.padding[row], (self.key[None, None, slots], self.value[None, None, slots])
+            padding, key, value = self.padding[row], self.key[None, None, slots], self.value[None, None, slots]
             length, rotation, softcap = self.end - padding, self.rotation, self.softcap
-            prompt = LayerKV(*kv, self.scale, length=length, rotation=rotation, softcap=softcap)
-            yield number % heads, ArrivedEntries(prompt, self.positions[slots] - padding, self.scores[slots])
+            kv = LayerKV(key, value, self.scale, length=length, rotation=rotation, softcap=softcap)
+            yield number % heads, ArrivedEntries(kv, self.positions[slots] - padding, self.scores[slots])
 
 
 def attention_blocks(prompt: LayerKV, first: int = 0) -> Iterator[tuple[int, Tensor]]:
@@ -165,14 +166,14 @@ class Selector(MethodComponent, ABC):
             text. Then chunks can be evicted from during prefill: `score_on_arrival` computes what is final,
             `score_at_eviction` the rest.
         has_second_pass: whether it needs the whole prefilled prompt before it scores (`for_prompt`).
-        refines: whether its ranking depends on how many tokens each head keeps (`refine`).
+        uses_counts: whether its ranking depends on how many tokens each head keeps (`refine`).
     """
 
     reads_queries = False
     last_queries: int | None = None
     is_local = False
     has_second_pass = False
-    refines = False
+    uses_counts = False
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Selector":
         """Return the selector for the prompt `ids`, already prefilled as `prompt`; most selectors return themselves."""
@@ -217,8 +218,8 @@ class Selector(MethodComponent, ABC):
 
         New entries first get their scores on arrival.
         """
-        if entries.new:
-            entries.arrive(lambda kv: check_shape(self, self.score_on_arrival(layer, kv), kv.key))
+        if entries.num_new:
+            entries.score_new_entries(lambda kv: check_shape(self, self.score_on_arrival(layer, kv), kv.key))
         scores = [self.score_at_eviction(layer, head, arrived) for head, arrived in entries.heads()]
         return pad_sequence(scores, batch_first=True, padding_value=-math.inf)
 

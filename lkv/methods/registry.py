@@ -49,7 +49,7 @@ class RegisteredComponent:
     needs: tuple[str, ...] = ()  # besides k and v, among POLICY, PATTERN, QUERIES and SECOND_PASS
     variant: str = ""
     compares_heads: bool = False
-    refines: bool = False
+    uses_counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _register(
             needs=tuple(need for need, is_needed in needs.items() if is_needed),
             variant=variant,
             compares_heads=getattr(cls, "compares_heads", False),
-            refines=getattr(cls, "refines", False),
+            uses_counts=getattr(cls, "uses_counts", False),
         )
         return cls
 
@@ -366,7 +366,7 @@ def _combination(name: str) -> MethodSpec:
         raise LkvError(f"there is no {kind} {missing!r} for {name!r}; use one of {_listed(registry)}.")
     if not has_budget:
         raise LkvError(_unknown(name))
-    if _BUDGETS[budget].compares_heads and _SELECTORS[selector].refines:
+    if _BUDGETS[budget].compares_heads and _SELECTORS[selector].uses_counts:
         fitting = _listed({name: part for name, part in _BUDGETS.items() if not part.compares_heads})
         raise LkvError(
             f"the selector {selector!r} ranks the tokens of each head separately, but under the budget {budget!r} "

@@ -129,11 +129,11 @@ class CompressionRequest:
         if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
             raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
 
-    def with_budget(self) -> Self:
-        """Return the request with the default memory, if it says neither how much to keep nor in how many bits."""
-        is_open = self.memory is None and self.retention is None and self.budget_tokens is None and self.bits is None
-        takes_one = isinstance(self.method, str) and self.method != FULL
-        return replace(self, memory=DEFAULT_MEMORY) if is_open and takes_one else self
+    def with_default_memory(self) -> Self:
+        """Return the request with the default memory budget if it sets no memory, retention, budget_tokens or bits."""
+        is_unset = self.memory is None and self.retention is None and self.budget_tokens is None and self.bits is None
+        has_named_method = isinstance(self.method, str) and self.method != FULL
+        return replace(self, memory=DEFAULT_MEMORY) if is_unset and has_named_method else self
 
     def _check_own_budget(self, method: Method) -> None:
         """Raise BudgetError, RetentionError or CacheError for an option that conflicts with a `Method` object."""
@@ -204,24 +204,24 @@ def resolve_method(
     target = RetentionTarget(retention, request.budget_tokens, len(protected))
     inputs = MethodInputs(target, pattern=request.pattern, model=model, tokenizer=tokenizer)
     if model is None:
-        learned = request.policy if isinstance(request.policy, Policy) and spec.needs_policy else None
-        inputs = replace(inputs, policy=learned)
+        policy = request.policy if isinstance(request.policy, Policy) and spec.needs_policy else None
+        inputs = replace(inputs, policy=policy)
     else:
         patched = patch_attention(model)
         layers, heads = patched.spec.layers, patched.spec.kv_heads
-        learned = resolve_policy(model, request.policy).on(model.device) if spec.needs_policy else None
+        policy = resolve_policy(model, request.policy).on(model.device) if spec.needs_policy else None
         if request.pattern is not None:
             check_table(request.pattern, layers, heads, "the pattern of retrieval heads")
-        inputs = replace(inputs, policy=learned, heads=patched.heads, layers=layers)
+        inputs = replace(inputs, policy=policy, heads=patched.heads, layers=layers)
     tiers: tuple[TierBudget, ...] = ()
     if request.memory is None:
         budget = spec.build_budget(inputs)
     else:
-        table = tier_table or tier_table_of(learned)
+        table = tier_table or tier_table_of(policy)
         tiers = build_tiers(spec, inputs, MemoryTarget.parse(request.memory), table, request.decode_eviction)
         budget, target = tiers[-1].budget, tiers[-1].target or target
     selector = spec.build_selector(inputs)
-    return Method(spec.name, budget, selector, target, learned, spec.compensation, tiers, protected)
+    return Method(spec.name, budget, selector, target, policy, spec.compensation, tiers, protected)
 
 
 def tier_table_of(policy: Policy | None) -> TierTable:

@@ -349,7 +349,7 @@ class _MaskedLayer(FrozenPromptLayer):
         self._log_mask, self._owners = log_mask, owners
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         # The model may be on several devices; the masks of all layers are on one.
         owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
@@ -372,10 +372,10 @@ class _SequenceLayer(AttentionCacheLayer):
         self._log_mask, self._sinks, self._softcap = log_mask, sinks, softcap
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._log_mask is None:
-            return stock()
+            return model_attention()
         query, key = query.to(value.dtype), key.to(value.dtype)
         log_mask = pad(self._log_mask.to(key.device), (0, key.shape[2] - self._log_mask.shape[-1]))
         out = soft_mask_attention(query, key, value, log_mask, scale, sinks=self._sinks, softcap=self._softcap)

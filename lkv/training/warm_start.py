@@ -349,7 +349,7 @@ class _ErrorLayer(ReplayLayer):
         self._projections = projections  # of the layer, then of those that read its k and v too
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention as in `ReplayLayer`."""
         heads, dim = value.shape[1], value.shape[-1]
@@ -360,7 +360,7 @@ class _ErrorLayer(ReplayLayer):
             self._value = self._prompt.value.float()[:, :, None]
             self._products = products.to(value.device)  # P [H, G, d, d]
             self._projected_value = self._value @ self._products  # v P [B, H, G, T, d]
-        output = super().attend(query, key, value, mask, scale, stock)
+        output = super().attend(query, key, value, mask, scale, model_attention)
         del self._value, self._products, self._projected_value
         return output
 

@@ -197,7 +197,7 @@ class CriticalKV(Selector):
     """
 
     reads_queries = True
-    refines = True
+    uses_counts = True
 
     def __init__(self, model: "PreTrainedModel", inner: Selector, first_stage: float = 0.5, epsilon: float = 1e-4):
         """`inner` must return non-negative scores, such as attention. Raises LkvError for an invalid `first_stage`."""

@@ -49,7 +49,7 @@ class ReplayLayer(FrozenPromptLayer, ABC):
         """
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, stock: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention over the prompt and the new tokens, [B, n, Hq, d], and `record` every block."""
         batch, heads, rows, dim = query.shape

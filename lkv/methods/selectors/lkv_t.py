@@ -54,13 +54,13 @@ class LearnedScores(Selector):
         """Return the scores, including the components that depend on the end of the text."""
         first = (self._heads.start or 0) + head
         heads = slice(first, first + 1)
-        rest = self._tokens.score_at_eviction(entries.prompt, layer, heads, entries.positions)
+        rest = self._tokens.score_at_eviction(entries.kv, layer, heads, entries.positions)
         return entries.scores if rest is None else entries.scores + rest.flatten()
 
     @torch.no_grad()
     def score_stored(self, layer: int, entries: StoredEntries) -> Tensor:
         """As in `Selector`; on a GPU in two launches for all heads, of each row where some have padding."""
-        key, value, batch = entries.key, entries.value, len(entries.starts)
+        key, value, batch = entries.key, entries.value, len(entries.pool_starts)
         kernels = kernels_for(key, value)
         if kernels is None or key.shape != value.shape or entries.softcap is not None:
             return super().score_stored(layer, entries)
@@ -69,12 +69,12 @@ class LearnedScores(Selector):
         for rows in [slice(row, row + 1) for row in range(batch)] if any(entries.padding) else [slice(0, batch)]:
             # Positions do not count the row's padding, as in the rotation of keys.
             padding = entries.padding[rows.start]
-            start, end = entries.start - padding, entries.end - padding
-            tables = self._tokens.kernel_tables(entries.rotation, key, start, entries.new, end)
+            start, end = entries.first_new_position - padding, entries.end - padding
+            tables = self._tokens.kernel_tables(entries.rotation, key, start, entries.num_new, end)
             if tables is None:
                 return super().score_stored(layer, entries)
             weights, (key_tables, mean_tables) = self._tokens.folded_weights(layer, self._heads, key), tables
-            pools = key, value, entries.starts[rows], entries.counts[rows]
+            pools = key, value, entries.pool_starts[rows], entries.counts[rows]
             score = partial(
                 kernels.score,
                 end=entries.end,
@@ -83,9 +83,9 @@ class LearnedScores(Selector):
                 scores=entries.scores,
                 positions=entries.positions,
             )
-            if entries.new:
-                appended_entries = kernels.Entries.of_pools(*pools, entries.new)
-                score(appended_entries, weights, key_tables, None, entries.start, eviction=False)
+            if entries.num_new:
+                appended_entries = kernels.Entries.of_pools(*pools, entries.num_new)
+                score(appended_entries, weights, key_tables, None, entries.first_new_position, eviction=False)
             every = kernels.Entries.of_pools(*pools, width)
             scores.append(score(every, weights, None, mean_tables, 0, arrival=False))
         return (scores[0] if len(scores) == 1 else torch.cat(scores)).flatten(0, 1)
