@@ -160,14 +160,7 @@ class TieredStore(KVStore):
         kv = self._pools()
         if can_attend_quantized(query, kv, key, value):
             out = append_and_attend(
-                query,
-                key,
-                value,
-                kv,
-                scale,
-                buffers=buffers,
-                sinks=options.sinks,
-                softcap=options.softcap,
+                query, key, value, kv, scale, buffers=buffers, sinks=options.sinks, softcap=options.softcap
             )
             self.count_appended(key.shape[2])
             return out

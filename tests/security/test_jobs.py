@@ -11,7 +11,7 @@ from lkv.serving import answer_queue
 from lkv.serving import service as service_module
 from lkv.serving.answer import SamplingParams
 from lkv.serving.inputs import encode_text
-from lkv.serving.jobs import Job, JobQueue
+from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.stored_context import StoredContext
 from tests.security.conftest import ready
@@ -59,17 +59,17 @@ def test_a_job_that_ends_takes_no_other_of_its_id_with_it(make, monkeypatch):
 
 def test_a_full_queue_and_a_stopping_one_refuse_a_text_for_different_reasons(make):
     service = make()
-    queue = JobQueue(service.store, 2)
+    registry = ContextRegistry(service.store, 2)
     for name in ("a", "b"):
-        queue.submit(Job(name, "", service.compression, 0.0), refuse)
+        registry.submit(Job(name, "", service.compression, 0.0), refuse)
     with pytest.raises(BusyError, match="2 texts are waiting or being compressed, as many as are allowed; send this"):
-        queue.submit(Job("c", "", service.compression, 0.0), refuse)
-    queue.jobs()[0].error = "failed"  # failed jobs do not count
-    queue.submit(Job("c", "", service.compression, 0.0), refuse)
-    queue.close()
+        registry.submit(Job("c", "", service.compression, 0.0), refuse)
+    registry.jobs()[0].error = "failed"  # failed jobs do not count
+    registry.submit(Job("c", "", service.compression, 0.0), refuse)
+    registry.close()
     with pytest.raises(BusyError, match="the server is stopping; send the text again"):
-        queue.submit(Job("d", "", service.compression, 0.0), refuse)
-    assert [job.id for job in queue.jobs()] == ["a", "b", "c"]
+        registry.submit(Job("d", "", service.compression, 0.0), refuse)
+    assert [job.id for job in registry.jobs()] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("is_written", [True, False])
