@@ -129,7 +129,7 @@ class Ask(PolicyOptions, RunOptions):
 
         assert self.load is not None
         context = Context.load(self.load, *self.load_model())
-        log(f"{context.tokens:,} tokens loaded; {_describe_size(context)}")
+        log(f"loaded {context.tokens:,} tokens; {_describe_size(context)}")
         return context
 
     def _compress(self) -> tuple["Context", "Context | None"]:
@@ -167,11 +167,10 @@ class Ask(PolicyOptions, RunOptions):
                 pattern=load_pattern(self.pattern, model, tokenizer) if self.pattern else None,
             )
         seconds = time.perf_counter() - started
-        requested, allowed = _describe_budget(context, self.memory or DEFAULT_MEMORY)
+        entries, budget = _describe_budget(context, self.memory or DEFAULT_MEMORY)
         log(
-            f"{context.tokens:,} tokens read in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
-            f"{context.realised_retention():.4f} of the KV entries kept{requested}; "
-            f"{_describe_size(context)}{allowed}"
+            f"read {context.tokens:,} tokens in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
+            f"kept {context.realised_retention():.1%} of the KV entries{entries}; {_describe_size(context, budget)}"
         )
         if not self.compare:
             return context, None
@@ -180,24 +179,25 @@ class Ask(PolicyOptions, RunOptions):
 
 
 def _describe_budget(context: "Context", memory: str) -> tuple[str, str]:
-    """Return what was requested of the entries, and of the bytes if a `memory` was."""
+    """Return the settings of the entries, and the memory budget if there is one, as additions to the log line."""
     from lkv.cache.ragged_cache import RaggedCache
     from lkv.methods.targets import TierTarget
 
     target = context.cache.target if isinstance(context.cache, RaggedCache) else None
     if not isinstance(target, TierTarget):
-        return f", {1.0 if target is None else target.retention:g} requested", ""
-    requested = ", in fewer bits"
+        return f" (requested: {1.0 if target is None else target.retention:g})", ""
+    entries = ", quantised"
     if context.realised_retention() > _NEARLY_ALL:
-        requested += " (nearly everything: methods hardly differ in what they keep)"
-    return requested, f", {memory} of {target.shape.reference_nbytes(context.tokens) / 1e6:.1f} MB in 16 bits allowed"
+        entries += " (nearly everything: methods hardly differ in what they keep)"
+    full = target.shape.reference_nbytes(context.tokens)
+    return entries, f"; memory budget: {memory} of {full / 1e6:.1f} MB in 16 bits"
 
 
-def _describe_size(context: "Context") -> str:
+def _describe_size(context: "Context", budget: str = "") -> str:
     from lkv.utils.devices import dtype_name
 
-    size, full = context.nbytes(), context.full_nbytes()
-    return f"KV cache {size / 1e6:.1f} of {full / 1e6:.1f} MB in {dtype_name(context.model.dtype)} ({size / full:.3f})"
+    size, full, dtype = context.nbytes() / 1e6, context.full_nbytes() / 1e6, dtype_name(context.model.dtype)
+    return f"KV cache {size:.1f} MB ({full:.1f} MB in {dtype} without compression{budget})"
 
 
 def _warn_if_truncated(answers: "Context | Chat") -> None:

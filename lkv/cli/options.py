@@ -50,12 +50,12 @@ PATTERN_FILE: Any = option("for duo: full_attention_heads.tsv, or a long text to
 class ModelOptions(Command):
     """Which model is loaded."""
 
-    model: str | None = option("folder, GGUF file or Hub id of the model (default: embedded SmolLM2-135M)")
+    model: str | None = option("folder, GGUF file or Hub id of the model (default: the demo model, SmolLM2-135M)")
     revision: str | None = option("commit, tag or branch of a --model on the Hub")
 
     @property
     def model_name(self) -> str:
-        """The model's name, by default the embedded model's."""
+        """The model's name, by default the demo model's."""
         from lkv.hf.loading import DEFAULT
 
         return self.model or DEFAULT

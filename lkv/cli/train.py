@@ -89,7 +89,7 @@ class Fit(RunOptions):
     """Make a policy for a model in minutes."""
 
     model: str | None = option(
-        "folder, GGUF file or Hub id of the model (default: embedded SmolLM2-135M)",
+        "folder, GGUF file or Hub id of the model (default: the demo model, SmolLM2-135M)",
         positional=True,
         nargs="?",
         metavar="[MODEL]",

@@ -70,7 +70,7 @@ def pipeline(model: Any = None, tokenizer: Any = None, **options: Any) -> Contex
     ```
 
     Args:
-        model: A model, or what `lkv.load_model` loads (a folder, GGUF file or hub id); the embedded one by default.
+        model: A model, or what `lkv.load_model` loads (a folder, GGUF file or hub id); the demo model by default.
         tokenizer: Its tokenizer; by default from the same folder, file or hub id.
         **options: Options of transformers' `pipeline`, and defaults for each call: options of `lkv.compress` and
             `Context.ask`. If `model` is a name, `dtype`, `revision` and `device_map` (as `device`) go to

@@ -98,7 +98,7 @@ def prepare(
     Args:
         preset: The settings to start from; None for those that fit device and model.
         overrides: Settings that differ from these, by name.
-        model_name: Folder or hub id of the model; None for the embedded one.
+        model_name: Folder or hub id of the model; None for the demo model.
         data: Folder of texts, code and data sets, or of samples that `python -m experiments.data build` wrote.
         out: Folder of the run.
         init: Folder of a policy or of a run to start from.

@@ -151,4 +151,4 @@ def test_ask_streams_an_answer(tmp_path, capsys):
     assert main(["ask", str(path), "Who built the harbour of Old Quay?", "--max-new-tokens", "20"]) == 0
     captured = capsys.readouterr()
     assert "Ada Brooks" in captured.out
-    assert re.search(r"KV cache \d+\.\d of \d+\.\d MB", captured.err)
+    assert re.search(r"KV cache \d+\.\d MB \(\d+\.\d MB in float32 without compression", captured.err)

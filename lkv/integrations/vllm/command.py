@@ -26,7 +26,7 @@ def server_command(
 
     Args:
         settings: Those of `lkv serve`.
-        model: A folder or hub id; the embedded model by default.
+        model: A folder or hub id; the demo model by default.
         revision: Its commit, tag or branch on the hub.
         dtype: The dtype in which it is loaded.
         key: The key that clients must send.
