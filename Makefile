@@ -107,7 +107,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
-# The embedded model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
+# The demo model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
 # RULER=FOLDER gives RULER's sources, LONGBENCH=FOLDER LongBench's files; without these LongBench is left out.
 reproduce-small: install
 	@test -n "$(RULER)" || { echo "name the folder with RULER's sources: make reproduce-small RULER=FOLDER [LONGBENCH=FOLDER]"; exit 2; }

@@ -44,7 +44,7 @@ class Subject:
     name: str
 
     def results(self, kind: str) -> Path:
-        """Where results of this `kind` go: each model but the embedded one has files of its own."""
+        """Where results of this `kind` go: each model but the demo model has files of its own."""
         short = self.name.rpartition("/")[2].lower()
         return RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
 

@@ -5,7 +5,7 @@ python -m experiments.instructions --model NAME    (writes instructions-NAME.jso
 Every prompt is an invented text from a seed after two instructions that a few lines of code can check. Each method
 compresses it with and without `protect`, which names the instructions. What counts is the share of instructions
 followed, and, of those that the full cache follows, the share that is still followed. A control without instructions
-says how often an answer meets them by itself. Budgets are shares of the bytes of a 16-bit cache. The embedded model is
+says how often an answer meets them by itself. Budgets are shares of the bytes of a 16-bit cache. The demo model is
 too small: it follows none of these with its full cache.
 """
 

@@ -47,7 +47,7 @@ def rows_at(
 
 
 def model_of(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Policy]:
-    """The embedded model with its policy, or a shape with random weights and a random one."""
+    """The demo model with its policy, or a shape with random weights and a random one."""
     if options.config is None:
         return load_default(dtype)[0].to(options.device), default_policy()
     model = random_model(read_config(options.config), dtype, torch.device(options.device))

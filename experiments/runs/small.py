@@ -1,4 +1,4 @@
-"""The paper's tables and figures for the embedded model, at lengths that fit a CPU.
+"""The paper's tables and figures for the demo model, at lengths that fit a CPU.
 
 python -m experiments.runs.small --ruler FOLDER [--longbench FOLDER]    (make reproduce-small RULER=FOLDER ...)
 

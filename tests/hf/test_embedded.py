@@ -1,4 +1,4 @@
-"""The embedded default: converted once, a broken conversion redone, and the shipped policy at work on it."""
+"""The demo model: converted once, a broken conversion redone, and the shipped policy at work on it."""
 
 import hashlib
 import json

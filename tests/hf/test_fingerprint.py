@@ -98,7 +98,7 @@ COPIES = {
 
 
 class Sampled(NamedTuple):
-    """The matrices of the embedded model that the fingerprint is read from, and the norms before them, by name."""
+    """The matrices of the demo model that the fingerprint is read from, and the norms before them, by name."""
 
     matrices: dict[str, Tensor]
     norms: dict[str, Tensor]

@@ -2,7 +2,7 @@
 
 A block behind a comment `<!-- not run: why -->` is not; `<!-- needs: package -->` leaves it out where that is missing.
 Blocks of one page share their names, as a reader's session would. Blocks followed by a `text` block are also run with
-the embedded model, and their output is compared.
+the demo model, and their output is compared.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
-    """A folder such as a reader has: a text, and the embedded model and its policy, tiny."""
+    """A folder such as a reader has: a text, and the demo model and its policy, tiny."""
     path = tmp_path_factory.mktemp("reader")
     model_folder = save_model(path / "cache" / lkv.hf.loading.DEFAULT, max_position_embeddings=4096)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -175,7 +175,7 @@ def test_the_notebook_runs_and_shows_what_it_says(reader, session, capsys, monke
 
 @pytest.mark.slow
 def test_the_notebook_finds_what_its_text_says(tmp_path):
-    """With the embedded model: the number, and the name also from the saved context."""
+    """With the demo model: the number, and the name also from the saved context."""
     pytest.importorskip("nbclient")
     import nbformat
     from nbclient import NotebookClient

@@ -1,4 +1,4 @@
-"""The examples, on the embedded model."""
+"""The examples, on the demo model."""
 
 import re
 
