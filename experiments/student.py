@@ -2,7 +2,7 @@
 
 python -m experiments.student --data TRAIN_FOLDER    (writes student.json)
 
-Contexts a second: one training step's work on one context, prompt, teacher, student and the way back, with the embedded
+Contexts a second: one training step's work on one context, prompt, teacher, student and the way back, with the demo
 model. Fidelity for equal samples: policies trained from the same start on the same contexts with the same noise by
 either student, and their KL to the full cache on contexts that neither saw.
 """
