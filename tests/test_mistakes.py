@@ -41,13 +41,13 @@ def refused(capsys, arguments) -> str:
 PATTERN = [[0.5, 0.5]] * 3
 # Keyword arguments of compress, and the essential words of the error.
 COMPRESS = [
-    ({"method": 0.15}, "method is 0.15; give a name"),
+    ({"method": 0.15}, "method is 0.15; pass a name"),
     ({"method": None}, "method is None"),
     ({"retension": 0.3}, "compress has no option retension"),
     ({"compression_ratio": 0.85}, "instead of compression_ratio=0.85 give retention=0.15"),
     ({"method": "full", "retention": 0.3}, "'full' keeps everything, not 0.3"),
-    ({"method": "knorm", "pattern": PATTERN}, "'knorm' reads no pattern"),
-    ({"method": "kvzip", "pattern": PATTERN}, "'kvzip' reads no pattern"),
+    ({"method": "knorm", "pattern": PATTERN}, "'knorm' does not use a pattern"),
+    ({"method": "kvzip", "pattern": PATTERN}, "'kvzip' does not use a pattern"),
     ({"method": "knorm", "retention": "0.15"}, "retention is '0.15'"),
     ({"method": "knorm", "retention": True}, "retention is True"),
     ({"method": "knorm", "memory": 0.1, "retention": 0.2}, "memory says how much to keep"),
@@ -74,7 +74,7 @@ def test_compress_names_what_is_wrong(model, options, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", [["a text"], None, 3, b"text", "", "half a \ud800 character"])
+@pytest.mark.parametrize("text", [None, 3, b"text", "", "half a \ud800 character"])
 def test_what_is_no_text_is_named(model, text):
     with pytest.raises(LkvError, match="the text is"):
         compress(model, Words(), text, method="knorm")
@@ -89,7 +89,11 @@ CACHES = [
     ({"method": 3}, CacheError, "method is 3"),
     ({"method": "knorm", "retention": "0.15"}, RetentionError, "retention is '0.15'"),
     ({}, PolicyMismatchError, "there is no policy for this model"),
-    ({"method": resolve_method("knorm", retention=0.5), "pattern": PATTERN}, LkvError, "'knorm' reads no pattern"),
+    (
+        {"method": resolve_method("knorm", retention=0.5), "pattern": PATTERN},
+        LkvError,
+        "'knorm' does not use a pattern",
+    ),
 ]
 
 

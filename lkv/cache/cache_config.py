@@ -88,7 +88,7 @@ class CacheConfig:
         return self.request.bits is not None or bool(self.method.tiers)
 
     def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
-        """Assign entries to tiers; `lens` [tiers, B, H] counts each head's entries in a tier and all better ones.
+        """Assign entries to tiers; `lens` [tiers, B, H] counts each head's entries, cumulative from the best on.
 
         `numbers`: as in `TierSplit`; None for one tier.
         """

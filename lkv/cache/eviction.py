@@ -91,7 +91,8 @@ def evict_entries(
     Args:
         context: The layer's context.
         store: The entries.
-        limits: The most entries of each row and head in each tier and all better ones, [tiers, B, H].
+        limits: The maximum number of entries of each row and head, cumulative over the tiers from the best on,
+            [tiers, B, H].
         free_slots: As in `gather_best`.
         score: `score(entries)` returns the current scores [B * H, n] of an unquantised store, -inf beyond a head's
             last entry; it may write scores and positions to the store.
@@ -135,7 +136,7 @@ def gather_best(
         key: [B, H, T, d], in any memory layout.
         value: [B, H, T, dv].
         scores: The scores, [B, H, T].
-        lens: The number of tokens to keep in each tier and all better ones, int64 [tiers, B, H] on the CPU.
+        lens: The number of tokens to keep, cumulative over the tiers from the best on, int64 [tiers, B, H] on the CPU.
         free_slots: Free slots for each row and head; 0 for more than one tier.
         arrival_scores: Scores [B, H, T] to store with the entries, for later evictions.
         has_nan: A `SharedState.nan_flag` for one tier on a GPU, set if one of the scores is NaN.

@@ -66,7 +66,7 @@ class RaggedLayer(AttentionCacheLayer):
 
     @property
     def lens(self) -> Tensor:
-        """The entries of each row and head that eviction kept, int64 [B, H] on the CPU."""
+        """The number of entries that eviction kept in each row and head, int64 [B, H] on the CPU."""
         return torch.zeros(0, 0, dtype=torch.long, device="cpu") if self.store is None else self.store.lens
 
     @property
@@ -198,8 +198,8 @@ class RaggedLayer(AttentionCacheLayer):
     def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
         """Append k, v [B, H, T, d] and attend over everything stored: [B, Hq, T, d].
 
-        `padding` [B, n] marks padding among the last n tokens, appended and new. Padding tokens are dropped, or not
-        appended, for good.
+        `padding` [B, n] marks padding among the last n tokens. Padding that was appended before is removed; new padding
+        is not appended.
         """
         assert self.store is not None
         dtype, new = value.dtype, key.shape[2]
@@ -280,7 +280,7 @@ class RaggedLayer(AttentionCacheLayer):
             self.store = self.store.reallocate(free_slots)
 
     def _limits(self) -> Tensor:
-        """Return the most entries of each head in each tier and all better ones, [tiers, B, H].
+        """Return the maximum number of entries of each head, cumulative over the tiers from the best on, [tiers, B, H].
 
         They are computed from all tokens read, appended ones included.
         """
@@ -333,8 +333,8 @@ class RaggedLayer(AttentionCacheLayer):
         count, appended = -tokens_to_remove, 0 if self.store is None else self.store.appended_tokens
         if not 0 <= count <= appended:
             raise CacheError(
-                f"{count} tokens cannot be cut off: only the {appended} after the compressed prompt can; "
-                "give a number between minus that and 0."
+                f"cannot crop {count} tokens: only the {appended} tokens after the compressed prompt can be removed; "
+                f"pass a number from {-appended} to 0."
             )
         self.pending_key = None
         if self.store is not None:

@@ -73,8 +73,8 @@ def compress(
             it.
         chunk: The chunk size in tokens for chunked prefill.
         system: A system prompt before the text, compressed with it.
-        images: Images before the text, or at the image tokens that it contains, as the processor takes them (of PIL,
-            for example). Their tokens are compressed as those of the text.
+        images: Images before the text, or at the image tokens that it contains, in a format that the processor
+            accepts, such as PIL images. Their tokens are compressed as those of the text.
         protect: Spans that every head keeps, within the budget and in its best precision: strings, wherever they
             occur in the text or the system prompt, or (start, end) character offsets in the text. In a conversation,
             {"role": "system"} protects all messages of a role. "images" protects all images, and a number in the list
@@ -93,12 +93,12 @@ def compress(
     """
     check_model_and_tokenizer(model, tokenizer)
     if isinstance(text, str) or not isinstance(text, Sequence):
-        check_text(text, "the text", "give some text to compress, or a file's with lkv.read_document")
+        check_text(text, "the text", "pass the text, or read a file with lkv.read_document")
     else:
         check_conversation(text)
     if isinstance(text, str) and len(text) < _LONGEST_PATH and os.path.isfile(text):
         raise PromptError(
-            f"the text is {text!r}, the name of a file, and would itself be compressed; read the file first: "
+            f"expected a text but got the path {text!r}; read the file first: "
             f"lkv.compress(model, tokenizer, lkv.read_document({text!r}), ...)."
         )
     if system is not None:

@@ -35,7 +35,7 @@ class InspectionResult:
     method: str
     pieces: list[str]  # the text of each token, [T]
     ranks: np.ndarray  # of each token in each head, 0 for the highest score: uint16 or uint32 [T, L * H]
-    counts: np.ndarray  # how many tokens each head keeps in a precision and all better ones, [R, P, L * H]
+    counts: np.ndarray  # tokens that each head keeps, cumulative over precisions from the best on, [R, P, L * H]
     shares: tuple[float, ...]  # the budgets [R], of the 16-bit cache's bytes or of its entries
     by_memory: bool  # whether they are shares of the bytes
     precisions: tuple[Precision, ...]  # [P], best first

@@ -279,7 +279,7 @@ class MethodComparison:
 
         Args:
             question: Its token ids.
-            max_new_tokens: The most tokens of an answer.
+            max_new_tokens: The maximum number of tokens of an answer.
             stops: Tokens that end an answer from its second token on.
             last: No other call follows, so methods whose answers have ended can be dropped, which saves time.
         """
@@ -340,7 +340,7 @@ def generate_greedily(
     Args:
         model: The model.
         rows: Prompts of equal length.
-        max_new_tokens: The most tokens of an answer.
+        max_new_tokens: The maximum number of tokens of an answer.
         stops: Tokens that end an answer from its second token on, as LongBench ends one-line answers.
         cache: Holds the beginning of the prompts.
         dropping: Remove rows from the cache once half of them have ended, so that a few long answers do not cost as

@@ -189,7 +189,10 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """Compute the attention of one layer; `function` is the model's own, of the implementation `base`."""
+    """Compute the attention of one layer.
+
+    `function` is the attention function that transformers would call, registered as `base`.
+    """
     # Models pass dropout, and some the mask, by keyword; wrappers of attention functions pass both by position.
     model_attention = functools.partial(function, module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -208,8 +211,8 @@ def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
-    # Eager attention adds its mask to the scores, and flash attention takes no 4-D mask anyway. Models whose layers
-    # share keys cut rows off their masks.
+    # Only SDPA can use a `key_mask` instead of a 4-D mask: eager attention adds its mask to the scores, flash attention
+    # takes no 4-D mask, and models whose layers share k and v slice the rows of theirs.
     has_rows = getattr(kwargs.get("config"), "num_kv_shared_layers", 0) and kwargs.get("attention_mask") is not None
     if base != "sdpa" or not isinstance(offset, KeyOffset) or has_rows:
         return function(*args, **kwargs)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_COUNT = 2**24  # rows, or tokens of slack: more than any memory can store
-_NO_PATTERN = "the method {!r} reads no pattern of retrieval heads: leave it out, or use 'duo'."
+_NO_PATTERN = "the method {!r} does not use a pattern of retrieval heads; remove the pattern, or use 'duo'."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class CompressionRequest:
         protected: Positions of tokens that every head keeps, within the budget.
 
     Raises:
-        RetentionError: If two of `memory`, `retention` and `budget_tokens` are given, `memory` and `bits`, or kvpress's
-            `compression_ratio`.
+        RetentionError: If more than one of `memory`, `retention` and `budget_tokens` is set, `memory` and `bits` both
+            are, or kvpress's `compression_ratio` is.
         BudgetError: For a pattern that the method does not use.
         PolicyFileError: For a policy of an invalid type.
         PromptError: For a `chunk` that is not a positive number, or `streaming` without `chunk`.
@@ -91,12 +91,12 @@ class CompressionRequest:
             )
         if not isinstance(self.method, str | Method):
             raise CacheError(
-                f"method is {self.method!r}; give a name that `lkv methods` lists or a Method of your own, and the "
-                "share to keep as retention=0.15."
+                f"method is {self.method!r}; pass a name that `lkv methods` lists or a Method of your own. To set how "
+                "much to keep, pass retention=0.15."
             )
         if self.policy is not None and not isinstance(self.policy, Policy | str | os.PathLike):
             raise PolicyFileError(
-                f"policy is {self.policy!r}; give a Policy, its folder or its hub id, and how much is kept as "
+                f"policy is {self.policy!r}; pass a Policy, its folder or its hub id. To set how much to keep, pass "
                 "retention=0.15."
             )
         if isinstance(self.method, Method):

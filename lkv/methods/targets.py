@@ -268,7 +268,7 @@ class TierTarget(RetentionTarget):
         return self.protected if precisions.index(self.precision) >= precisions.index(best) else 0
 
     def shares(self, tokens: int) -> dict[Precision, float]:
-        """Return the fraction of the unprotected text in each precision and all better ones."""
+        """Return the fraction of the unprotected text, cumulative over the precisions from the best on."""
         _, fractions = self._spend(tokens)
         precisions = self.table.precisions
         totals = itertools.accumulate(fractions.get(precision, 0.0) for precision in precisions)

@@ -28,8 +28,8 @@ class AnswerQueue:
         Args:
             model: The model that answers.
             tokenizer: Its tokenizer.
-            requests: The most open requests.
-            rows: The most requests in a batch.
+            requests: The maximum number of open requests.
+            rows: The maximum number of requests in a batch.
             memory_bytes: Memory of the contexts of open requests; one context may take more.
         """
         self.model, self.tokenizer = model, tokenizer

@@ -252,7 +252,7 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 
 def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[ContextRequest, list[str] | None]:
-    """Return a new context, JSON with its text or a form with a file, and what of the file is not in its text.
+    """Return the new context of a JSON body or a form, and the parts of an uploaded file that its text leaves out.
 
     Raises PromptError or DocumentError for anything else.
     """

@@ -26,7 +26,7 @@ class StoredContext(BaseModel):
     realised_retention: float
     memory: str | None = None
     model: str = ""  # digest of its fingerprint
-    skipped: list[str] | None = None  # what of a file is not in its text
+    skipped: list[str] | None = None  # parts of an uploaded file that its text leaves out
     kind: ContextKind = "text"
 
     @classmethod

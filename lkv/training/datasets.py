@@ -198,7 +198,7 @@ def draw_sample(
         number: The number of the sample, which determines its content.
         tokenizer: The model's tokenizer.
         config: The settings of continuations and lengths.
-        max_tokens: The most tokens of the context (default: as in the settings).
+        max_tokens: The maximum number of tokens of the context (default: as in the settings).
     """
     sample = data.sample(number, config.continuations, config.tokens_a_continuation)
     return tokenize_sample(sample, tokenizer, max_tokens or config.max_tokens, config.max_continuation)

@@ -92,7 +92,7 @@ class TrainingLoop:
         remedy: Advice for a non-finite loss, for the error message.
         is_sharded: Whether processes share the model's weights and must run the same passes.
         num_processes: The number of processes that share each step.
-        contexts_at_once: The most contexts that a CPU processes concurrently in threads.
+        contexts_at_once: The maximum number of contexts that a CPU processes concurrently in threads.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TrainingLoop:
         def add_gradients(group: SampleGroup) -> torch.Tensor:
             kl, hidden = distillation_losses(self._model, self.policy, group, config, values)
             loss = (kl + config.beta * hidden) / config.batch
-            # Even for a non-finite loss, because the other processes of a sharded model wait for this one.
+            # Run backward even if the loss is non-finite: the other processes of a sharded model wait for it.
             loss.backward()
             return torch.stack([loss, kl, hidden]).detach().float().to(self._device)
 
@@ -214,7 +214,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 @contextmanager
 def defer_interrupt() -> Iterator[threading.Event]:
-    """Set an event at the first Ctrl-C instead of raising KeyboardInterrupt, in the main thread, which gets signals."""
+    """Set an event at the first Ctrl-C instead of raising KeyboardInterrupt.
+
+    Outside the main thread, which alone gets signals, do nothing.
+    """
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -307,7 +307,11 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("text", "why?", "--bits", "5"), "knorm", "bits is 5, but it must be one of"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "x" * 300), "duo", "xxx does not exist; give --pattern"),
-        (("text", "why?", "--pattern", "nowhere.tsv"), "knorm", "reads no pattern of retrieval heads: leave it out"),
+        (
+            ("text", "why?", "--pattern", "nowhere.tsv"),
+            "knorm",
+            "does not use a pattern of retrieval heads; remove the pattern",
+        ),
         (("text", "why?"), None, "there is no policy for this model (LlamaForCausalLM, 3 layers of 2 KV heads)"),
         (("binary", "why?"), "knorm", "cannot be read as text"),
     ],

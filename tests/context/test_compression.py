@@ -314,7 +314,9 @@ def test_a_context_tells_how_it_was_compressed(model, policy):
 def test_a_file_name_is_not_taken_for_its_text(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runbook.txt").write_text(TEXT)
-    with pytest.raises(PromptError, match=r"the name of a file.*lkv\.read_document\('runbook.txt'\)"):
+    with pytest.raises(
+        PromptError, match=r"got the path 'runbook.txt'; read the file first.*lkv\.read_document\('runbook.txt'\)"
+    ):
         compress(model, Words(), "runbook.txt", method="knorm")
     with pytest.raises(PromptError, match=r"the text is a PosixPath.*lkv\.read_document"):
         compress(model, Words(), tmp_path / "runbook.txt", method="knorm")

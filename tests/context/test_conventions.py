@@ -153,7 +153,10 @@ def test_a_pipeline_takes_every_option_of_compress(folder):
     context = lkv.compress(pipe.model, pipe.tokenizer, TEXT, method="knorm", **options)
     shares = []
     assert pipe(TEXT, question="When?", progress=shares.append) == {"answer": context.ask("When?", 6)} and shares
-    for option, says in (({"pattern": [[1.0]]}, "reads no pattern"), ({"compression_ratio": 0.5}, "share to remove")):
+    for option, says in (
+        ({"pattern": [[1.0]]}, "does not use a pattern"),
+        ({"compression_ratio": 0.5}, "share to remove"),
+    ):
         with pytest.raises(LkvError, match=says):
             pipe(TEXT, question="When?", **option)
 

@@ -190,7 +190,7 @@ def make_examples(
 
     Args:
         task: One of `TASKS`.
-        length: The most tokens of an example.
+        length: The maximum number of tokens of an example.
         count: How many examples.
         tokenizer: The model's.
         sources: Where essays and questions are read.
@@ -300,9 +300,9 @@ def largest_fit(
 
     Args:
         count_tokens: Returns the tokens of a number of units.
-        limit: The most tokens; if `min_units` exceed it, they are returned.
+        limit: The maximum number of tokens; if `min_units` exceed it, they are returned.
         min_units: The fewest units.
-        max_units: The most units; None for any number.
+        max_units: The maximum number of units; None for any number.
     """
     target, enough = limit - limit // 512, limit - limit // 256
     low = first = LengthFit(min_units, count_tokens(min_units))

@@ -229,7 +229,7 @@ class NewContext(BaseModel):
     protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps
     name: str = Field(default="", max_length=200)
     created: float = Field(default_factory=time.time)  # seconds since 1970
-    skipped: list[str] | None = None  # what of a file is not in its text
+    skipped: list[str] | None = None  # parts of an uploaded file that its text leaves out
     secret: str = ""  # `VllmContexts.secret`
     ids: list[int] = Field(default_factory=list, exclude=True)
 

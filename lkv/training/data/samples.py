@@ -43,8 +43,8 @@ def tokenize_sample(
     Args:
         sample: The sample.
         tokenizer: The model's tokenizer.
-        max_context: The most tokens of the context; the rest is cut off.
-        max_continuation: The most tokens of a continuation; a continuation left without a target is dropped.
+        max_context: The maximum number of tokens of the context; the rest is cut off.
+        max_continuation: The maximum number of tokens of a continuation; one left without a target is dropped.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     continuations = []
