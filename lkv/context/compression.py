@@ -92,7 +92,7 @@ def compress(
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
-    if isinstance(text, str) or not isinstance(text, Sequence):
+    if isinstance(text, str | bytes) or not isinstance(text, Sequence):
         check_text(text, "the text", "pass the text, or read a file with lkv.read_document")
     else:
         check_conversation(text)

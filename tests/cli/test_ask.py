@@ -324,7 +324,7 @@ def test_mistakes_are_one_sentence(folder, asked, words, method, message, tmp_pa
     names = [folder / "text.md" if word == "text" and i == 0 else word for i, word in enumerate(words)]
     status, _, log = asked(*names, method=method)
     lines = [line for line in log.splitlines() if line.startswith("lkv: ")]
-    assert status == 2 and len(lines) == 1 and message in lines[0] and "tokens read" not in log
+    assert status == 2 and len(lines) == 1 and message in lines[0] and "of the KV entries" not in log
 
 
 def test_layers_tell_of_every_token_once():
