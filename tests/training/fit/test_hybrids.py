@@ -1,0 +1,125 @@
+"""`lkv fit` on hybrids that look facts up: two layers, trained here on synthetic recall.
+
+Several questions about each text, answers included, make a model learn it in a minute; one question a text does not.
+"""
+
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lkv.context.compression import compress
+from lkv.training.fitting import fit
+
+KEYS, VALUES, WORDS = ([f"{kind}{number}" for number in range(48)] for kind in "kvw")
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+# A question follows its text directly, and its answer follows the question.
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+class Stage(NamedTuple):
+    """Texts of the training: until the share `until` of the answers is right."""
+
+    facts: int
+    words: int
+    questions: int
+    until: float
+
+
+LAST = Stage(12, 136, 12, 0.997)
+STAGES = (Stage(8, 0, 24, 0.97), Stage(12, 0, 24, 0.97), Stage(12, 36, 24, 0.97), LAST)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of one token a word."""
+    names = [*SPECIAL, *KEYS, *VALUES, *WORDS]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+
+
+def draw_text(rng: random.Random, facts: int = LAST.facts, words: int = LAST.words) -> tuple[str, dict[str, str]]:
+    """Draw a text, and the facts in it: a value for each key, anywhere among other words."""
+    known = dict(zip(rng.sample(KEYS, facts), rng.choices(VALUES, k=facts), strict=True))
+    parts = [f"{key} {value}" for key, value in known.items()] + rng.choices(WORDS, k=words)
+    rng.shuffle(parts)
+    return " ".join(parts), known
+
+
+def draw_batch(tokenizer: Any, rng: random.Random, stage: Stage, rows: int = 32) -> tuple[Tensor, Tensor]:
+    """Draw texts with their questions and answers [B, T], and the places of the keys that are asked for [Q]."""
+    lines = []
+    for _ in range(rows):
+        text, facts = draw_text(rng, stage.facts, stage.words)
+        lines.append(" ".join([text, *(f"{key} {facts[key]}" for key in rng.choices([*facts], k=stage.questions))]))
+    start = 2 * stage.facts + stage.words
+    ids = tokenizer(lines, return_tensors="pt", return_token_type_ids=False)["input_ids"]
+    return ids, torch.arange(start, start + 2 * stage.questions, 2)
+
+
+def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
+    """Train a model of the family until it answers questions about such texts."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    settings = SHAPE | HYBRIDS[family] | {"vocab_size": len(tokenizer)}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 100))
+    stages, right = iter(STAGES), 0.0
+    stage = next(stages)
+    for _ in range(most_steps):
+        ids, places = draw_batch(tokenizer, rng, stage)
+        logits, answers = model(ids, use_cache=False).logits[:, places], ids[:, places + 1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        warmup.step()
+        right = 0.95 * right + 0.05 * float((logits.argmax(-1) == answers).double().mean())
+        if right > stage.until:
+            if stage is LAST:
+                break
+            stage, right = next(stages), 0.0
+    return model.eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_lkv_answers_as_the_full_cache_at_a_tenth_of_the_memory_and_snapkv_does_not(family, tmp_path, monkeypatch):
+    if not hasattr(transformers, f"{family}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    monkeypatch.setenv("LKV_CACHE", str(tmp_path))
+    tokenizer = make_tokenizer()
+    model, rng = train(family, tokenizer), random.Random(7)
+    policy = fit(model, tokenizer, [draw_text(rng)[0] for _ in range(400)], minutes=1)
+    right = dict.fromkeys(("full", "lkv", "snapkv"), 0)
+    for _ in range(10):
+        text, facts = draw_text(rng)
+        asked = rng.sample([*facts.items()], 4)
+        for method in right:
+            options = {"full": {}, "lkv": {"memory": 0.1, "policy": policy}, "snapkv": {"memory": 0.1}}[method]
+            context = compress(model, tokenizer, text, method=method, **options)
+            right[method] += sum(context.ask(key, max_new_tokens=1).strip() == value for key, value in asked)
+    assert right["full"] >= 39 and right["lkv"] >= right["full"] - 1 and right["snapkv"] <= 20
