@@ -167,7 +167,6 @@ def test_names_that_are_no_policy_are_named(name):
         (["profile", "--config", "llama-3.1-8b", "--revision", "v1", "--dry-run"], "does not read --revision; leave"),
         (["report", "x.jsonl", "--table", "ablation", "--against", "lkv"], "ablation does not read --against; leave"),
         (["data", "build", "--words", "9", "--share", "0.2", "--out", "x"], "does not read --words, --share; leave"),
-        (["data", "build", "--recipe", "wide", "--lock", "x", "--out", "x"], "the recipe wide does not read --lock;"),
         (["policies", "--model", "no/such/model"], "no model could be loaded from 'no/such/model'"),
         (["serve", "--no-strict"], "--no-strict without --policy"),
         (["serve", "--method", "duo"], "'duo' needs a pattern of retrieval heads, which this command does not take"),

@@ -255,7 +255,7 @@ def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, se
         expected = model(text).logits
     torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=1e-10)
     if len(places) > 1:
-        with pytest.raises(CacheError, match="cannot crop"):
+        with pytest.raises(CacheError, match="there is no way back to the end of the prompt"):
             cache.rewind()
 
 
