@@ -37,7 +37,8 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     print(compression.cache.nbytes(), compression.cache.full_nbytes())
     ```
 
-    Each call uses a new `RaggedCache`, unless you pass a cache. The block restores `generate` at its end.
+    Each call uses a new `RaggedCache`, unless you pass a cache. The block changes `generate` for all threads, and
+    restores it at its end.
 
     Args:
         model: The model whose `generate` is called, also by a pipeline.

@@ -42,12 +42,13 @@ def check_conversation(messages: Any) -> None:
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise PromptError("a message of the conversation has no role; give one, such as user.")
-        check_text(f"{message.get('content') or ''}.", "a message", "give text")
-        if not isinstance(message.get("content"), str):
+        content = message.get("content")
+        check_text(f"{content or ''}.", "a message", "give text")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise PromptError(
                 "a message of the conversation has no text as its content; give one, perhaps an empty one."
             )
-    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+    if messages[-1]["role"] != "assistant" or not (messages[-1]["content"] or "").strip():
         raise PromptError(
             "the conversation must end with an answer of the assistant; ask the next question afterwards."
         )

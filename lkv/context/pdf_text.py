@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 from pypdf import PageObject, PdfReader
 from pypdf.errors import DependencyError
-from pypdf.generic import EncodedStreamObject
+from pypdf.generic import DictionaryObject, EncodedStreamObject
 
 from lkv.context.html_text import SUBSCRIPTS, SUPERSCRIPTS
 from lkv.context.pdf_annotations import annotations, field_texts, get, items, note_texts
 from lkv.errors import DocumentError
 
+# What stands for a glyph without a character: controls, replacement characters, private use (but for symbol fonts).
+_NO_CHARACTERS = re.compile(r"[\x01-\x08\x0e-\x1f\ufffd\ue000-\uefff\uf100-\uf8ff]")
+# Predefined maps of composite fonts that pypdf reads.
+_READABLE_MAPS = frozenset("GBK-EUC GB-EUC GBK2K 90ms-RKSJ ETen-B5".split()) | {
+    f"Uni{script}-{form}" for script in ("GB", "CNS", "JIS", "KS") for form in ("UCS2", "UTF16")
+}
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 _BROKEN_WORD = re.compile(r"([^\W\d_]+)[-\N{HYPHEN}]\n([^\W\d_]+)")
 _INLINE_IMAGE = re.compile(rb"\bBI\s.*?\sID\s", re.DOTALL)
@@ -181,14 +187,17 @@ def _pieces(page: PageObject) -> tuple[list[_Piece], set[int]]:
 
 
 def _is_unnamed(font: Any, text: str) -> bool:
-    """Return whether a font does not say which characters its glyphs are, so that pypdf returns their numbers."""
+    """Return whether a font does not say which characters its glyphs are, so that pypdf returns others for them."""
+    if len(_NO_CHARACTERS.findall(text)) > 0.05 * len(text):
+        return True
     if "/ToUnicode" in font:
         return False
-    parts = items(get(font, "/DescendantFonts"))
-    systems = [str((get(part, "/CIDSystemInfo") or {}).get("/Ordering")) for part in parts]
-    is_by_glyph = "Identity" in systems and str(get(font, "/Encoding")).startswith("/Identity")
-    controls = re.findall(r"[\x01-\x08\x0e-\x1f]", text)
-    return is_by_glyph or len(controls) > 0.05 * len(text) or bool(re.fullmatch(r"(?:/[A-Za-z]{0,4}\d+)+", text))
+    encoding = get(font, "/Encoding")
+    if get(font, "/DescendantFonts") is not None and str(encoding).startswith("/"):
+        return str(encoding)[1:].removesuffix("-H").removesuffix("-V") not in _READABLE_MAPS
+    differences = items(encoding.get("/Differences")) if isinstance(encoding, DictionaryObject) else []
+    names = {str(name) for name in differences if re.search(r"[._\d]", str(name)) and str(name).startswith("/")}
+    return any(name in text for name in names) or bool(re.fullmatch(r"(?:/[A-Za-z]{0,4}\d+)+", text))
 
 
 def _join_scripts(lines: list[list[_Piece]]) -> list[list[_Piece]]:

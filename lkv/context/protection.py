@@ -78,7 +78,7 @@ def _places_of_role(span: Span, messages: Conversation, text: str) -> Iterator[S
         raise PromptError(f"protect names {dict(span)!r}; give {{'role': ROLE}} with the role of a message.")
     start = 0
     for message in messages:
-        content = message["content"].strip()
+        content = (message["content"] or "").strip()
         start = text.index(content, start)
         if message["role"] == span["role"] and content:
             yield start, start + len(content)

@@ -145,7 +145,7 @@ class Policy(nn.Module):
             half: whether to store the parameters in float16, which halves the size.
 
         Raises:
-            PolicyFileError: If the folder cannot be written.
+            PolicyFileError: If the folder cannot be written, or holds the config.json of something else.
         """
         learned = dict(self.named_parameters()) if half else {}
         state = {
@@ -154,6 +154,10 @@ class Policy(nn.Module):
         }
         about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
         path = as_path(folder, PolicyFileError, "the policy's place")
+        if (path / _CONFIG).exists() and not is_policy(path):
+            raise PolicyFileError(
+                f"{path} holds the {_CONFIG} of something else, which the policy's would replace; give another folder."
+            )
         tensor_file.write(path / WEIGHTS, POLICY_FILE, state, about)
         description = json.dumps({"format": POLICY_FILE.version, **about}, indent=1) + "\n"
         write_text(path / _CONFIG, description, PolicyFileError, "the policy")

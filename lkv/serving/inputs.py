@@ -25,6 +25,7 @@ from lkv.utils.prompts import (
     render_messages,
     strip_end,
     tokenizer_digest,
+    without_calls,
 )
 
 # Longer texts are rejected before tokenisation, which takes hundreds of bytes a character.
@@ -183,7 +184,7 @@ def encode_conversation(
         # Empty messages are harmless, but not what no tokenizer can read.
         check_text(message["content"] + ".", "a message", "give text")
     text = render_messages(tokenizer, messages, after)
-    for message in messages:
-        if not all(call["function"]["name"] in text for call in message.get("tool_calls", ())):
-            raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
+    silent = without_calls(messages)
+    if silent != messages and render_messages(tokenizer, silent, after) == text:
+        raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
     return encode_continuation(tokenizer, text) if after else encode(tokenizer, text)

@@ -351,6 +351,24 @@ PDFS = {
         "lit",
         ["text in fonts without characters on page 1"],
     ),
+    "glyphs with suffixes in their names": PdfDocument(
+        pdf(
+            lines("abc") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
+            page=_TWO_FONTS,
+            objects={100: f"{_TYPE1} /Encoding << /Differences [97 /zero.onum /one.tnum /a.sc] >> >>"},
+        ),
+        "lit",
+        ["text in fonts without characters on page 1"],
+    ),
+    "letters named, digits not": PdfDocument(
+        pdf(
+            lines("tel \\005\\003\\010") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
+            page=_TWO_FONTS,
+            objects={100: f"{_TYPE1} /ToUnicode 101 0 R >>", 101: stream(_LIGATURES)},
+        ),
+        "lit",
+        ["text in fonts without characters on page 1"],
+    ),
     "damaged page": PdfDocument(
         pdf(lines("one"), "", objects={13: stream("damaged", "/Filter /FlateDecode")}),
         "one",
@@ -394,3 +412,34 @@ PDFS = {
     "damaged table of objects": PdfDocument(pdf(lines("one")).replace(b"startxref\n", b"startxref\n9"), "one"),
     "junk before the header": PdfDocument(b"\r\n\xef\xbb\xbfjunk\n" + pdf(lines("one")), "one"),
 }
+
+
+def _composite(encoding: str, ordering: str, text: bytes) -> bytes:
+    """Write a page in a composite font with a predefined map and no map to Unicode, and a line in another font."""
+    system = f"/CIDSystemInfo << /Registry (Adobe) /Ordering ({ordering}) /Supplement 2 >>"
+    return pdf(
+        f"BT /F1 12 Tf 72 700 Td <{text.hex()}> Tj ET BT /F2 12 Tf 72 600 Td (lit) Tj ET",
+        page=_TWO_FONTS,
+        objects={
+            100: f"<< /Type /Font /Subtype /Type0 /BaseFont /X /Encoding /{encoding} /DescendantFonts [101 0 R] >>",
+            101: f"<< /Type /Font /Subtype /CIDFontType0 /BaseFont /X {system} /DW 1000 >>",
+        },
+    )
+
+
+for _encoding, _ordering, _codec, _text, _is_read in (
+    ("UniGB-UCS2-H", "GB1", "utf-16-be", "你好", True),
+    ("GBK-EUC-H", "GB1", "gbk", "你好", True),
+    ("90ms-RKSJ-H", "Japan1", "shift-jis", "日本", True),
+    ("ETen-B5-V", "CNS1", "big5", "中文", True),
+    ("UniJIS-UTF16-H", "Japan1", "utf-16-be", "日本", True),
+    ("KSCms-UHC-H", "Korea1", "cp949", "한국", False),
+    ("EUC-H", "Japan1", "euc-jp", "日本", False),
+    ("90msp-RKSJ-H", "Japan1", "shift-jis", "日本", False),
+    ("Identity-H", "Japan1", "utf-16-be", "日本", False),
+):
+    PDFS[f"characters by {_encoding}"] = PdfDocument(
+        _composite(_encoding, _ordering, _text.encode(_codec)),
+        f"{_text}\nlit" if _is_read else "lit",
+        [] if _is_read else ["text in fonts without characters on page 1"],
+    )

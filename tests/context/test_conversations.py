@@ -29,7 +29,7 @@ MERGED = (
 TURNS = [
     {"role": "system", "content": "Answer in capital letters."},
     {"role": "user", "content": "The lamp was lit at dusk, and nobody came that night.\n"},
-    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "tide"}}]},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "t"}}]},
     {"role": "tool", "content": "high water at nine"},
     {"role": "assistant", "content": "The sea was calm."},
 ]
@@ -45,6 +45,16 @@ def parts(tmp_path_factory):
     return model, tokenizer, uneven_policy(model)
 
 
+def test_tool_calls_without_text_are_read_and_never_dropped(parts):
+    model, tokenizer, policy = parts
+    turns = [*TURNS[:2], {**TURNS[2], "content": None}, *TURNS[3:]]
+    tokenizer.chat_template = CHATML
+    assert compress(model, tokenizer, turns, policy=policy).ids == encode_context(tokenizer, TURNS)
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(PromptError, match="leaves messages out of a conversation"):
+        compress(model, tokenizer, turns, policy=policy)
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, CHATML, MERGED, "of SmolLM2"])
 def test_conversation_and_question_are_the_template_s_whole(parts, template):
     tokenizer = parts[1]
@@ -52,9 +62,10 @@ def test_conversation_and_question_are_the_template_s_whole(parts, template):
         tokenizer = load_default()[1]
     else:
         tokenizer.chat_template = template
-    ids = encode_context(tokenizer, TURNS)
+    turns = TURNS if template == CHATML else [turn for turn in TURNS if "tool_calls" not in turn]
+    ids = encode_context(tokenizer, turns)
     whole = tokenizer.apply_chat_template(
-        [*TURNS, {"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
+        [*turns, {"role": "user", "content": QUESTION}], tokenize=False, add_generation_prompt=True
     )
     question = encode_question(tokenizer, QUESTION, decode_tail(tokenizer, ids), "conversation")
     assert ids + question == tokenizer(whole, add_special_tokens=False)["input_ids"]

@@ -57,6 +57,13 @@ def test_retention_outside_its_range_is_refused(retention):
         Policy(spec(2, 2, 8)).inference_ratios(retention)
 
 
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path, policy):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(PolicyFileError, match=r"holds the config\.json of something else"):
+        policy.save_pretrained(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_saved_policy_loads_equal(tmp_path, policy):
     policy.card["sources"] = ["a"]
     policy.save_pretrained(tmp_path / "p")
