@@ -1,4 +1,4 @@
-"""Text laid out as in a browser: lines, collapsed white space, and tables."""
+"""Text laid out as in a browser: lines, collapsed white space, tables, and numbers of lists."""
 
 import re
 from typing import NamedTuple
@@ -6,6 +6,10 @@ from typing import NamedTuple
 SPACES = " \t\n\r\f"
 # Displayed as spaces, or not at all: soft hyphens, zero-width spaces, word joiners, byte order marks.
 UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
+SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
+SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
+_NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
+_NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _MAX_COLUMNS = 200  # of a table whose columns are aligned
 _MAX_CELL = 300  # characters of a cell of several lines that is put on one
 
@@ -99,3 +103,19 @@ def _row_line(texts: list[str]) -> str:
     if any("\t" in text or len(text) > _MAX_CELL for text in several):
         return "\n".join(text for text in texts if text)
     return "\t".join(re.sub(r"\s*\n\s*", " ", text) for text in texts).rstrip("\t")
+
+
+def format_number(number: int, kind: str) -> str:
+    """Return a list item's number, by the list's attribute `type`."""
+    letters = ""
+    if kind in "aA" and number > 0:
+        while number > 0:
+            number, letter = divmod(number - 1, 26)
+            letters = chr(ord("a") + letter) + letters
+    elif kind in "iI" and 0 < number < 4000:
+        for numeral, value in zip(_NUMERALS, _NUMERAL_VALUES, strict=True):
+            letters += numeral * (number // value)
+            number %= value
+    else:
+        return str(number)
+    return letters.upper() if kind.isupper() else letters

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
-from lkv.context.flow_text import SPACES, UNSEEN, Cell, FlowText, table_lines
+from lkv.context.flow_text import SPACES, SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, format_number, table_lines
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -37,10 +37,6 @@ _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
 _SCRIPTED = ("mmultiscripts", "msub", "msup", "msubsup", "munder", "mover", "munderover")
 _INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
 
-SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
-SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
-_NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
-_NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _RULE = re.compile(r"([^{}]+)\{([^{}]*\b(?:display|float|position)\b[^{}]*)\}")
 # Comments and rules for printing, narrow windows and the like.
 _NO_RULES = re.compile(r"/\*.*?\*/|@\w[^{};]*(?:;|\{(?:[^{}]|\{[^{}]*\})*+\})", re.DOTALL)
@@ -114,7 +110,7 @@ class _List:
             return f"{self.indent}* "
         number = _integer(value, self.number)
         self.number = number + self.step
-        return f"{self.indent}{_format_number(number, self.kind)}. "
+        return f"{self.indent}{format_number(number, self.kind)}. "
 
 
 class _Renderer:
@@ -395,19 +391,3 @@ def _integer(value: str | None, default: int) -> int:
     """Return the leading number of an attribute, by the standard's rules."""
     match = re.match(rf"[{SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
     return int(match[1]) if match else default
-
-
-def _format_number(number: int, kind: str) -> str:
-    """Return a list item's number, by the list's attribute `type`."""
-    letters = ""
-    if kind in "aA" and number > 0:
-        while number > 0:
-            number, letter = divmod(number - 1, 26)
-            letters = chr(ord("a") + letter) + letters
-    elif kind in "iI" and 0 < number < 4000:
-        for numeral, value in zip(_NUMERALS, _NUMERAL_VALUES, strict=True):
-            letters += numeral * (number // value)
-            number %= value
-    else:
-        return str(number)
-    return letters.upper() if kind.isupper() else letters

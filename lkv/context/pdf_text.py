@@ -13,7 +13,7 @@ from pypdf import PageObject, PdfReader
 from pypdf.errors import DependencyError
 from pypdf.generic import DictionaryObject, EncodedStreamObject
 
-from lkv.context.html_text import SUBSCRIPTS, SUPERSCRIPTS
+from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS
 from lkv.context.pdf_annotations import annotations, field_texts, get, items, note_texts
 from lkv.errors import DocumentError
 
