@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
+from lkv.utils.data_files import read_json, read_json_lines
 from lkv.utils.files import atomic_write
 
 _ROWS = json.loads((Path(__file__).parent / "data" / "evaluation_rows.json").read_text())
@@ -85,8 +86,7 @@ def write(path: Path, content: Any) -> None:
 
 def content_digest(path: Path) -> str:
     """Return the SHA-256 of a file's parsed content, whatever the order of its fields."""
-    text = gzip.decompress(path.read_bytes()).decode()
-    rows = [json.loads(line) for line in text.split("\n") if line] if ".jsonl" in path.name else json.loads(text)
+    rows = list(read_json_lines(path)) if ".jsonl" in path.name else read_json(path)
     if "longbench_sample" in path.parts:  # LongBench and samples of it name rows differently
         rows = [[row["input"], row["context"], row["answers"]] for row in rows]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

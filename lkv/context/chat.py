@@ -1,6 +1,7 @@
 """A multi-turn chat about a compressed text."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from lkv.context.context import Context
@@ -94,12 +95,8 @@ class Chat:
         """Return the ids of everything up to the answer, and the options of generate."""
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
-        before = decode_tail(self._tokenizer, self._ids)
-        if self.turns:
-            own = encode_next_question(self._tokenizer, question, before)
-        else:
-            own = encode_question(self._tokenizer, question, before, self._context.kind)
-        ids = self._ids + own
+        encode = encode_next_question if self.turns else partial(encode_question, kind=self._context.kind)
+        ids = self._ids + encode(self._tokenizer, question, decode_tail(self._tokenizer, self._ids))
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), length, options), **options}
 
     def _answer(self, question: str, ids: list[int], **options: Any) -> str:

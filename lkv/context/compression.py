@@ -16,7 +16,7 @@ from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
 from lkv.context.images import encode_images, protected_in_images, text_tokenizer
-from lkv.context.input_checks import check_conversation, check_model_and_tokenizer, check_text
+from lkv.context.input_checks import check_context, check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.attention import input_device, patch_attention
@@ -33,7 +33,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.methods.targets import RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 from lkv.utils.cpu_threads import adapt_threads
-from lkv.utils.prompts import Conversation, context_parts, encode_context, strip_end
+from lkv.utils.prompts import ContextKind, Conversation, context_text, encode_context, strip_end
 
 _LONGEST_PATH = 1000  # characters of a text that could be the name of a file
 
@@ -92,10 +92,7 @@ def compress(
         LkvError: As RaggedCache raises for its arguments.
     """
     check_model_and_tokenizer(model, tokenizer)
-    if isinstance(text, str | bytes) or not isinstance(text, Sequence):
-        check_text(text, "the text", "pass the text, or read a file with lkv.read_document")
-    else:
-        check_conversation(text)
+    check_context(text, "pass the text, or read a file with lkv.read_document")
     if isinstance(text, str) and len(text) < _LONGEST_PATH and os.path.isfile(text):
         raise PromptError(
             f"expected a text but got the path {text!r}; read the file first: "
@@ -107,8 +104,7 @@ def compress(
     if images is None:
         tokenizer = text_tokenizer(tokenizer)
         ids = encode_context(tokenizer, strip_end(tokenizer, text), system)
-        protected = protected_tokens(tokenizer, text, cast(Any, protect), system)
-        protected = [place for place in protected if place < len(ids)]
+        protected = protected_tokens(tokenizer, text, cast(Any, protect), system, len(ids))
     elif not isinstance(text, str):
         raise PromptError("images come with a text, not with a conversation; describe the turns in the text.")
     else:
@@ -125,10 +121,9 @@ def compress(
             "protected": tuple(protected),
         }
     )
-    rendered = context_parts(text_tokenizer(tokenizer), text)[1]
-    context = compress_ids(model, text_tokenizer(tokenizer), ids, request, rendered, progress, inputs)
-    context.metadata["kind"] = "text" if isinstance(text, str) else "conversation"
-    return context
+    kind: ContextKind = "text" if isinstance(text, str) else "conversation"
+    tokenizer = text_tokenizer(tokenizer)
+    return compress_ids(model, tokenizer, ids, request, context_text(tokenizer, text), progress, inputs, kind)
 
 
 @adapt_threads
@@ -141,6 +136,7 @@ def compress_ids(
     text: str | None = None,
     progress: Callable[[float], None] | None = None,
     images: dict[str, Tensor] | None = None,
+    kind: ContextKind = "text",
 ) -> Context:
     """Compress token ids as `compress` does a text, without adding a chat template.
 
@@ -152,6 +148,7 @@ def compress_ids(
         text: The text of `ids`, for the digest saved with the context; by default the ids are decoded.
         progress: As in `compress`.
         images: The model's other inputs for images among the ids, such as `pixel_values`.
+        kind: What the ids are.
 
     Returns:
         The compressed context.
@@ -169,7 +166,7 @@ def compress_ids(
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
     if request.method == FULL:
         with _report_layers(model, progress, len(ids)):
-            return Context(model, tokenizer, ids, _read_in_full(model, input_ids, chunk, images))
+            return Context(model, tokenizer, ids, _read_in_full(model, input_ids, chunk, images), {"kind": kind})
     if chunk is not None:
         request = replace(request, prompt_tokens=len(ids))
     config = CacheConfig.resolve(request, model, tokenizer)
@@ -192,7 +189,7 @@ def compress_ids(
     digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode())
     for _, values in sorted(images.items()):
         digest.update(values.double().cpu().numpy().tobytes())
-    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest()))
+    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest(), kind))
 
 
 def _read_in_full(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, images: dict[str, Tensor]) -> FullCache:
@@ -214,8 +211,8 @@ def check_fits_model(model: PreTrainedModel, tokens: int) -> None:
         )
 
 
-def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]:
-    """Return the metadata of a context: how the text with this digest was compressed into `cache`."""
+def describe_compression(cache: RaggedCache, text_sha256: str, kind: ContextKind) -> dict[str, Any]:
+    """Return the metadata of a context: its kind, and how the text with this digest was compressed into `cache`."""
     method, target = cache.config.method, cache.target
     return {
         "method": method.name,
@@ -226,7 +223,7 @@ def describe_compression(cache: RaggedCache, text_sha256: str) -> dict[str, Any]
         "protected_tokens": len(method.protected) or None,
         "policy": cache.policy.digest() if cache.policy is not None else None,
         "text_sha256": text_sha256,
-        "kind": "text",
+        "kind": kind,
     }
 
 

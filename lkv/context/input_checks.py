@@ -35,6 +35,14 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
+def check_context(text: Any, advice: str) -> None:
+    """Raise PromptError unless `text` is a text, as `check_text` does, or a conversation."""
+    if isinstance(text, str | bytes) or not isinstance(text, Sequence):
+        check_text(text, "the text", advice)
+    else:
+        check_conversation(text)
+
+
 def check_conversation(messages: Any) -> None:
     """Raise PromptError unless `messages` are the turns of a conversation that the assistant ended."""
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, Mapping) for each in messages):

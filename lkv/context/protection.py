@@ -20,6 +20,7 @@ def protected_tokens(
     text: str | Conversation,
     spans: Sequence[Span],
     system: str | None = None,
+    tokens: int | None = None,
 ) -> list[int]:
     """Find the tokens of protected spans.
 
@@ -29,6 +30,7 @@ def protected_tokens(
         spans: Words of the text or of the system prompt, protected wherever they occur, or (start, end) of characters
             of the text. In a conversation also {"role": "system"}, all messages of a role.
         system: The system prompt before the text.
+        tokens: The number of tokens that are compressed; those behind it, white space at the end, are left out.
 
     Returns:
         The positions of the tokens in what `encode_context` returns, in order.
@@ -66,7 +68,7 @@ def protected_tokens(
         if not inside:
             raise PromptError(f"the protected span {whole[start:end][:60]!r} has no token; give words of the text.")
         positions.update(first + token for token in inside)
-    return sorted(positions)
+    return sorted(place for place in positions if tokens is None or place < tokens)
 
 
 def _places_of_role(span: Span, messages: Conversation, text: str) -> Iterator[Span]:

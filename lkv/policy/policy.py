@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from lkv.errors import PolicyFileError, PolicyMismatchError, check_retention
+from lkv.errors import LkvError, PolicyFileError, PolicyMismatchError, check_retention
 from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.model_match import has_same_heads, model_difference
@@ -154,10 +154,7 @@ class Policy(nn.Module):
         }
         about = {"inputs": asdict(self.inputs), "model": asdict(self.spec), "card": self.card}
         path = as_path(folder, PolicyFileError, "the policy's place")
-        if (path / _CONFIG).exists() and not is_policy(path):
-            raise PolicyFileError(
-                f"{path} holds the {_CONFIG} of something else, which the policy's would replace; give another folder."
-            )
+        check_policy_folder(path, PolicyFileError, "give another folder")
         tensor_file.write(path / WEIGHTS, POLICY_FILE, state, about)
         description = json.dumps({"format": POLICY_FILE.version, **about}, indent=1) + "\n"
         write_text(path / _CONFIG, description, PolicyFileError, "the policy")
@@ -200,6 +197,12 @@ class Policy(nn.Module):
                 )
         policy.strict, policy.commit = strict, commit
         return policy.eval().requires_grad_(False)
+
+
+def check_policy_folder(folder: Path, error: type[LkvError], remedy: str) -> None:
+    """Raise `error`, ending in `remedy`, if a policy in `folder` would replace the config.json of something else."""
+    if (folder / _CONFIG).exists() and not is_policy(folder):
+        raise error(f"{folder} holds the {_CONFIG} of something else, which the policy's would replace; {remedy}.")
 
 
 def is_policy(folder: Path) -> bool:

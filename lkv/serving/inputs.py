@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from lkv.context.input_checks import check_characters, check_conversation, check_text
+from lkv.context.input_checks import check_characters, check_context, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError, check_retention
 from lkv.hf.model_spec import ModelSpec
@@ -18,7 +18,7 @@ from lkv.serving.settings import ContextSettings
 from lkv.utils.prompts import (
     ContextKind,
     Conversation,
-    context_parts,
+    context_text,
     encode,
     encode_context,
     encode_continuation,
@@ -142,12 +142,8 @@ def encode_text(
     Raises:
         PromptError: For an empty or too long text, and for protected spans that are not in it.
     """
-    if isinstance(text, str):
-        check_text(text, "the text", "give some text to compress")
-        characters = len(text)
-    else:
-        check_conversation(text)
-        characters = len(json.dumps(text))
+    check_context(text, "give some text to compress")
+    characters = len(text) if isinstance(text, str) else len(json.dumps(text))
     if settings.system is not None:
         check_text(settings.system, "the system prompt", "give some text, or leave it out")
     check_characters(characters + len(settings.system or ""), "the text", max_positions, CHARACTERS_PER_TOKEN)
@@ -157,9 +153,8 @@ def encode_text(
             f"the text has {len(ids)} tokens, but the model reads at most {max_positions}, question and answer "
             "included; shorten it."
         )
-    protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system)
-    protected = [place for place in protected if place < len(ids)]
-    rendered = context_parts(tokenizer, text, settings.system)[1]
+    protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system, len(ids))
+    rendered = context_text(tokenizer, text)
     return EncodedText(context_id(rendered, settings), rendered, ids, protected)
 
 

@@ -223,10 +223,11 @@ class ContextRegistry:
             raise unknown_context(name)
         return stored
 
-    def check_ready(self, name: str) -> None:
-        """Raise UnknownContextError, or ContextPendingError for a pending or failed context."""
+    def find_ready(self, name: str) -> StoredContext:
+        """Return a stored context. Raises UnknownContextError, or ContextPendingError for a pending or failed one."""
         if isinstance(found := self.find(name), Job):
             raise found.pending_error()
+        return found
 
     def list_contexts(self) -> list[StoredContext | Job]:
         """Return the jobs, then the stored contexts without a job."""

@@ -137,7 +137,7 @@ class Service:
 
         Raises UnknownContextError, or ContextPendingError for one that is being compressed.
         """
-        self.registry.check_ready(name)
+        self.registry.find_ready(name)
         return self.store.get(name)
 
     def _compress_all(self) -> None:
@@ -189,8 +189,15 @@ class Service:
         request = job.settings.request(self._policy, job.text.protected)
         # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
         with self.answers.passes:
-            context = compress_ids(self.model, self.tokenizer, job.text.ids, request, job.text.text, progress)
-        context.metadata["kind"] = job.settings.kind
+            context = compress_ids(
+                self.model,
+                self.tokenizer,
+                job.text.ids,
+                request,
+                job.text.text,
+                progress,
+                kind=job.settings.kind,
+            )
         self.store.check_quota()  # again: other texts were stored since the request
         progress(1.0)
         stored = StoredContext.describe(job.id, job.title, context, job.settings, job.created, job.skipped)

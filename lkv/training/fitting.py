@@ -19,7 +19,7 @@ from lkv.errors import LkvError, TrainingError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.spec import evaluation_mode
-from lkv.policy.policy import Policy, is_policy
+from lkv.policy.policy import Policy, check_policy_folder
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.cost import seconds_per_token
@@ -162,11 +162,7 @@ def _run(job: FitJob, started: float) -> Policy:
 
 def _check_folder(folder: Path, texts: Mixture) -> None:
     """Raise TrainingError if a policy in `folder` would replace another file, or later be read as a document."""
-    if (folder / "config.json").exists() and not is_policy(folder):
-        raise TrainingError(
-            f"{folder} holds the config.json of something else, which the policy's would replace; give an --out of its "
-            "own."
-        )
+    check_policy_folder(folder, TrainingError, "give an --out of its own")
     if texts.index.used:
         check_is_not_data(folder, texts.index.folder, TrainingError)
 

@@ -182,16 +182,23 @@ def context_parts(
         return chat_template_parts(tokenizer, system)[0], context
     if system is not None:
         raise PromptError("a conversation has its system prompt among its messages; leave system out.")
+    return "", context_text(tokenizer, context)
+
+
+def context_text(tokenizer: "PreTrainedTokenizerBase", context: str | Conversation) -> str:
+    """Return a context as text: itself, or a conversation as `context_parts` renders it, with the same errors."""
+    if isinstance(context, str):
+        return context
     turns = [{**message, "content": message["content"] or ""} for message in context]
     if not getattr(tokenizer, "chat_template", None):
-        return "", _render_plainly(turns, after_context=False).removesuffix(_PLAIN_ANSWER)
+        return _render_plainly(turns, after_context=False).removesuffix(_PLAIN_ANSWER)
     question = {"role": "user", "content": _QUESTION}
     text = _apply_template(tokenizer, [*turns, question])
     silent = without_calls(turns)
     is_whole = text.count(_QUESTION) == 1 and all(message["content"].strip() in text for message in turns)
     if not is_whole or (silent != turns and _apply_template(tokenizer, [*silent, question]) == text):
         raise PromptError("this model's chat template leaves messages out of a conversation; send it as one text.")
-    return "", text.split(_QUESTION)[0]
+    return text.split(_QUESTION)[0]
 
 
 def without_calls(messages: Conversation) -> list[dict[str, Any]]:

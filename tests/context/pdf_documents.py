@@ -110,6 +110,13 @@ def _xobject(content: str) -> str:
     return stream(content, f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] {_FONTS}")
 
 
+def _unreadable(text: str, *objects: str) -> PdfDocument:
+    """Write a line in a font that does not name its characters, object 100, and another line in a font that does."""
+    content = lines(text) + "BT /F2 12 Tf 72 600 Td (lit) Tj ET"
+    data = pdf(content, page=_TWO_FONTS, objects=dict(enumerate(objects, 100)))
+    return PdfDocument(data, "lit", ["text in fonts without characters on page 1"])
+
+
 PDFS = {
     "lines": PdfDocument(
         pdf(lines("The keeper counted.", "Forty-two steps.")), "The keeper counted.\nForty-two steps."
@@ -329,45 +336,15 @@ PDFS = {
         "The log",
         ["the attached file data.csv"],
     ),
-    "a glyph's numbers by a font without an encoding": PdfDocument(
-        pdf(
-            lines("7KH\\003ODPS\\003LV\\003OLW") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
-            page=_TWO_FONTS,
-            objects={
-                100: "<< /Type /Font /Subtype /TrueType /BaseFont /ABCDEF+X >>",
-            },
-        ),
-        "lit",
-        ["text in fonts without characters on page 1"],
+    "a glyph's numbers by a font without an encoding": _unreadable(
+        "7KH\\003ODPS\\003LV\\003OLW", "<< /Type /Font /Subtype /TrueType /BaseFont /ABCDEF+X >>"
     ),
-    "glyphs with numbers as names": PdfDocument(
-        pdf(
-            lines("abc") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
-            page=_TWO_FONTS,
-            objects={
-                100: f"{_TYPE1} /Encoding << /Differences [97 /g1 /g2 /g3] >> >>",
-            },
-        ),
-        "lit",
-        ["text in fonts without characters on page 1"],
+    "glyphs with numbers as names": _unreadable("abc", f"{_TYPE1} /Encoding << /Differences [97 /g1 /g2 /g3] >> >>"),
+    "glyphs with suffixes in their names": _unreadable(
+        "abc", f"{_TYPE1} /Encoding << /Differences [97 /zero.onum /one.tnum /a.sc] >> >>"
     ),
-    "glyphs with suffixes in their names": PdfDocument(
-        pdf(
-            lines("abc") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
-            page=_TWO_FONTS,
-            objects={100: f"{_TYPE1} /Encoding << /Differences [97 /zero.onum /one.tnum /a.sc] >> >>"},
-        ),
-        "lit",
-        ["text in fonts without characters on page 1"],
-    ),
-    "letters named, digits not": PdfDocument(
-        pdf(
-            lines("tel \\005\\003\\010") + "BT /F2 12 Tf 72 600 Td (lit) Tj ET",
-            page=_TWO_FONTS,
-            objects={100: f"{_TYPE1} /ToUnicode 101 0 R >>", 101: stream(_LIGATURES)},
-        ),
-        "lit",
-        ["text in fonts without characters on page 1"],
+    "letters named, digits not": _unreadable(
+        "tel \\005\\003\\010", f"{_TYPE1} /ToUnicode 101 0 R >>", stream(_LIGATURES)
     ),
     "damaged page": PdfDocument(
         pdf(lines("one"), "", objects={13: stream("damaged", "/Filter /FlateDecode")}),

@@ -280,7 +280,7 @@ class Compression:
         contexts, new_context, cache = self._contexts, self._new_context, self._cache
         contexts.store.check_quota()  # again: other texts were stored since the request
         cache.history.ids = torch.tensor([ids], device=contexts.model.device)
-        metadata = describe_compression(cache, new_context.sha256) | {"kind": new_context.kind}
+        metadata = describe_compression(cache, new_context.sha256, new_context.kind)
         context = Context(contexts.model, contexts.tokenizer, ids, cache, metadata)
         settings = contexts.settings_of(new_context)
         text = new_context

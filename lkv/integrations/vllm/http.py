@@ -29,6 +29,7 @@ from lkv.serving.inputs import encode_conversation
 from lkv.serving.middleware import refusal, refuse_foreign
 from lkv.serving.routes import add_context_routes, add_error_handlers, describe_contexts, read_body
 from lkv.serving.schemas import error_response, first_problem
+from lkv.utils.prompts import ContextKind
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PREFIX = "lkv_"  # of all that names contexts
@@ -264,7 +265,7 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
         LkvError: For a request that cannot be answered.
     """
     contexts = await server.contexts()
-    await asyncio.to_thread((await server.open_registry()).check_ready, name)
+    stored = await asyncio.to_thread((await server.open_registry()).find_ready, name)
     tokens = await asyncio.to_thread(contexts.tokens, name)
     contexts.remember_tokens(name, tokens)
     unused = [field for field in _UNSUPPORTED_FIELDS if body.get(field)]
@@ -278,7 +279,7 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
         body.setdefault("add_special_tokens", False)
         return tokens
     # Plain text only: if a content part mentions an image, even a null one, vLLM renders the messages itself.
-    body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, name, body.get("messages"))
+    body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, stored.kind, body.get("messages"))
     free = min(contexts.max_positions + 1 - tokens, server.max_length) - len(ids)
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
         body["max_completion_tokens"] = min(free, server.settings.max_tokens)
@@ -287,8 +288,10 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
     return tokens
 
 
-def _encode_messages(contexts: VllmContexts, name: str, messages: Any) -> tuple[list[dict[str, str]], list[int]]:
-    """Return the messages of a chat, role and text alone, and the tokens that follow the context `name`.
+def _encode_messages(
+    contexts: VllmContexts, kind: ContextKind, messages: Any
+) -> tuple[list[dict[str, str]], list[int]]:
+    """Return the messages of a chat, role and text alone, and the tokens that follow a context of this kind.
 
     Raises PromptError for messages that cannot be answered.
     """
@@ -303,7 +306,7 @@ def _encode_messages(contexts: VllmContexts, name: str, messages: Any) -> tuple[
             example = 'such as {"role": "user", "content": "..."}'
             where = f"messages.{number}.{place}".rstrip(".")
             raise PromptError(f"{where}: {problem}; a message has a role and a text, {example}.") from None
-    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, contexts.store.kind(name))
+    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, kind)
     return [{"role": message["role"], "content": message["content"]} for message in plain], ids
 
 
