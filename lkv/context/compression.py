@@ -15,7 +15,7 @@ from lkv.cache.cache_config import CacheConfig
 from lkv.cache.full_cache import FullCache
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.context import Context
-from lkv.context.images import encode_images, protected_in_images, text_tokenizer
+from lkv.context.images import encode_images, images_of, protected_in_images, text_tokenizer
 from lkv.context.input_checks import check_context, check_model_and_tokenizer, check_text
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
@@ -61,7 +61,9 @@ def compress(
         model: A decoder model of transformers.
         tokenizer: Its tokenizer, or its processor, which images need.
         text: The text itself, not a path; `lkv.read_document` reads files. Or a conversation, a list of messages with
-            `role` and `content` that ends with an answer: questions continue it.
+            `role` and `content` that ends with an answer: questions continue it. The content may be a list of parts
+            as processors take them, {"type": "text", "text": ...} and {"type": "image", "image": ...}; if the last
+            message is the user's and in parts, questions continue that message.
         memory: The memory budget of the text's k and v in full-attention layers: a share of their full cache in
             16 bits a value (0.1 or "10%", the default), or bytes (200_000_000 or "200MB"). The best entries are stored
             in more bits, others in fewer, the rest are evicted. Sliding windows and an explicit `slack` are not
@@ -101,12 +103,14 @@ def compress(
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     inputs: dict[str, Tensor] = {}
+    if not isinstance(text, str):
+        if images is not None:
+            raise PromptError('images come with a text; in a conversation give {"type": "image", "image": ...} parts.')
+        images = images_of(text) or None
     if images is None:
         tokenizer = text_tokenizer(tokenizer)
         ids = encode_context(tokenizer, strip_end(tokenizer, text), system)
         protected = protected_tokens(tokenizer, text, cast(Any, protect), system, len(ids))
-    elif not isinstance(text, str):
-        raise PromptError("images come with a text, not with a conversation; describe the turns in the text.")
     else:
         ids, inputs = encode_images(model, tokenizer, text, images, system)
         protected = protected_in_images(model, tokenizer, ids, text, protect, system, len(images))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lkv.context.input_checks import image_of
 from lkv.context.protection import Span, protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.attention import input_device
-from lkv.utils.prompts import chat_template_parts, encode_context
+from lkv.utils.prompts import Conversation, chat_template_parts, content_parts, context_parts, encode_context
 
 IMAGES = "images"  # `protect=` for all images
 
@@ -28,15 +29,21 @@ def text_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
     return own
 
 
+def images_of(messages: Conversation) -> list[Any]:
+    """Return the images of a conversation, in order."""
+    return [image_of(part) for message in messages for part in content_parts(message) if part["type"] == "image"]
+
+
 def encode_images(
-    model: PreTrainedModel, processor: Any, text: str, images: Any, system: str | None
+    model: PreTrainedModel, processor: Any, text: str | Conversation, images: Any, system: str | None
 ) -> tuple[list[int], dict[str, Tensor]]:
     """Encode a text with images, up to the end of the text.
 
     Args:
         model: A model that reads images.
         processor: Its processor.
-        text: The text; the images come before it, or where it has the processor's image token.
+        text: The text, whose images come before it or where it has the processor's image token, or the conversation
+            that the images are from.
         images: The images, as the processor takes them.
         system: A system prompt before them.
 
@@ -48,23 +55,24 @@ def encode_images(
     """
     image_token = _check_images(model, processor, images)
     placeholder, tokenizer = processor.image_token, text_tokenizer(processor)
-    places = text.count(placeholder)
-    if places not in (0, len(images)):
-        raise PromptError(
-            f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give as "
-            "many, or none, and the images come before the text."
-        )
     has_template = bool(getattr(tokenizer, "chat_template", None))
-    if not has_template and not places:
-        raise PromptError(
-            f"the processor has no chat template, which says where images go; put {placeholder} into the text for each."
-        )
-    before = chat_template_parts(tokenizer, system, 0 if places else len(images))[0]
+    if isinstance(text, str) and placeholder not in text:
+        if not has_template:
+            raise PromptError(
+                f"the processor has no chat template, which says where images go; put {placeholder} into the text for "
+                "each."
+            )
+        prompt = chat_template_parts(tokenizer, system, len(images))[0] + text
+    else:
+        prompt = "".join(context_parts(tokenizer, text, system))
+        if (places := prompt.count(placeholder)) != len(images):
+            raise PromptError(
+                f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give "
+                "as many, or none, and the images come before the text."
+            )
     try:
         # A chat template writes special tokens itself.
-        inputs = processor(
-            text=[before + text], images=[*images], return_tensors="pt", add_special_tokens=not has_template
-        )
+        inputs = processor(text=[prompt], images=[*images], return_tensors="pt", add_special_tokens=not has_template)
     # Processors raise whatever their image libraries do.
     except Exception as error:
         raise PromptError(
@@ -115,7 +123,7 @@ def protected_in_images(
     model: PreTrainedModel,
     processor: Any,
     ids: Sequence[int],
-    text: str,
+    text: str | Conversation,
     spans: Any,
     system: str | None,
     images: int,
@@ -126,7 +134,7 @@ def protected_in_images(
         model: The model that reads the images.
         processor: Its processor.
         ids: The ids of the text with its images.
-        text: The text.
+        text: The text or conversation.
         spans: "images" for all image tokens, or a list of spans as in `protected_tokens` and of numbers of images.
         system: The system prompt before the text.
         images: The number of images.

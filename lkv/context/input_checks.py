@@ -51,15 +51,38 @@ def check_conversation(messages: Any) -> None:
         if not isinstance(message.get("role"), str):
             raise PromptError("a message of the conversation has no role; give one, such as user.")
         content = message.get("content")
+        if isinstance(content, list) and content:
+            for part in content:
+                _check_part(part)
+            continue
         check_text(f"{content or ''}.", "a message", "give text")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise PromptError(
                 "a message of the conversation has no text as its content; give one, perhaps an empty one."
             )
-    if messages[-1]["role"] != "assistant" or not (messages[-1]["content"] or "").strip():
+    content = messages[-1]["content"]
+    is_open = messages[-1]["role"] == "user" and isinstance(content, list)
+    if not is_open and (messages[-1]["role"] != "assistant" or (isinstance(content, str) and not content.strip())):
         raise PromptError(
             "the conversation must end with an answer of the assistant; ask the next question afterwards."
         )
+
+
+def _check_part(part: Any) -> None:
+    """Raise PromptError unless a part of a message's content is a text or an image."""
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if kind == "text" and isinstance(text, str):
+        check_text(f"{text}.", "a message", "give text")
+    elif kind != "image" or image_of(part) is None:
+        raise PromptError(
+            f"a message of the conversation has a part of type {kind!r} that is not read; give "
+            '{"type": "text", "text": ...} and {"type": "image", "image": ...}, a video as some of its pictures.'
+        )
+
+
+def image_of(part: Mapping[str, Any]) -> Any:
+    """Return the image of a message's part, under the names that transformers knows; None without one."""
+    return next((part[name] for name in ("image", "url", "path", "base64") if part.get(name) is not None), None)
 
 
 def check_characters(characters: int, name: str, tokens: int, per_token: int) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lkv.errors import PromptError
-from lkv.utils.prompts import Conversation, bos_ids, chat_template_parts, context_parts
+from lkv.utils.prompts import Conversation, bos_ids, chat_template_parts, content_texts, context_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,11 +80,11 @@ def _places_of_role(span: Span, messages: Conversation, text: str) -> Iterator[S
         raise PromptError(f"protect names {dict(span)!r}; give {{'role': ROLE}} with the role of a message.")
     start = 0
     for message in messages:
-        content = (message["content"] or "").strip()
-        start = text.index(content, start)
-        if message["role"] == span["role"] and content:
-            yield start, start + len(content)
-        start += len(content)
+        for content in content_texts(message):
+            start = text.index(content, start)
+            if message["role"] == span["role"] and content:
+                yield start, start + len(content)
+            start += len(content)
 
 
 def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:

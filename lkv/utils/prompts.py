@@ -11,11 +11,12 @@ from lkv.errors import PromptError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Messages, each with a `role`, a `content` and, of assistants, perhaps `tool_calls`.
+# Messages, each with a `role`, a `content` (a text, or texts and images as parts) and, in assistants', `tool_calls`.
 Conversation = Sequence[Mapping[str, Any]]
 ContextKind = Literal["text", "conversation"]
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
+_QUESTION_PART = {"type": "text", "text": _QUESTION}
 # Default texts before a continuation whose preceding text is unknown.
 _NEUTRAL_STARTS = ("a", "\n", ".", "1")
 _TAIL_CHARACTERS, _TAIL_TOKENS = 256, 64  # of the text before a continuation that decide how it begins
@@ -74,19 +75,31 @@ def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
     return between, after
 
 
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: list[dict[str, str]], images: int = 0) -> str:
+def content_parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the content of a message as parts of text and images."""
+    content = message.get("content") or ""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else [*content]
+
+
+def content_texts(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a message, without white space around them."""
+    return [part["text"].strip() for part in content_parts(message) if part["type"] == "text"]
+
+
+def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Mapping[str, Any]], images: int = 0) -> str:
     """Render `turns`; `images` begin the last one."""
-    if not images:
+    has_parts = images > 0 or any(isinstance(turn.get("content"), list) for turn in turns)
+    if not has_parts:
         text = _render_template(tokenizer, turns)
-        contents = [(turn.get("content") or "").strip() for turn in turns]
+        contents = [own for turn in turns for own in content_texts(turn)]
         if all(content in text for content in contents):
             return text
     # Templates of models that read images may take contents as a list of parts only.
-    parts = [[{"type": "text", "text": turn.get("content") or ""}] for turn in turns]
+    parts = [[part if part["type"] == "text" else {"type": "image"} for part in content_parts(turn)] for turn in turns]
     parts[-1] = [{"type": "image"}] * images + parts[-1]
     lists = [{**turn, "content": own} for turn, own in zip(turns, parts, strict=True)]
     in_parts = _render_template(tokenizer, lists)
-    return in_parts if images or all(content in in_parts for content in contents) else text
+    return in_parts if has_parts or all(content in in_parts for content in contents) else text
 
 
 def _render_template(tokenizer: "PreTrainedTokenizerBase", turns: Any) -> str:
@@ -191,14 +204,24 @@ def context_text(tokenizer: "PreTrainedTokenizerBase", context: str | Conversati
         return context
     turns = [{**message, "content": message["content"] or ""} for message in context]
     if not getattr(tokenizer, "chat_template", None):
+        if any(isinstance(message["content"], list) for message in turns):
+            raise PromptError("messages in parts need a chat template, but the tokenizer has none; give texts.")
         return _render_plainly(turns, after_context=False).removesuffix(_PLAIN_ANSWER)
-    question = {"role": "user", "content": _QUESTION}
-    text = _apply_template(tokenizer, [*turns, question])
+    text = _apply_template(tokenizer, _with_question(turns))
     silent = without_calls(turns)
-    is_whole = text.count(_QUESTION) == 1 and all(message["content"].strip() in text for message in turns)
-    if not is_whole or (silent != turns and _apply_template(tokenizer, [*silent, question]) == text):
+    is_whole = text.count(_QUESTION) == 1 and all(own in text for message in turns for own in content_texts(message))
+    if not is_whole or (silent != turns and _apply_template(tokenizer, _with_question(silent)) == text):
         raise PromptError("this model's chat template leaves messages out of a conversation; send it as one text.")
     return text.split(_QUESTION)[0]
+
+
+def _with_question(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns with a question after them, which continues a last turn of the user."""
+    if turns[-1]["role"] != "user":
+        return [*turns, {"role": "user", "content": _QUESTION}]
+    *parts, last = content_parts(turns[-1])
+    more = [{**last, "text": f"{last['text']}\n\n{_QUESTION}"}] if last["type"] == "text" else [last, _QUESTION_PART]
+    return [*turns[:-1], {**turns[-1], "content": [*parts, *more]}]
 
 
 def without_calls(messages: Conversation) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ def test_a_role_is_protected_in_all_of_its_messages_and_nowhere_else(parts):
         ([{"role": "user", "content": "\0"}], {}, "a message holds NUL characters"),
         (TURNS[:2], {}, "must end with an answer of the assistant"),
         (TURNS, {"system": "Be brief."}, "has its system prompt among its messages"),
-        (TURNS, {"images": [1]}, "images come with a text"),
+        (TURNS, {"images": [1]}, "images come with a text; in a conversation give"),
         (TURNS, {"protect": [{"role": "user", "at": 1}]}, "give {'role': ROLE}"),
         (TURNS, {"protect": [{"role": "critic"}]}, "with the role of a message"),
         ("a text", {"protect": [{"role": "user"}]}, "neither words of the text nor"),

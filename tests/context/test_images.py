@@ -14,7 +14,7 @@ from lkv.errors import CacheError, ContextFileError, LkvError, PromptError
 from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.selectors.kvzip import ReplayLayer, replay
-from lkv.utils.prompts import encode_continuation, encode_question
+from lkv.utils.prompts import decode_tail, encode_continuation, encode_question
 from tests.conftest import present, tiny_llama
 from tests.hf.test_vision_models import assert_close, masked, method_of
 from tests.vision import CONTEXT_PARAMS, TOKENS, VISION, VisionFamily, exact_states, picture, tokenizer
@@ -167,12 +167,17 @@ def kept_positions(model: Any, processor: Any, **options: Any) -> tuple[list[int
     """The ids of a context, and the places whose keys every head keeps in the first layer."""
     full = compress(model, processor, TEXT, method="full", **{k: v for k, v in options.items() if k != "protect"})
     context = compress(model, processor, TEXT, method="knorm", retention=0.5, **options)
+    return context.ids, kept_in_all_heads(context, full)
+
+
+def kept_in_all_heads(context: Any, full: Any) -> set[int]:
+    """The places whose keys every head of the first layer keeps."""
     keys, store = full.cache.layers[0].keys[0], context.cache.ragged_layers[0].store
     kept = []
     for head, (start, count) in enumerate(zip(store.starts[0].tolist(), store.counts[0].tolist(), strict=True)):
         distance = torch.cdist(store.k[start : start + count], keys[head])
         kept.append({int(place) for place in distance.argmin(1)})
-    return context.ids, set.intersection(*kept)
+    return set.intersection(*kept)
 
 
 def test_images_and_words_are_protected(qwen):
@@ -203,6 +208,86 @@ def test_images_stand_where_the_text_has_their_tokens(qwen):
         compress(model, processor, text, images=[picture()], method="knorm")
 
 
+def conversation(question: str = "", is_answered: bool = False) -> list[dict[str, Any]]:
+    """A conversation with two pictures, whose last message the question continues or follows."""
+    parts: list[dict[str, Any]] = [
+        {"type": "image", "image": picture()},
+        {"type": "text", "text": "The first shows the pier, and the second the lamp:"},
+        {"type": "image", "image": picture(1, 16, 48)},
+        {"type": "text", "text": TEXT + (f"\n\n{question}" if question and not is_answered else "")},
+    ]
+    turns = [{"role": "system", "content": [{"type": "text", "text": "Be kind."}]}, {"role": "user", "content": parts}]
+    if is_answered:
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": "A lamp."}]})
+    if is_answered and question:
+        turns.append({"role": "user", "content": [{"type": "text", "text": question}]})
+    return turns
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_answered", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["open", "answered"])
+def test_images_in_messages_are_those_of_the_processor_s_template(family, model, is_answered, monkeypatch):
+    """Context and question are what `processor.apply_chat_template` returns for both."""
+    method, processor, question = method_of(model), family.processor(), QUESTIONS[0]
+    context = compress(model, processor, conversation(is_answered=is_answered), method=method)
+    inputs = processor.apply_chat_template(
+        conversation(question, is_answered),
+        add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+    whole, tokens = inputs["input_ids"], context.tokens
+    before = decode_tail(context.tokenizer, context.ids)
+    assert [*context.ids, *encode_question(context.tokenizer, question, before, context.kind)] == whole[0].tolist()
+    logits, target = context.predict(question, "It is a picture.")
+    text = {name: x[:, :tokens] if x.shape[:2] == whole.shape else x for name, x in inputs.items()}
+    more = torch.cat([whole[:, tokens:], target[None, :-1]], 1)
+    assert_close(logits, masked(model, method, text, more, monkeypatch)[0, -len(target) :])
+    full = compress(model, processor, conversation(is_answered=is_answered), method="full")
+    answer = model.generate(**inputs, **OPTIONS, do_sample=False, pad_token_id=0)[0, whole.shape[1] :]
+    assert full.ask(question, **OPTIONS) == processor.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    if context.cache.is_shareable:
+        assert context.batch_ask(QUESTIONS, **OPTIONS) == [context.ask(each, **OPTIONS) for each in QUESTIONS]
+        chat = Chat(context)
+        assert chat.ask(question, **OPTIONS) == context.ask(question, **OPTIONS)
+
+
+def test_images_roles_and_words_of_messages_are_protected(qwen):
+    model, processor = qwen
+    protect = [1, {"role": "system"}, "those who look"]
+    context = compress(model, processor, conversation(), method="knorm", retention=0.5, protect=protect)
+    full = compress(model, processor, conversation(), method="full")
+    shown = processor.tokenizer.decode(context.ids)
+    images = [place for place, token in enumerate(context.ids) if token == TOKENS["<image>"]]
+    places = {*images[8:]}
+    # One token a letter, but for the special ones.
+    for words in ("Be kind.", "those who look"):
+        tokens = processor.tokenizer(words)["input_ids"]
+        start = next(at for at in range(context.tokens) if context.ids[at : at + len(tokens)] == tokens)
+        places |= {*range(start, start + len(tokens))}
+    assert "those who look" in shown and len(places) == 12 + 8 + 14 and places <= kept_in_all_heads(context, full)
+    with pytest.raises(PromptError, match="protect names words between images"):
+        compress(model, processor, conversation(), method="knorm", protect=[{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "a part of type 'video' that is not read; give .* a video as some of"),
+        ({"type": "audio", "audio": "a.wav"}, "a part of type 'audio' that is not read"),
+        ({"type": "image"}, "a part of type 'image' that is not read; give"),
+        ({"type": "text"}, "a part of type 'text' that is not read"),
+        ("a text", "a part of type None that is not read"),
+        ({"type": "text", "text": "\0"}, "a message holds NUL characters"),
+        ({"type": "text", "text": "<image>"}, r"the text has 2 places for images \(<image>\), but there are 1 images"),
+        ({"type": "image", "image": "no picture"}, "the processor refuses the images"),
+    ],
+)
+def test_parts_that_are_not_read_are_named(qwen, part, message):
+    model, processor = qwen
+    parts = [{"type": "image", "image": picture()}, part, {"type": "text", "text": TEXT}]
+    refused(message, model, processor, text=[{"role": "user", "content": parts}])
+
+
 def test_text_alone_is_compressed_with_a_processor(family, model):
     """Text is compressed alike before and after the model has read images."""
     processor = family.processor()
@@ -231,6 +316,11 @@ def test_what_cannot_work_is_one_sentence(qwen, tmp_path):
     refused("LlamaForCausalLM reads text only; leave images out", tiny_llama(), processor, images=one)
     refused("images is a Image; give a list of images", model, processor, images=one[0])
     refused("images is empty; give a list of images", model, processor, images=[])
+    parts = conversation()
+    refused("images need the model's processor", model, tokenizer(), text=parts)
+    refused("LlamaForCausalLM reads text only", tiny_llama(), processor, text=parts)
+    refused("in a conversation give .* parts", model, processor, text=parts, images=one)
+    refused("a conversation has its system prompt among", model, processor, text=parts, system="Be brief.")
     refused("the processor refuses the images", model, processor, images=["no picture"])
     refused("images are read with their whole text at once; leave chunk out", model, processor, images=one, chunk=8)
     refused("protect names image 1, but there are 1 images", model, processor, images=one, protect=[1])
@@ -240,6 +330,7 @@ def test_what_cannot_work_is_one_sentence(qwen, tmp_path):
     plain = VISION[0].processor()
     plain.chat_template = None
     refused("has no chat template, which says where images go; put <image> into the text", model, plain, images=one)
+    refused("messages in parts need a chat template", model, plain, text=parts)
     strange = VISION[2].processor()
     strange.tokenizer.image_token = "<fake_token_around_image>"
     strange.full_image_sequence = "<boi><eoi>"
