@@ -1,7 +1,9 @@
 """`compress_prefill`: a context manager in which `model.generate` compresses its prompts automatically."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -15,6 +17,9 @@ from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.methods.request import CompressionRequest
 from lkv.utils.overrides import current_method, override_method
 
+_logger = logging.getLogger(__name__)
+_own_blocks: ContextVar[tuple["PrefillCompression", ...]] = ContextVar("lkv_prefill_blocks", default=())
+
 
 class PrefillCompression:
     """The object that `compress_prefill` yields.
@@ -25,6 +30,19 @@ class PrefillCompression:
 
     def __init__(self) -> None:
         self.cache: RaggedCache | None = None
+        self._is_open = True
+        self._is_reported = False
+
+    def _applies(self) -> bool:
+        """Return whether the calling thread or task has entered the block; otherwise log once that it has not."""
+        if self._is_open and self not in _own_blocks.get() and not self._is_reported:
+            self._is_reported = True
+            _logger.warning(
+                "generate was called outside of the thread or task of an open compress_prefill block, so its prompt "
+                "is not compressed. For a thread of the block: Thread(target=contextvars.copy_context().run, "
+                "args=(model.generate,), kwargs=...)."
+            )
+        return self._is_open and self in _own_blocks.get()
 
 
 @contextmanager
@@ -37,8 +55,10 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     print(compression.cache.nbytes(), compression.cache.full_nbytes())
     ```
 
-    Each call uses a new `RaggedCache`, unless you pass a cache. The block changes `generate` for all threads, and
-    restores it at its end.
+    Each call uses a new `RaggedCache`, unless you pass a cache. The block applies to the thread or asyncio task that
+    enters it; other threads generate as without it, or by a block of their own. For a thread that you start in the
+    block, such as with a streamer, give it the block's context:
+    `Thread(target=contextvars.copy_context().run, args=(model.generate,), kwargs=...)`.
 
     Args:
         model: The model whose `generate` is called, also by a pipeline.
@@ -62,7 +82,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
 
     @wraps(generate)  # keeps the signature, from which transformers reads the options
     def generate_compressed(*args: Any, **kwargs: Any) -> Any:
-        if find_cache(kwargs) is None:
+        if find_cache(kwargs) is None and compression._applies():
             if kwargs.get("use_cache") is False:
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
@@ -74,5 +94,10 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             kwargs |= cache_argument(compression.cache)
         return generate(*args, **kwargs)
 
-    with override_method(model, "generate", generate_compressed):
-        yield compression
+    _own_blocks.set((*_own_blocks.get(), compression))
+    try:
+        with override_method(model, "generate", generate_compressed):
+            yield compression
+    finally:
+        compression._is_open = False
+        _own_blocks.set(tuple(block for block in _own_blocks.get() if block is not compression))

@@ -56,8 +56,8 @@ def current_method(owner: Any, name: str) -> Callable[..., Any]:
 def _dispatcher(original: Any, stacks: WeakKeyDictionary[Any, list[Any]]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stack = stacks.get(self)
-        return stack[-1](*args, **kwargs) if stack else original(self, *args, **kwargs)
+        method = stacks.get(self, [None])[-1]  # None, too, while another thread ends the last block
+        return original(self, *args, **kwargs) if method is None else method(*args, **kwargs)
 
     setattr(dispatch, _REPLACED, original)
     return dispatch

@@ -1,7 +1,10 @@
 """As kvpress's users know it: a block around generate, and a pipeline of contexts and questions."""
 
+import contextvars
 import copy
+import logging
 import pickle
+import threading
 
 import pytest
 import torch
@@ -97,6 +100,42 @@ def test_a_block_gives_generate_back_after_an_error_and_in_another_block(model):
             model.generate(ids(1, 50), max_new_tokens=2)
         model.generate(ids(1, 50), max_new_tokens=2)
     assert inner.cache.realised_retention() == 0.2 and outer.cache.realised_retention() == 0.5
+
+
+def _call_in_thread(call):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_a_block_applies_to_its_own_thread(model, caplog):
+    def generate():
+        return model.generate(ids(1, 50), max_new_tokens=6, do_sample=False)
+
+    def in_own_block():
+        with lkv.compress_prefill(model, method="knorm", retention=0.5) as own:
+            return generate(), own.cache.realised_retention()
+
+    stock, (half, _) = generate(), in_own_block()
+    # Blocks that overlap and do not end in order, one entered and one left by another thread.
+    fifth = lkv.compress_prefill(model, method="knorm", retention=0.2)
+    with caplog.at_level(logging.WARNING, "lkv"):
+        compression = fifth.__enter__()
+        compressed = generate()
+        cache = compression.cache
+        other, retention = _call_in_thread(in_own_block)
+        assert torch.equal(other, half) and retention == 0.5 and not caplog.records
+        assert all(torch.equal(_call_in_thread(generate), stock) for _ in range(2))
+        assert compression.cache is cache and cache.realised_retention() == 0.2
+    (record,) = caplog.records  # once a block
+    assert "outside of the thread or task of an open compress_prefill block" in record.getMessage()
+    run = contextvars.copy_context().run
+    assert torch.equal(_call_in_thread(lambda: run(generate)), compressed) and compression.cache is not cache
+    _call_in_thread(lambda: fifth.__exit__(None, None, None))
+    assert torch.equal(generate(), stock) and type(model).generate is GenerationMixin.generate
+    assert not torch.equal(stock, compressed)
 
 
 @pytest.mark.parametrize(
