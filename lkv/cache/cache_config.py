@@ -120,11 +120,21 @@ class CacheConfig:
         most = _MAX_SLACK_CPU if device.type == "cpu" else _MAX_SLACK_GPU
         return min(most, max(_MIN_SLACK, entries // 4))
 
-    def initial_slots(self, layer: int, lens: Tensor, device: torch.device) -> int:
-        """Return the free slots of `layer` after an eviction that kept `lens` [B, H] entries.
+    def budgeted_slots(self, lengths: list[int]) -> int | None:
+        """Return the free slots of each head in the memory budget that decoding evicts to, None without one.
+
+        `lengths`: the tokens of each row.
+        """
+        target = self.tiers[0].target
+        return target.free_slots(min(lengths)) if self.request.decode_eviction and target and lengths else None
+
+    def initial_slots(self, layer: int, lens: Tensor, device: torch.device, lengths: list[int] | None = None) -> int:
+        """Return the free slots of `layer` after an eviction that kept `lens` [B, H] entries of `lengths` tokens.
 
         They differ between layers, so that not all layers reallocate in the same step.
         """
+        if lengths and (slots := self.budgeted_slots(lengths)) is not None:
+            return slots
         is_default = self.request.slack is None
         if self.method.tiers and is_default:
             return 0  # free slots would count in the prompt's memory budget; the first appended token reallocates

@@ -18,7 +18,7 @@ from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods import compensation
 from lkv.methods.base import check_shape, contains_nan, tier_counts
-from lkv.methods.budgets import Budget, drop_tokens
+from lkv.methods.budgets import Budget, FixedBudget, drop_tokens
 from lkv.utils.devices import stack_to_device
 
 
@@ -60,7 +60,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     if not is_checked_late:
         shared.check_scores(index, selector, device)
     lens = torch.cat([torch.tensor(part, device="cpu") for part in counts], 1)
-    free_slots = config.initial_slots(index, lens[-1], device)
+    free_slots = config.initial_slots(index, lens[-1], device, [tokens - first for first in skipped])
     arrival_scores = _concatenate(arrival_tables) if arrival_tables else None
     table = _concatenate(tables)
     # Without quantised entries no tiers are needed.
@@ -81,6 +81,20 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         key, value = store.pack()
         store.fill(key, fit(key, value))
     return store
+
+
+def entry_limits(context: LayerContext, heads: int, lengths: Sequence[int]) -> Tensor:
+    """Return how many entries each of `heads` heads may have in rows of `lengths` tokens, [tiers, B, H] on the CPU.
+
+    They are cumulative over the tiers from the best on. The budgets depend on lengths alone.
+    """
+
+    def limits(tokens: int, budget: Budget) -> list[list[int]]:
+        assert isinstance(budget, FixedBudget)
+        return [budget.limits(context.index, heads, tokens)]
+
+    rows = [tier_counts(context.config.tiers, tokens, heads, 1, partial(limits, tokens)) for tokens in lengths]
+    return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
 
 
 def evict_entries(

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
-from lkv.cache.eviction import evict_entries, evict_prompt
+from lkv.cache.eviction import entry_limits, evict_entries, evict_prompt
 from lkv.cache.ragged_store import KVStore, RaggedStore, extend_padded
 from lkv.cache.saved_state import check_layer, restore_store
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.prompt_kv import LayerKV
-from lkv.methods.base import StoredEntries, tier_counts
-from lkv.methods.budgets import Budget, FixedBudget
+from lkv.methods.base import StoredEntries
 from lkv.utils.devices import is_out_of_memory
 
 
@@ -184,7 +183,7 @@ class RaggedLayer(AttentionCacheLayer):
             self.real_tokens, self._padding = [0] * batch, [0] * batch
         out = self._extend(query[:, :, :count], key[:, :, :count], value[:, :, :count], scale)
         limits, is_last = self._limits(), self.get_seq_length() >= config.request.prompt_tokens
-        free_slots = config.initial_slots(context.index, limits[-1], key.device) if is_last else 0
+        free_slots = config.initial_slots(context.index, limits[-1], key.device, self._lengths) if is_last else 0
         store = self._evict(limits, free_slots, scale)
         if is_last:
             self.prompt_length = self.base_length
@@ -205,8 +204,7 @@ class RaggedLayer(AttentionCacheLayer):
         dtype, new = value.dtype, key.shape[2]
         if padding is not None:
             padding = self._drop_padding(padding, new)
-        if new > self.store.free_slots:
-            self._make_space(new, scale, key.device)
+        is_over_budget = new > self.store.free_slots and self._make_space(new, scale, key.device)
         store = self.store
         if query.dtype != store.dtype or key.dtype != store.dtype:
             query, key, value = (x.to(store.dtype) for x in (query, key, value))
@@ -216,6 +214,8 @@ class RaggedLayer(AttentionCacheLayer):
                 out = extend_padded(store, query, key, value, scale, padding, softmax_options)
             else:
                 out = store.extend(query, key, value, scale, self._context.shared.buffers, softmax_options)
+            if is_over_budget:
+                self._evict(self._limits(), self._context.config.budgeted_slots(self._lengths) or 0, scale)
         except BaseException:
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
@@ -245,20 +245,24 @@ class RaggedLayer(AttentionCacheLayer):
             self.store = self.store.drop_padding(pad(earlier, (appended - earlier.shape[1], 0)))
         return fresh if bool(fresh.any()) else None
 
-    def _make_space(self, new: int, scale: float, device: torch.device) -> None:
-        """Reallocate the store for `new` tokens, after an eviction if decoding evicts."""
+    def _make_space(self, new: int, scale: float, device: torch.device) -> bool:
+        """Reallocate the store for `new` tokens, after an eviction if decoding evicts.
+
+        Returns True if a memory budget has fewer slots than that: then evict after their attention instead.
+        """
         assert self.store is not None
-        config = self._context.config
+        config, slots = self._context.config, self._context.config.budgeted_slots(self._lengths)
+        is_over_budget = slots is not None and new > slots and self.prompt_length > 0
         try:
-            if config.request.decode_eviction and self.prompt_length:
+            if config.request.decode_eviction and self.prompt_length and not is_over_budget:
                 limits = self._limits()
-                self._evict(limits, config.slack_for(mean_entries(limits[-1]), device) + new, scale)
+                entries = mean_entries(limits[-1])
+                self._evict(limits, config.slack_for(entries, device) + new if slots is None else slots, scale)
             else:
                 # A chunk of a prompt needs no slack, because the store is reallocated right after it.
                 entries = mean_entries(self.store.lens) + self.store.appended_tokens
-                self.store = self.store.reallocate(
-                    new + (config.slack_for(entries, device) if self.prompt_length else 0)
-                )
+                has_slack = self.prompt_length and not is_over_budget
+                self.store = self.store.reallocate(new + (config.slack_for(entries, device) if has_slack else 0))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -266,6 +270,7 @@ class RaggedLayer(AttentionCacheLayer):
                 f"there is no memory for {new} more tokens in layer {self._context.index} ({error}); free some, or "
                 "give decode_eviction=True, a smaller slack or a lower retention. rewind() goes back to the prompt."
             ) from error
+        return is_over_budget
 
     def reserve(self, tokens: int) -> None:
         """Ensure free slots for `tokens` more tokens."""
@@ -279,21 +284,15 @@ class RaggedLayer(AttentionCacheLayer):
         if self.store.free_slots > free_slots:
             self.store = self.store.reallocate(free_slots)
 
+    @property
+    def _lengths(self) -> list[int]:
+        """The real tokens of each row, appended ones included."""
+        return [real + (0 if self.store is None else self.store.appended_tokens) for real in self.real_tokens]
+
     def _limits(self) -> Tensor:
-        """Return the maximum number of entries of each head, cumulative over the tiers from the best on, [tiers, B, H].
-
-        They are computed from all tokens read, appended ones included.
-        """
+        """Return the limits of `entry_limits` for all tokens read, appended ones included."""
         assert self.store is not None
-        config, index, heads = self._context.config, self._context.index, self.store.lens.shape[1]
-
-        def limits(tokens: int, budget: Budget) -> list[list[int]]:
-            assert isinstance(budget, FixedBudget)
-            return [budget.limits(index, heads, tokens)]
-
-        lengths = [real + self.store.appended_tokens for real in self.real_tokens]
-        rows = [tier_counts(config.tiers, tokens, heads, 1, partial(limits, tokens)) for tokens in lengths]
-        return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
+        return entry_limits(self._context, self.store.lens.shape[1], self._lengths)
 
     def _evict(self, limits: Tensor, free_slots: int, scale: float) -> KVStore:
         """Keep the best `limits` [tiers, B, H] entries of each head, by their completed stored scores."""

@@ -66,13 +66,13 @@ class RaggedCache(BaseCache):
         memory: The memory budget of the prompt's k and v in full-attention layers, instead of `retention`: a share of
             their full cache in 16 bits a value (0.1 or "10%", the default), or bytes per batch row (200_000_000 or
             "200MB"). The best entries are stored in more bits, others in fewer. Tokens after the prompt (in the model's
-            dtype), an explicit `slack` and sliding windows are not included.
+            dtype), an explicit `slack` and sliding windows are not included; the former two are with `decode_eviction`.
         slack: Free slots of each head for appended tokens. The default depends on the number of entries.
         prompt_tokens: The length of the prompt in tokens, padding included. Required for chunked prefill
             (`prefill_chunk_size`), and if one pass contains more than the prompt (assisted decoding).
         streaming: Evict after each chunk of the prompt: a head keeps its best floor(retention * tokens read). The cache
             then never stores more than these and one chunk; later chunks see only the kept entries of earlier ones.
-        decode_eviction: Evict from generated tokens, too, whenever a layer's slack is used up.
+        decode_eviction: Evict from tokens after the prompt, too, whenever a layer's slack is used up.
         bits: Quantise the kept entries of the prompt to 8, 4 or 3 bits a value. Appended tokens keep the model's dtype.
         pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`lkv.methods.budgets.read_pattern`
             or `estimate_pattern`).

@@ -22,7 +22,16 @@ from lkv.methods.base import MethodInputs, TierBudget
 from lkv.methods.budgets import check_table
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION, FULL, MethodSpec, parse_method
-from lkv.methods.targets import DEFAULT_TABLE, SCORE_BITS, KVShape, MemoryTarget, RetentionTarget, TierTable, TierTarget
+from lkv.methods.targets import (
+    DECODE_SLOTS,
+    DEFAULT_TABLE,
+    SCORE_BITS,
+    KVShape,
+    MemoryTarget,
+    RetentionTarget,
+    TierTable,
+    TierTarget,
+)
 from lkv.policy.lookup import resolve_policy
 from lkv.policy.policy import Policy
 
@@ -218,7 +227,8 @@ def resolve_method(
         budget = spec.build_budget(inputs)
     else:
         table = tier_table or tier_table_of(policy)
-        tiers = build_tiers(spec, inputs, MemoryTarget.parse(request.memory), table, request.decode_eviction)
+        slots = None if not request.decode_eviction else DECODE_SLOTS if request.slack is None else request.slack
+        tiers = build_tiers(spec, inputs, MemoryTarget.parse(request.memory), table, slots)
         budget, target = tiers[-1].budget, tiers[-1].target or target
     selector = spec.build_selector(inputs)
     return Method(spec.name, budget, selector, target, policy, spec.compensation, tiers, protected)
@@ -231,7 +241,7 @@ def tier_table_of(policy: Policy | None) -> TierTable:
 
 
 def build_tiers(
-    spec: MethodSpec, inputs: MethodInputs, memory: MemoryTarget, table: TierTable, stores_scores: bool = False
+    spec: MethodSpec, inputs: MethodInputs, memory: MemoryTarget, table: TierTable, decode_slots: int | None = None
 ) -> tuple[TierBudget, ...]:
     """Build the tiers of a method within a memory budget, best first.
 
@@ -240,7 +250,7 @@ def build_tiers(
         inputs: The inputs of its budget, including the model.
         memory: The memory budget.
         table: The split of the budget among precisions.
-        stores_scores: Whether scores are stored with the entries, which counts in the budget.
+        decode_slots: Free slots of each head, if decoding evicts; these and the stored scores count in the budget.
 
     Raises:
         BudgetError: For a budget that may keep more than its target.
@@ -249,7 +259,8 @@ def build_tiers(
     model = inputs.require("model")
     patched = patch_attention(model)
     heads = patched.spec.layers * len(range(patched.spec.kv_heads)[inputs.heads])
-    shape = KVShape(heads, patched.spec.head_dim, model.dtype.itemsize, SCORE_BITS * stores_scores)
+    extra_bits = 0 if decode_slots is None else SCORE_BITS
+    shape = KVShape(heads, patched.spec.head_dim, model.dtype.itemsize, extra_bits, decode_slots or 0)
     targets = TierTarget.of_table(memory, shape, table, inputs.target.protected)
     tiers = tuple(
         TierBudget(target.precision, spec.build_budget(replace(inputs, target=target)), target) for target in targets

@@ -19,6 +19,7 @@ NORM_BITS = 16  # of an entry's k, and of its v
 REFERENCE_ITEMSIZE = 2  # bytes of a value in the full cache that shares of memory refer to
 BASIS_BITS = 32  # of a channel of a head's k: its mean and its scale
 SCORE_BITS = 64  # of an entry's score and position, for later evictions
+DECODE_SLOTS = 64  # free slots of a head, if decoding evicts to a memory budget
 _BYTE_UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _MEMORY_TEXT = re.compile(r"\s*([0-9.]+(?:e-[0-9]+)?)\s*(?:(%)|([kmg]i?)?(b?))\s*")
 _MEMORY_HELP = "give a share of the 16-bit cache in (0, 1] such as 0.1 or '10%', or bytes such as '200MB'"
@@ -206,12 +207,14 @@ class KVShape:
         head_dim: Channels of k, and of v.
         itemsize: Bytes of a value in the model's dtype.
         extra_bits: Bits of each entry in addition to k and v.
+        free_slots: Free slots of each head that count in a memory budget, at most an eighth of it.
     """
 
     heads: int
     head_dim: int
     itemsize: int
     extra_bits: int = 0
+    free_slots: int = 0
 
     def entry_bits(self, precision: Precision = UNQUANTIZED) -> int:
         """Return the bits of one entry of one head."""
@@ -274,14 +277,22 @@ class TierTarget(RetentionTarget):
         totals = itertools.accumulate(fractions.get(precision, 0.0) for precision in precisions)
         return {precision: min(1.0, total) for precision, total in zip(precisions, totals, strict=True)}
 
+    def free_slots(self, tokens: int) -> int:
+        """Return the free slots of each head that the budget of `tokens` tokens pays for."""
+        return min(self.shape.free_slots, int(self._bits(tokens) / 8 / self.shape.entry_bits()))
+
+    def _bits(self, tokens: int) -> float:
+        """Return the budget of `tokens` tokens in bits a head."""
+        memory, shape = self.memory, self.shape
+        nbytes = memory.nbytes or 0 if memory.share is None else memory.share * shape.reference_nbytes(tokens)
+        return 8 * nbytes / max(1, shape.heads)
+
     def _spend(self, tokens: int) -> tuple[Precision, dict[Precision, float]]:
         """Return the best precision in use, and the fraction of the unprotected text in each precision."""
-        shape, memory, precisions = self.shape, self.memory, self.table.precisions
+        shape, precisions = self.shape, self.table.precisions
         whole = max(1, tokens + self.protected)
-        full = 16 * shape.itemsize * shape.head_dim * whole  # bits of one head in the model's dtype
-        nbytes = memory.nbytes or 0 if memory.share is None else memory.share * shape.reference_nbytes(whole)
-        bits = 8 * nbytes / max(1, shape.heads)
-        if bits >= full:
+        bits = self._bits(whole) - self.free_slots(whole) * shape.entry_bits()
+        if bits >= whole * shape.entry_bits():
             return precisions[0], {precisions[0]: 1.0}
         bits = max(0.0, bits - shape.basis_bits)
         row = self.table.row(bits / whole / (2 * shape.head_dim))
