@@ -1,7 +1,7 @@
 """Form fields and notes of a PDF as text. Does not import torch."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import unescape
 from typing import Any, cast
 
@@ -12,15 +12,15 @@ _HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
 _PASSWORD = 1 << 13  # flag of a text field
 
 
-def field_texts(reader: PdfReader) -> Iterator[str]:
-    """Yield the filled fields of forms that are displayed, as `label: value`."""
+def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[str]:
+    """Yield the filled fields of forms that are displayed, as `label: value`; `is_off` says which layers are hidden."""
     placed, done = set[int](), set[int]()
     for page, widget in annotations(reader, is_widget=True):
         field = widget
         while "/T" not in field and (parent := get(field, "/Parent")) is not None:
             field = parent
         placed.add(id(field))
-        if id(field) not in done and not int(widget.get("/F", 0)) & _HIDDEN:
+        if id(field) not in done and not int(widget.get("/F", 0)) & _HIDDEN and not is_off(get(widget, "/OC")):
             done.add(id(field))
             yield from _field_text(_qualified_name(field), widget, page)
     pending = items(get(get(reader.root_object, "/AcroForm") or {}, "/Fields"))
@@ -53,10 +53,10 @@ def _field_text(name: str, field: DictionaryObject, page: PageObject | None) -> 
         yield _as_lines(f"{label}: {text}" if label else text)
 
 
-def note_texts(reader: PdfReader) -> Iterator[str]:
-    """Yield the texts of annotations that are displayed."""
+def note_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[str]:
+    """Yield the texts of annotations that are displayed; `is_off` says which layers are hidden."""
     for page, note in annotations(reader, is_widget=False):
-        if int(note.get("/F", 0)) & _HIDDEN or note.get("/Subtype") == "/Popup":
+        if int(note.get("/F", 0)) & _HIDDEN or note.get("/Subtype") == "/Popup" or is_off(get(note, "/OC")):
             continue
         text = str(get(note, "/Contents") or unescape(re.sub("<[^>]*>", "", str(get(note, "/RC") or ""))))
         drawn = _drawn_text(note, page)

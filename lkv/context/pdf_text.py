@@ -15,6 +15,7 @@ from pypdf.generic import DictionaryObject, EncodedStreamObject
 
 from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS
 from lkv.context.pdf_annotations import annotations, field_texts, get, items, note_texts
+from lkv.context.pdf_content import ACTUAL_TEXT, MOVE_TEXT, SHOW_TEXT, Layers, PageContent
 from lkv.errors import DocumentError
 
 # What stands for a glyph without a character: controls, replacement characters, private use (but for symbol fonts).
@@ -25,15 +26,18 @@ _READABLE_MAPS = frozenset("GBK-EUC GB-EUC GBK2K 90ms-RKSJ ETen-B5".split()) | {
 }
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
 _BROKEN_WORD = re.compile(r"([^\W\d_]+)[-\N{HYPHEN}]\n([^\W\d_]+)")
-_INLINE_IMAGE = re.compile(rb"\bBI\s.*?\sID\s", re.DOTALL)
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _COPY_DISTANCE = 0.1  # between a piece and its copy that makes it bold, by the font's size
-_UNNAMED, _OUTSIDE, _DAMAGED = (
+_UNNAMED, _OUTSIDE, _HIDDEN, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
     "text in fonts without characters on page",
     "text outside of page",
+    "text of hidden layers on page",
+    "text read though struck out on page",
     "damaged content of page",
+    "the scanned page",
+    "the page without text",
+    "the images of page",
 )
-_KINDS = ("the scanned page", "the page without text", "the images of page")
 _DAMAGE = re.compile("decompress|not defined|[Ii]mpossible to decode|Stream has ended|unexpected end")
 _MAX_CONTENT = 10**8  # decompressed bytes
 _NAMED = 9  # the most pages and files listed individually
@@ -53,8 +57,9 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
             raise DocumentError(f"{name} is locked with a password; give a copy without one.")
         own_pages = list(reader.pages)
         is_damaged = damage.take()
-        pages = [_read_page(page, damage) for page in own_pages]
-        details = "\n".join([*field_texts(reader), *note_texts(reader)])
+        layers = Layers(reader)
+        pages = [_read_page(page, layers, damage) for page in own_pages]
+        details = "\n".join([*field_texts(reader, layers.is_off), *note_texts(reader, layers.is_off)])
         skipped = [*_left_out(reader, pages), *(["damaged parts"] if is_damaged or damage.take() else [])]
         return "\n\n".join(filter(None, [*(text for text, _ in pages), details])), skipped
     except DependencyError as error:
@@ -98,8 +103,8 @@ class _Piece(NamedTuple):
         size: Font size in points.
         rise: Rise above the base line.
         is_level: Whether it runs from left to right.
-        stretch: The factor of its width.
         font: Identifies its font on the page.
+        place: Counts the positions that the page has set before it.
     """
 
     text: str
@@ -108,23 +113,25 @@ class _Piece(NamedTuple):
     size: float
     rise: float
     is_level: bool
-    stretch: float = 1.0
     font: int = 0
+    place: int = 0
 
     def is_after(self, other: "_Piece") -> bool:
         """Return whether there is a gap between the other piece and this one, by letters of half their size."""
-        end = other.x + 0.5 * len(other.text) * other.size * other.stretch
+        end = other.x + 0.5 * len(other.text) * other.size
         return self.x - end > 0.2 * self.size and other.text[-1:] != " " != self.text[:1]
 
     def is_copy(self, other: "_Piece") -> bool:
         """Return whether this is the other piece drawn again, as for bold letters or a shadow."""
         distance = max(abs(self.x - other.x), abs(self.y - other.y))
-        return self.text == other.text and distance < _COPY_DISTANCE * max(self.size, other.size)
+        is_placed = self.place != other.place
+        return is_placed and self.text == other.text and distance < _COPY_DISTANCE * max(self.size, other.size)
 
 
-def _read_page(page: PageObject, damage: _DamageLog) -> tuple[str, list[str]]:
+def _read_page(page: PageObject, layers: Layers, damage: _DamageLog) -> tuple[str, list[str]]:
     """Return a page's text, and what of it is missing."""
-    all_pieces, is_unnamed = _pieces(page)
+    content = PageContent(page, layers)
+    all_pieces, is_unnamed = _pieces(content.page)
     pieces = [piece for piece in all_pieces if piece.font not in is_unnamed]
     left, bottom, right, top = (float(edge) for edge in page.cropbox)
     # Pieces without a position are line breaks found by pypdf.
@@ -132,13 +139,19 @@ def _read_page(page: PageObject, damage: _DamageLog) -> tuple[str, list[str]]:
     missing = [_UNNAMED] * (len(pieces) < len(all_pieces))
     if len("".join(each.text for each in pieces).split()) > len("".join(each.text for each in visible).split()):
         missing.append(_OUTSIDE)
-    if damage.take() or any(_is_cut(stream) for stream in items(get(page, "/Contents"))):
+    missing += [_HIDDEN] * content.hides_text
+    missing += [_STRUCK] * any(get(note, "/Subtype") == "/StrikeOut" for note in items(get(page, "/Annots")))
+    if damage.take() or content.is_incomplete or any(_is_cut(stream) for stream in items(get(page, "/Contents"))):
         missing.append(_DAMAGED)
     lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
     if all(piece.is_level for line in lines for piece in line):
         lines = _order_columns(_order_lines(_join_scripts(lines), left + 0.4 * (right - left)))
-    text = "\n".join(_line_text(line) for line in lines)
-    return _join_words(text.translate(_LIGATURES)).strip("\n"), missing
+    text = _join_words("\n".join(_line_text(line) for line in lines).translate(_LIGATURES)).strip("\n")
+    if content.draws_image:
+        missing.append(_IMAGES if text else _SCAN)
+    elif not text and not missing and not content.is_empty:
+        missing.append(_EMPTY)
+    return text, missing
 
 
 def _is_cut(stream: Any) -> bool:
@@ -158,18 +171,26 @@ def _pieces(page: PageObject) -> tuple[list[_Piece], set[int]]:
     pieces: list[_Piece] = []
     unnamed: set[int] = set()
     rise = shown_rise = 0.0
-    stretch = shown_stretch = 1.0
+    places, place = 0, None
+    actual: str | None = None  # the text that the next pieces stand for; empty after the first of them
+    was_replaced = False
 
     def before(operator: bytes, operands: list[Any], cm: list[float], tm: list[float]) -> None:
-        nonlocal rise, shown_rise, stretch, shown_stretch
+        nonlocal rise, shown_rise, places, place, actual, was_replaced
+        places += operator in MOVE_TEXT
         if operator == b"Ts":
             rise = float(operands[0])
-        elif operator == b"Tz":
-            stretch = float(operands[0]) / 100
-        elif operator in (b"Tj", b"TJ", b"'", b'"'):
-            shown_rise, shown_stretch = rise, stretch
+        elif operator == ACTUAL_TEXT:
+            actual, was_replaced = operands[0], False
+        elif operator in SHOW_TEXT:
+            shown_rise, place = rise, places if place is None else place
 
     def add(text: str, cm: list[float], tm: list[float], font: Any, size: float) -> None:
+        nonlocal place, actual, was_replaced
+        # An empty text stands for a hyphen; what more it would hide is displayed.
+        if actual is not None and text.strip() and (actual or was_replaced or len(text.strip()) == 1):
+            text, actual, was_replaced = actual + "\n" * text.endswith("\n"), "", True
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         x, y = (tm[4] * cm[i] + tm[5] * cm[i + 2] + cm[i + 4] for i in (0, 1))
         size *= abs(tm[3] * cm[3] + tm[2] * cm[1])
         is_level = abs(tm[0] * cm[1] + tm[1] * cm[3]) < 1e-3
@@ -178,9 +199,10 @@ def _pieces(page: PageObject) -> tuple[list[_Piece], set[int]]:
         for number, line in enumerate(text.split("\n")):
             if number:
                 pieces.append(_Piece("\n", 0, 0, 0, 0, True))
-            piece = _Piece(line, x, y, size, shown_rise, is_level, shown_stretch, id(font))
+            piece = _Piece(line, x, y, size, shown_rise, is_level, id(font), place or 0)
             if line and not any(piece.is_copy(other) for other in pieces[-12:]):
                 pieces.append(piece)
+        place = None if text else place
 
     page.extract_text(visitor_operand_before=before, visitor_text=add)
     return pieces, unnamed
@@ -192,6 +214,8 @@ def _is_unnamed(font: Any, text: str) -> bool:
         return True
     if "/ToUnicode" in font:
         return False
+    if re.search("Wingdings|Webdings", str(font.get("/BaseFont"))):
+        return True
     encoding = get(font, "/Encoding")
     if get(font, "/DescendantFonts") is not None and str(encoding).startswith("/"):
         return str(encoding)[1:].removesuffix("-H").removesuffix("-V") not in _READABLE_MAPS
@@ -262,8 +286,6 @@ def _line_text(line: list[_Piece]) -> str:
     text = ""
     for before, piece in zip([None, *line], line, strict=False):
         is_small = before is not None and piece.size < 0.8 * before.size and text[-1:].isalnum()
-        if before is not None and before.stretch < 1 and piece.is_after(before):  # pypdf does not know its width
-            text += " "
         shift = 0.0 if before is None else piece.y + piece.rise - before.y - before.rise
         characters = SUPERSCRIPTS if shift > 0 else SUBSCRIPTS
         is_script = is_small and shift and all(ord(character) in characters for character in piece.text)
@@ -285,17 +307,8 @@ def _join_words(text: str) -> str:
 
 def _left_out(reader: PdfReader, pages: list[tuple[str, list[str]]]) -> Iterator[str]:
     found: dict[str, list[Any]] = {
-        name: [number for number, (_, missing) in enumerate(pages, 1) if name in missing]
-        for name in (_UNNAMED, _OUTSIDE, _DAMAGED)
+        name: [number for number, (_, missing) in enumerate(pages, 1) if name in missing] for name in _KINDS
     }
-    scans, empty, pictures = (found.setdefault(name, []) for name in _KINDS)
-    for number, (page, (text, missing)) in enumerate(zip(reader.pages, pages, strict=True), 1):
-        content = page.get_contents()
-        data = b"" if content is None else content.get_data()
-        if _draws_image(data, get(page, "/Resources") or {}, set()):
-            (pictures if text else scans).append(number)
-        elif not text and not missing and data.strip():
-            empty.append(number)
     files = [get(note, "/FS") or {} for _, note in annotations(reader, is_widget=False)]
     names = [str(file.get("/UF") or file.get("/F")) for file in files if isinstance(file, dict) and "/EF" in file]
     found["the attached file"] = [*reader.attachments, *names]
@@ -303,22 +316,6 @@ def _left_out(reader: PdfReader, pages: list[tuple[str, list[str]]]) -> Iterator
     form = get(reader.root_object, "/AcroForm") or {}
     if "/XFA" in form and not items(get(form, "/Fields")):
         yield "the form in XFA"
-
-
-def _draws_image(data: bytes, resources: Any, seen: set[int]) -> bool:
-    """Return whether content draws an image, or a form XObject does that it draws."""
-    if _INLINE_IMAGE.search(data):
-        return True
-    objects = get(resources, "/XObject") or {}
-    for name in re.findall(rb"/([^\s/]+)\s+Do\b", data):
-        drawn: Any = get(objects, f"/{name.decode('latin-1')}") or {}
-        if drawn.get("/Subtype") == "/Image":
-            return True
-        if drawn.get("/Subtype") == "/Form" and id(drawn) not in seen:
-            seen.add(id(drawn))
-            if _draws_image(drawn.get_data(), get(drawn, "/Resources") or resources, seen):
-                return True
-    return False
 
 
 def _name_some(what: str, names: list[Any]) -> str:

@@ -420,3 +420,133 @@ for _encoding, _ordering, _codec, _text, _is_read in (
         f"{_text}\nlit" if _is_read else "lit",
         [] if _is_read else ["text in fonts without characters on page 1"],
     )
+
+
+def _layered(content: str, config: str, properties: str = "/L1 100 0 R /L2 101 0 R", **objects: str) -> bytes:
+    """Write a page with the layers L1 (object 100) and L2 (object 101), and a form F (object 102) of L2."""
+    return pdf(
+        lines("lit", y=730) + content,
+        page=f"/Resources << /Font << /F1 3 0 R >> /Properties << {properties} >> /XObject << /F 102 0 R >> >> "
+        + objects.get("page", ""),
+        objects={
+            100: "<< /Type /OCG /Name (one) /Usage << /View << /ViewState /OFF >> >> >>",
+            101: "<< /Type /OCG /Name (two) >>",
+            102: stream(
+                lines("form", y=600), f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] /OC 101 0 R {_FONTS}"
+            ),
+            103: f"<< /Type /OCMD {objects.get('ocmd', '')} >>",
+            104: "<< /Type /Annot /Subtype /FreeText /Rect [0 0 9 9] /Contents (note) /OC 101 0 R >>",
+        },
+        catalog=f"/OCProperties << /OCGs [100 0 R 101 0 R] /D << {config} >> >>",
+    )
+
+
+_BOTH = (
+    f"/OC /L1 BDC {lines('one')} EMC /OC /L2 BDC /Span BMC {lines('two', y=650)} EMC EMC "
+    + "/Span BMC EMC "
+    + lines("last", y=500)
+)
+_OFF = ["text of hidden layers on page 1"]
+for _name, _data, _shown in (
+    ("all on", _layered(_BOTH, ""), "lit\none\ntwo\nlast"),
+    ("one off", _layered(_BOTH, "/OFF [101 0 R]"), "lit\none\nlast"),
+    ("all off but one", _layered(_BOTH, "/BaseState /OFF /ON [101 0 R]"), "lit\ntwo\nlast"),
+    ("off on screens", _layered(_BOTH, "/AS [<< /Event /View /Category [/View] /OCGs [100 0 R] >>]"), "lit\ntwo\nlast"),
+    ("only off in print", _layered(_BOTH, "/AS [<< /Event /Print /Category [/Print] /OCGs [100 0 R] >>]"),
+     "lit\none\ntwo\nlast"),
+    ("form", _layered("/F Do", "/OFF [101 0 R]"), "lit"),
+    ("form in a layer", _layered("/OC /L1 BDC /F Do EMC", "/OFF [100 0 R]"), "lit"),
+    ("note", _layered("/F Do", "/OFF [101 0 R]", page="/Annots [104 0 R]"), "lit"),
+    *((f"members {_rule}", _layered(_BOTH, "/OFF [101 0 R]", "/L1 103 0 R /L2 100 0 R", ocmd=_rule),
+       f"lit\n{'one' * _is_on}\ntwo\nlast".replace("\n\n", "\n"))
+      for _rule, _is_on in (
+        ("/OCGs [100 0 R 101 0 R]", True), ("/OCGs 101 0 R", False), ("/OCGs [100 0 R 101 0 R] /P /AllOn", False),
+        ("/OCGs [100 0 R 101 0 R] /P /AnyOff", True), ("/OCGs [100 0 R 101 0 R] /P /AllOff", False),
+        ("/VE [/Not 101 0 R]", True), ("/VE [/And 100 0 R [/Or 101 0 R 100 0 R]]", True),
+        ("/VE [/And 100 0 R 101 0 R]", False))),
+):  # fmt: skip
+    is_whole = _shown == "lit\none\ntwo\nlast"
+    PDFS[f"layers, {_name}"] = PdfDocument(_data, _shown, [] if is_whole else _OFF)
+
+
+def _drawn(content: str, form: str, entries: str = "", **more: str) -> bytes:
+    """Write a page that draws the form F (object 100), whose resources are those of the page without entries."""
+    return pdf(
+        content,
+        page="/Resources << /Font << /F1 3 0 R /F2 101 0 R >> /XObject << /F 100 0 R >> >>",
+        objects={
+            100: stream(form, f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] {entries}"),
+            101: _FONT.replace("Helvetica", "Times-Roman"),
+        },
+    )
+
+
+def _span(text: str, content: str, y: int = 700) -> str:
+    return f"BT /F1 12 Tf 72 {y} Td (See ) Tj /Span << /ActualText {text} >> BDC {content} EMC ( lit) Tj ET\n"
+
+
+_AMOUNTS = "".join(
+    lines(month, y=y) + f"q 1 0 0 1 0 {y - 700} cm /F Do Q\n" for month, y in (("Jan", 700), ("Feb", 680), ("Mar", 660))
+)
+PDFS |= {
+    "forms drawn in several rows": PdfDocument(
+        _drawn(_AMOUNTS, lines("300", x=300), _FONTS), "Jan 300\nFeb 300\nMar 300"
+    ),
+    "a form with the page's resources": PdfDocument(_drawn(lines("lit") + "/F Do", lines("17", y=650)), "lit\n17"),
+    "a form's matrix": PdfDocument(
+        _drawn(lines("lit") + "/F Do " + lines("last", y=660), lines("17"), "/Matrix [1 0 0 1 0 -20]"), "lit\n17\nlast"
+    ),
+    "a form with fonts of the same names": PdfDocument(
+        _drawn("/F Do " + lines("lit"), lines("17", y=750), "/Resources << /Font << /F1 101 0 R >> >>"), "17\nlit"
+    ),
+    "a form that changes the state": PdfDocument(
+        _drawn("/F Do Q " + lines("lit"), "Q q 2 0 0 2 0 900 cm q " + lines("17", y=-80)), "17\nlit"
+    ),
+    "a form that draws itself": PdfDocument(
+        _drawn(lines("lit") + "/F Do", lines("17", y=650) + "/F Do"), "lit\n17", ["damaged content of page 1"]
+    ),
+    "a missing font": PdfDocument(pdf("BT /None 12 Tf 72 700 Td (lit) Tj ET"), "lit"),
+    "content that is missing": PdfDocument(
+        pdf(lines("lit"), lines("two")).replace(b"/Contents 13 0 R", b"/Contents 99 0 R"), "lit",
+        ["damaged content of page 2"],
+    ),
+    "a word twice in two fonts": PdfDocument(
+        _drawn("BT /F1 12 Tf 72 700 Td (never ) Tj /F2 12 Tf (never ) Tj /F1 12 Tf (lit) Tj ET", ""),
+        "never never lit",
+    ),
+    "actual text": PdfDocument(pdf(_span("(the lamp)", "(xxx) Tj 14 0 Td (yy) Tj")), "See the lamp lit"),
+    "actual text in UTF-16": PdfDocument(pdf(_span("<FEFF65E5672C>", "(x) Tj")), "See 日本 lit"),
+    "actual text within another": PdfDocument(
+        pdf(_span("(lamps)", "(x) Tj /Span << /ActualText (no) >> BDC (y) Tj EMC (z) Tj")), "See lamps lit"
+    ),
+    "actual text of a name": PdfDocument(
+        pdf(lines("See") + "/Span /MC0 BDC " + lines("xx", y=680) + "EMC",
+            page="/Resources << /Font << /F1 3 0 R >> /Properties << /MC0 << /ActualText (the lamp) >> >> >>"),
+        "See\nthe lamp",
+    ),
+    "hyphens by actual text": PdfDocument(
+        pdf("BT /F1 12 Tf 72 700 Td (com) Tj /Span << /ActualText <FEFF00AD> >> BDC (-) Tj EMC 0 -14 Td (puter) Tj ET"
+            " BT 72 660 Td (light) Tj /Span << /ActualText () >> BDC (-) Tj EMC 0 -14 Td (house) Tj ET"),
+        "computer\nlight\nhouse",
+    ),
+    "empty actual text of displayed words": PdfDocument(pdf(_span("()", "(17 ships) Tj")), "See 17 ships lit"),
+    "narrow letters of one text object": PdfDocument(
+        pdf("BT /F1 12 Tf 72 700 Td 50 Tz (The lamp) Tj 40 0 Td (17) Tj 12 0 Td 100 Tz (lit) Tj 0 -14 Td (at) Tj "
+            "18 0 Td (dusk) Tj ET"),
+        "The lamp 17 lit\nat dusk",
+    ),
+    "wide letters": PdfDocument(pdf("BT /F1 12 Tf 200 Tz 72 700 Td (The) Tj 42 0 Td (lamp) Tj ET"), "Thelamp"),
+    "narrow letters by operators of lines": PdfDocument(
+        pdf("BT /F1 12 Tf 14 TL 72 700 Td (The) Tj 50 Tz (lamp) ' 0 0 (lit) \" T* (17) Tj ET"), "The\nlamp\nlit\n17"
+    ),
+    "letters of a symbol font": PdfDocument(
+        pdf("BT /F1 12 Tf 72 700 Td (\xfe) Tj ET BT /F2 12 Tf 72 680 Td (lit) Tj ET", page=_TWO_FONTS,
+            objects={100: _FONT.replace("Helvetica", "ABCDEF+Wingdings")}),
+        "lit", ["text in fonts without characters on page 1"],
+    ),
+    "struck out": PdfDocument(
+        pdf(lines("lit"), page="/Annots [100 0 R]",
+            objects={100: "<< /Type /Annot /Subtype /StrikeOut /Rect [72 690 99 710] >>"}),
+        "lit", ["text read though struck out on page 1"],
+    ),
+}  # fmt: skip
