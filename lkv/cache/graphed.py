@@ -73,7 +73,7 @@ def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int)
     step, plain = GraphedStep(model, cache, tokens), current_method(model, "forward")
 
     @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         if find_cache(kwargs) is not cache:
             return plain(*args, **kwargs)
         if len(args) == 1:

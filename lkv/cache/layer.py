@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from lkv.cache.ragged_store import KVStore, RaggedStore, extend_padded
 from lkv.cache.saved_state import check_layer, restore_store
 from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.masks import Mask
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.base import StoredEntries
@@ -83,7 +83,7 @@ class RaggedLayer(AttentionCacheLayer):
         """The number of batch rows, 0 before the first pass."""
         return len(self.lens) if self._buffer is None else self._buffer.key.shape[0]
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """Return the number of tokens read so far, evicted ones included."""
         if self.store is not None:
             return self.base_length + self.store.appended_tokens
@@ -98,7 +98,7 @@ class RaggedLayer(AttentionCacheLayer):
             return self.store.appended_tokens + query_length, self.base_length
         return super().get_mask_sizes(query_length)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return k and v of the prompt's earlier chunks and of the new tokens; `attend` stores the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -112,7 +112,7 @@ class RaggedLayer(AttentionCacheLayer):
         return torch.cat([self._buffer.key, key_states], 2), torch.cat([self._buffer.value, value_states], 2)
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Read a part of the prompt, or append later tokens, and compute their attention."""
         # Stored tensors are detached: an autograd graph would keep every activation alive. Under autocast RoPE returns
@@ -130,7 +130,7 @@ class RaggedLayer(AttentionCacheLayer):
             )
         return self._stream_prompt(query, key, value, scale).transpose(1, 2)
 
-    def _read_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Any, out: Tensor) -> Tensor:
+    def _read_prompt(self, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask, out: Tensor) -> Tensor:
         """Buffer a part of the prompt, or evict once the prompt has ended (Sec. 3.4, inference).
 
         `key`, `value`: k and v of the whole prompt so far. `out` [B, T, Hq, d]: full attention over them.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from lkv.cache.cache_config import SharedState
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_store import KVStore, attend_padded
 from lkv.errors import CacheError
+from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import LayerKV, join_queries
 
 
@@ -41,14 +41,14 @@ class ReadAgainLayer(RaggedLayer):
 
     @override
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         self._parts = []
         return super().attend(query, key, value, mask, scale, model_attention)
 
     @override
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._context.config.method.reads_queries and not self.prompt_length:
             self._add_queries(query.detach())
@@ -72,13 +72,13 @@ class ReadAgainLayer(RaggedLayer):
             super()._evict_prompt(prompt, padding)
 
     @override
-    def _extend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _extend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, padding: Tensor | None = None) -> Tensor:
         if self._waiting is not None:
             raise CacheError(
                 "this method reads the queries of later layers, which follow only now: end this pass where the prompt "
                 "ends."
             )
-        return super()._extend(*args, **kwargs)
+        return super()._extend(query, key, value, scale, padding)
 
     @override
     def _on_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:

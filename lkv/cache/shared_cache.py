@@ -1,7 +1,6 @@
 """SharedCache: a batch whose rows share one compressed prompt."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_layers import AttentionCacheLayer
-from lkv.hf.masks import expand_mask
+from lkv.hf.masks import Mask, expand_mask
 from lkv.kernels.ragged_attention import join_sinks, masked_attention, merge_attention
 
 
@@ -47,7 +46,7 @@ class SharedLayer(AttentionCacheLayer):
     def _appended_tokens(self) -> int:
         return 0 if self._key is None else self._key.shape[2]
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """Return the number of tokens of the prompt and after it."""
         return self._prompt.prompt_length + self._appended_tokens
 
@@ -55,7 +54,7 @@ class SharedLayer(AttentionCacheLayer):
         """Return (length, offset) of the tokens after the prompt only: all rows see the whole prompt."""
         return self._appended_tokens + query_length, self._prompt.prompt_length
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append k and v of new tokens and return them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -66,7 +65,7 @@ class SharedLayer(AttentionCacheLayer):
         return key_states, value_states
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention over the prompt and over the later tokens, merged by log-sum-exp."""
         assert self._key is not None and self._value is not None and self._prompt.store is not None

@@ -81,7 +81,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     compression, generate = PrefillCompression(), current_method(model, "generate")
 
     @wraps(generate)  # keeps the signature, from which transformers reads the options
-    def generate_compressed(*args: Any, **kwargs: Any) -> Any:
+    def generate_compressed(*args: object, **kwargs: object) -> Any:
         if find_cache(kwargs) is None and compression._applies():
             if kwargs.get("use_cache") is False:
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")

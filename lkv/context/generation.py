@@ -267,5 +267,5 @@ class _StopOnRequest(StoppingCriteria):
     def __init__(self) -> None:
         self.requested = threading.Event()
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Any:
         return torch.full((len(input_ids),), self.requested.is_set(), dtype=torch.bool, device=input_ids.device)

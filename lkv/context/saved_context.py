@@ -179,7 +179,7 @@ class _AlreadyCompressed(Selector):
     """A placeholder for budget and selector of a loaded context."""
 
     @override
-    def scores(self, *_: Any) -> Any:
+    def scores(self, *_: object) -> Any:
         raise CacheError("a loaded context cannot read another text; compress that one with lkv.compress.")
 
     counts = scores

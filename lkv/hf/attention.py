@@ -22,7 +22,7 @@ from lkv.hf.base_cache import NO_MASK
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import extend
 from lkv.hf.generate_hook import NO_WEIGHTS, wrap_generation
-from lkv.hf.masks import KeyOffset, attend_prompt, key_mask
+from lkv.hf.masks import KeyOffset, Mask, attend_prompt, key_mask
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.position_hook import record_positions
 from lkv.hf.rotation import layer_rotations
@@ -187,7 +187,7 @@ def _attention(
     value: Tensor,
     attention_mask: Any,
     dropout: float = 0.0,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Any]:
     """Compute the attention of one layer.
 
@@ -228,7 +228,7 @@ def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return key_mask(kwargs.get("attention_mask"), queries, kwargs["kv_length"], offset)
 
 
-def _would_need_mask(base: str, query: Tensor, key: Tensor, mask: Any) -> bool:
+def _would_need_mask(base: str, query: Tensor, key: Tensor, mask: Mask) -> bool:
     """Return whether the model's own SDPA would need a 4-D mask; `attend_prompt` does not."""
     has_padding = isinstance(mask, Tensor) and mask.ndim == 2
     return base == "sdpa" and (has_padding or (mask is None and query.shape[2] != key.shape[2]))
@@ -242,7 +242,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Any,
+    mask: Mask,
     scale: float,
     model_attention: functools.partial[Any],
 ) -> tuple[Tensor, Any]:

@@ -73,12 +73,12 @@ class BaseCache(Cache):
         layer = self._recurrent(layer_idx)
         return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> Tensor:
         """Store the convolution state of a layer; returns it with the one before."""
         return self._recurrent(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
         """Store the recurrent state of a layer."""
         return self._recurrent(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
@@ -92,7 +92,7 @@ class BaseCache(Cache):
         """Raise CacheError if a recurrent layer cannot continue; called before its states are read."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Pass new k and v [B, Hkv, T, d] to a layer; the next attention call goes to the same layer."""
         if torch.compiler.is_dynamo_compiling() and self._is_traceable(layer_idx):
@@ -102,7 +102,7 @@ class BaseCache(Cache):
 
     @torch.compiler.disable
     def _update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.before_update(key_states, layer_idx)
         key, value = super().update(key_states, value_states, layer_idx, *args, **kwargs)

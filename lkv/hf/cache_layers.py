@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from lkv.hf.masks import Mask
+
 
 class AttentionCacheLayer(CacheLayerMixin):
     """A cache layer that computes attention over its own entries. This base class stores nothing."""
@@ -27,7 +29,7 @@ class AttentionCacheLayer(CacheLayerMixin):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention for the tokens of the last `update`.
 
@@ -44,7 +46,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         """
 
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention of a later layer to the keys of the last `update`; arguments and result as of `attend`."""
         return self.attend(query, key, value, mask, scale, model_attention)
@@ -54,11 +56,11 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return only the new k and v."""
         return key_states, value_states
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """Return the number of tokens read so far."""
         return 0
 

@@ -10,6 +10,9 @@ from torch.nn.functional import pad
 from lkv.errors import PromptError
 from lkv.kernels.causal_attention import causal_attention
 
+# A layer's mask, as transformers or `key_mask` made it; None where attention is causal.
+Mask = Tensor | None
+
 
 class KeyOffset(int):
     """The position of the first key that a mask covers; marks cache layers for which `key_mask` is enough.
@@ -86,14 +89,14 @@ class PaddingReader:
         self._mask: weakref.ref[Tensor] | None = None
         self._results: dict[Any, Any] = {}
 
-    def left_padding(self, mask: Any) -> list[int] | None:
+    def left_padding(self, mask: Mask) -> list[int] | None:
         """Return the left padding of each row of `mask`; None without padding.
 
         Raises PromptError for padding anywhere else, and for a row that is all padding.
         """
         return self._read(_left_padding, mask) if isinstance(mask, Tensor) else None
 
-    def hidden_keys(self, mask: Any, queries: int) -> Tensor | None:
+    def hidden_keys(self, mask: Mask, queries: int) -> Tensor | None:
         """Return the keys that `mask` hides from the last query, bool [B, Tk] on the CPU; None if it sees all.
 
         For a single query this only checks, on the CPU, whether the query itself is padding: on other devices every
@@ -103,7 +106,7 @@ class PaddingReader:
             return None
         return self._read(_hidden_keys, mask, queries)
 
-    def _read(self, function: Any, mask: Tensor, *args: Any) -> Any:
+    def _read(self, function: Any, mask: Tensor, *args: object) -> Any:
         if self._mask is None or self._mask() is not mask:
             _check_padding_alone(mask)
             self._mask, self._results = weakref.ref(mask), {}

@@ -134,7 +134,7 @@ class RecurrentLayer(LinearAttentionLayer):
             )
         return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
         """Store the recurrent state: in place, unless a backward pass may need the previous one."""
         if recurrent_states.requires_grad:
             self.is_recurrent_states_initialized[state_idx] = False

@@ -15,6 +15,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.masks import Mask
 from lkv.hf.other_layers import FULL, LayerKind, OtherLayer, join_layers, make_layers
 from lkv.hf.position_hook import take_image_positions
 from lkv.hf.rotation import NoRotation, Rotation, equal_tokens, variation
@@ -245,7 +246,7 @@ class FrozenPromptLayer(AttentionCacheLayer):
         super().__init__()
         self._prompt = prompt
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: object) -> int:
         """Return the number of tokens of the prompt."""
         return self._prompt.key.shape[2]
 
@@ -265,7 +266,7 @@ class _CapturingLayer(AttentionCacheLayer):
         self._queries = queries
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         queries = query if self._queries else None
         if queries is not None and self._queries is not True:
@@ -274,7 +275,7 @@ class _CapturingLayer(AttentionCacheLayer):
         return model_attention()
 
     def attend_again(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._queries:
             query = query if self._queries is True else query[:, :, -self._queries :]

@@ -136,7 +136,7 @@ class _Turn(StoppingCriteria):
         self._ends = end_tokens(worker.model, {})
         self.tokens, self.is_paused = 0, False
 
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: object) -> Tensor:
         """Return which rows end [B], given all ids [B, T]."""
         new = input_ids[:, self._length :].tolist()
         self._length = input_ids.shape[1]

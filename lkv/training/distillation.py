@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from lkv.hf.attention import has_length_dependent_rope, input_device, patch_atte
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.cache_layers import AttentionCacheLayer
+from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, as_prompt_kv, read_prompt
 from lkv.hf.recompute import checkpoint_layers
 from lkv.kernels.soft_mask_attention import continuation_attention, soft_mask_attention
@@ -349,7 +350,7 @@ class _MaskedLayer(FrozenPromptLayer):
         self._log_mask, self._owners = log_mask, owners
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         # The model may be on several devices; the masks of all layers are on one.
         owners, log_mask = (x if x is None else x.to(key.device) for x in (self._owners, self._log_mask))
@@ -372,7 +373,7 @@ class _SequenceLayer(AttentionCacheLayer):
         self._log_mask, self._sinks, self._softcap = log_mask, sinks, softcap
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         if self._log_mask is None:
             return model_attention()

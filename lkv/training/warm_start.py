@@ -6,12 +6,13 @@ The eviction error of a token is the change in attention output without it, meas
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lkv.hf.attention import patch_attention
+from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
 from lkv.hf.spec import full_attention_modules, reader_modules
 from lkv.kernels.softcap import log_expected_exp
@@ -349,7 +350,7 @@ class _ErrorLayer(ReplayLayer):
         self._projections = projections  # of the layer, then of those that read its k and v too
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention as in `ReplayLayer`."""
         heads, dim = value.shape[1], value.shape[-1]

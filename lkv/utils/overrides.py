@@ -55,7 +55,7 @@ def current_method(owner: Any, name: str) -> Callable[..., Any]:
 
 def _dispatcher(original: Any, stacks: WeakKeyDictionary[Any, list[Any]]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self: Any, *args: object, **kwargs: object) -> Any:
         method = stacks.get(self, [None])[-1]  # None, too, while another thread ends the last block
         return original(self, *args, **kwargs) if method is None else method(*args, **kwargs)
 

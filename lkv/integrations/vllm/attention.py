@@ -44,8 +44,8 @@ class ContextAttention:
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         """Compute attention as vLLM's own implementation does, and over contexts.
 
@@ -122,7 +122,7 @@ class LkvFlashAttentionBackend(FlashAttentionBackend):
 
         class Builder(FlashAttentionBackend.get_builder_cls()):  # type: ignore[misc]
             @classmethod
-            def get_cudagraph_support(cls, *_: Any) -> Any:
+            def get_cudagraph_support(cls, *_: object) -> Any:
                 return AttentionCGSupport.NEVER
 
         return Builder

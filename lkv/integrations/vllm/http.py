@@ -73,7 +73,7 @@ class ContextRoutes(EngineContextServer):
         REGISTRY.register(self.metrics)
         shutdown, loop = engine_client.shutdown, asyncio.get_running_loop()
 
-        def stop(*arguments: Any, **options: Any) -> None:
+        def stop(*arguments: object, **options: Any) -> None:
             """vLLM calls this at SIGINT and SIGTERM, in a thread; running answers have the time that it takes."""
             shutdown(*arguments, **options)
             # Otherwise requests that wait for the dead engine would hang until uvicorn cancels them.

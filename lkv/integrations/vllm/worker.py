@@ -57,7 +57,7 @@ def _ignore_termination_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _sample_tokens(method: Any, worker: "Worker", *args: Any, **kwargs: Any) -> Any:
+def _sample_tokens(method: Any, worker: "Worker", *args: object, **kwargs: object) -> Any:
     output = method(worker, *args, **kwargs)
     passes = passes_of(worker.model_runner)
     lost = passes.take_lost_requests() if passes is not None else None
@@ -121,7 +121,7 @@ def passes_of(runner: "GPUModelRunner") -> ContextPasses | None:
 
 
 def _model_forward(
-    method: Any, runner: "GPUModelRunner", input_ids: Any = None, positions: Any = None, **kwargs: Any
+    method: Any, runner: "GPUModelRunner", input_ids: Any = None, positions: Any = None, **kwargs: object
 ) -> Any:
     """Run a pass of the first runner."""
     from vllm.forward_context import get_forward_context
@@ -180,7 +180,7 @@ class ContextModelState(ModelState):
         super().remove_request(req_id)
         self._lkv_requests.pop(req_id, None)
 
-    def preprocess_state(self, input_batch: "InputBatch", *args: Any, **kwargs: Any) -> None:
+    def preprocess_state(self, input_batch: "InputBatch", *args: object, **kwargs: object) -> None:
         """Plan the pass; vLLM does not call this for dummy passes."""
         super().preprocess_state(input_batch, *args, **kwargs)
         self._lkv_batch = self.lkv_passes.plan(self._scheduled(input_batch))
@@ -191,7 +191,7 @@ class ContextModelState(ModelState):
             if (work := self._lkv_requests.get(name)) is not None:
                 yield name, work, Row.of_request(index, starts, computed)
 
-    def prepare_attn(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_attn(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Give attention LKV's part of the pass."""
         metadata = super().prepare_attn(*args, **kwargs)
         attach_batch(self._lkv_batch, metadata)
@@ -209,7 +209,7 @@ class ContextModelState(ModelState):
         self._lkv_batch.shift(positions)
         return {**inputs, "positions": positions}
 
-    def postprocess_state(self, *args: Any, **kwargs: Any) -> None:
+    def postprocess_state(self, *args: object, **kwargs: object) -> None:
         """Finish the pass."""
         super().postprocess_state(*args, **kwargs)
         batch, self._lkv_batch = self._lkv_batch, None
@@ -228,6 +228,6 @@ _STATE_METHODS = {
 }
 
 
-def _resolve_model_state(method: Any, *args: Any, **kwargs: Any) -> type:
+def _resolve_model_state(method: Any, *args: object, **kwargs: object) -> type:
     state = method(*args, **kwargs)
     return type(f"Lkv{state.__name__}", (ContextModelState, state), {})

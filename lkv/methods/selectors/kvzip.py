@@ -16,6 +16,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.cache_argument import cache_argument
 from lkv.hf.image_positions import ImageOffset, following_positions
+from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, PromptKV, as_prompt_kv
 from lkv.hf.spec import unwrap_model
 from lkv.methods.base import PrecomputedScores, Selector
@@ -49,7 +50,7 @@ class ReplayLayer(FrozenPromptLayer, ABC):
         """
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float, model_attention: Callable[[], Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
         """Compute attention over the prompt and the new tokens, [B, n, Hq, d], and `record` every block."""
         batch, heads, rows, dim = query.shape
