@@ -232,7 +232,7 @@ def describe_compression(cache: RaggedCache, text_sha256: str, kind: ContextKind
 
 
 def _prefill(
-    model: Any,
+    model: PreTrainedModel,
     cache: RaggedCache | FullCache,
     ids: Tensor,
     chunk: int | None,

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from lkv.cache.full_cache import FullCache
 from lkv.errors import CacheError, PromptError
@@ -33,7 +41,7 @@ _COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
-def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
+def check_options(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> None:
     """Raise CacheError for unknown options of generate, and for options that contexts do not support."""
     if reserved := [name for name in _RESERVED if name in options]:
         raise CacheError(f"ask() sets {', '.join(reserved)} itself; leave that out, or use model.generate.")
@@ -68,7 +76,7 @@ def check_options(model: Any, cache: Any, options: dict[str, Any]) -> None:
         )
 
 
-def is_assisted(model: Any, options: dict[str, Any]) -> bool:
+def is_assisted(model: PreTrainedModel, options: dict[str, Any]) -> bool:
     """Return whether generate would use assisted decoding."""
     return any(_effective(model, options, name) for name in _ASSISTED)
 
@@ -102,7 +110,7 @@ def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: 
     return min(_DEFAULT_LENGTH, free) if max_new_tokens is None else max_new_tokens
 
 
-def longest_answer(model: Any, tokens: int) -> int:
+def longest_answer(model: PreTrainedModel, tokens: int) -> int:
     """Return the most new tokens that the model can generate after `tokens` tokens; below 1 if none.
 
     The last new token needs no position. An answer also ends at the length at which LongRoPE switches frequencies.
@@ -153,7 +161,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     return model.generate(ids, attention_mask=mask, **cache_argument(cache), **settings)[:, length:]
 
 
-def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
+def without_padding(model: PreTrainedModel, tokenizer: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
     """Cut off the padding that follows an answer.
 
     Args:
@@ -178,14 +186,14 @@ def without_padding(model: Any, tokenizer: Any, ids: list[int], options: dict[st
     return ids[: end if is_stopped else end + 1]
 
 
-def end_tokens(model: Any, options: dict[str, Any]) -> set[int]:
+def end_tokens(model: PreTrainedModel, options: dict[str, Any]) -> set[int]:
     """Return the ids that end an answer generated with `options`."""
     ends = _effective(model, options, "eos_token_id")
     ends = ends.tolist() if isinstance(ends, Tensor) else ends
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
-def is_truncated(model: Any, answer: list[int], length: int, options: dict[str, Any]) -> bool:
+def is_truncated(model: PreTrainedModel, answer: list[int], length: int, options: dict[str, Any]) -> bool:
     """Return whether an answer ended only because it reached its longest length.
 
     Args:
@@ -202,7 +210,7 @@ def _requested(options: dict[str, Any], name: str) -> Any:
     return options[name] if name in options else getattr(options.get("generation_config"), name, None)
 
 
-def _effective(model: Any, options: dict[str, Any], name: str) -> Any:
+def _effective(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
     """Return the effective value of `name` in generate: the caller's, None included, else the model's."""
     value = _requested(options, name)
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
@@ -214,18 +222,18 @@ def check_not_set(call: str, options: dict[str, Any], *names: str) -> None:
         raise CacheError(f"{call} sets {', '.join(reserved)} itself; leave that out, or use ask() without stream=True.")
 
 
-def printed(tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+def printed(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> dict[str, Any]:
     """Return options of generate that stream the answer to stdout. Raises CacheError for a caller's streamer."""
     check_not_set("ask(stream=True)", options, "streamer")
     return options | {"streamer": TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)}
 
 
-def decode_answer(tokenizer: Any, ids: list[int]) -> str:
+def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """Return the text of an answer."""
     return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
-def stream_text(tokenizer: Any, answer: Callable[..., Any]) -> Iterator[str]:
+def stream_text(tokenizer: PreTrainedTokenizerBase, answer: Callable[..., Any]) -> Iterator[str]:
     """Return the text that `answer(**options of generate)` generates in another thread, piece by piece.
 
     White space at its ends is left out, as in `decode_answer`.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
@@ -50,8 +51,8 @@ class InspectionResult:
 
 @torch.no_grad()
 def inspect_text(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     text: str,
     method: str = "lkv",
     policy: Policy | None = None,

@@ -21,7 +21,7 @@ import torch
 import transformers
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lkv.errors import ModelLoadError
 from lkv.hf.gguf_settings import UnreadPartError, apply_settings
@@ -191,7 +191,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
+def _missing_tensors(model: PreTrainedModel, missing: set[str]) -> set[str]:
     """Zero the missing biases and return `missing` without them.
 
     The model class has biases in every projection even if the file has them only in some.
@@ -204,7 +204,7 @@ def _missing_tensors(model: Any, missing: set[str]) -> set[str]:
     return missing - biases
 
 
-def _check_unread(reader: Any, model: Any, missing: set[str]) -> None:
+def _check_unread(reader: Any, model: PreTrainedModel, missing: set[str]) -> None:
     """Raise UnreadPartError for a tensor of a GGUF file that `model` lacks; compares names and sizes.
 
     The file has none of the tensors `missing` of the model.
@@ -227,7 +227,7 @@ def _check_unread(reader: Any, model: Any, missing: set[str]) -> None:
         raise UnreadPartError([*unknown, *unread][0])
 
 
-def add_end_tokens(model: Any, ids: list[int]) -> None:
+def add_end_tokens(model: PreTrainedModel, ids: list[int]) -> None:
     """Add the tokens `ids` to the end-of-sequence tokens of generation."""
     own = model.generation_config.eos_token_id
     own = [] if own is None else own if isinstance(own, list) else [own]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
 
@@ -57,7 +57,7 @@ def shard_model(config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor], 
     return model.eval().requires_grad_(False)
 
 
-def _materialise(model: Any, device: torch.device) -> None:
+def _materialise(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate the weights on `device`; buffers keep their values, because no checkpoint contains them."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)

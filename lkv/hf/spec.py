@@ -206,7 +206,7 @@ def _attention_modules(model: PreTrainedModel, layers: Sequence[int]) -> list[tu
     return [modules[index] for index in layers]
 
 
-def decoder_layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers, in order; an empty list if they cannot be found."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in unwrap_model(model).get_decoder().modules() if isinstance(module, nn.ModuleList))
@@ -229,7 +229,7 @@ def unwrap_model(model: Any) -> Any:
     return base if isinstance(base, PreTrainedModel) else getattr(base, "model", base)
 
 
-def check_adapters(model: Any) -> None:
+def check_adapters(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for PEFT's prompt learning, which adds virtual tokens unknown to the cache."""
     config = getattr(getattr(model, "_orig_mod", model), "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False) and not getattr(model, "_adapters_disabled", False):
