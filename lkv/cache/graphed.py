@@ -187,7 +187,7 @@ def _discarded_steps(cache: ReplayableCache) -> Iterator[dict[Any, Any]]:
         cache.history, cache.shared.buffers = history, buffers
 
 
-def _is_default(name: str, value: Any) -> bool:
+def _is_default(name: str, value: object) -> bool:
     return value is None or (isinstance(value, int) and value in _DEFAULTS.get(name, ()))
 
 

@@ -120,7 +120,7 @@ def _is_sequence(field: FieldInfo) -> bool:
     return any(get_origin(annotation) in (list, tuple) for annotation in annotations)
 
 
-def _value_type(annotation: Any) -> Any:
+def _value_type(annotation: object) -> Any:
     """Return the type of single values: `int` for `list[int] | None`."""
     if get_origin(annotation) not in (Annotated, Union, UnionType, list, tuple):
         return annotation

@@ -97,7 +97,7 @@ class Eval(PolicyOptions, RunOptions):
         paths = _parse_policies(self.policy)
         for path in paths.values():
             check_policy_exists(path)
-        suite: Any = longbench if self.suite == "longbench" else ruler
+        suite = longbench if self.suite == "longbench" else ruler
         for task in self.tasks:
             suite.check_task(task)
         tasks = tuple(dict.fromkeys(self.tasks)) or suite.TASKS

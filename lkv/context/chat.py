@@ -57,7 +57,7 @@ class Chat:
         self.turns: list[Turn] = []
         self.answer_tokens, self.is_truncated = 0, False
 
-    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
+    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: object) -> str:
         """Answer a question after all turns so far; arguments and errors as in `Context.ask`.
 
         If it fails, the turns are unchanged.
@@ -65,7 +65,7 @@ class Chat:
         ids, options = self._prepare(question, max_new_tokens, generation)
         return self._answer(question, ids, **printed(self._tokenizer, options) if stream else options)
 
-    def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
+    def stream(self, question: str, max_new_tokens: int | None = None, **generation: object) -> Iterator[str]:
         """Answer a question piece by piece.
 
         Closing the iterator ends the answer; its pieces so far stay as the turn's answer.

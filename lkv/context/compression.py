@@ -53,7 +53,7 @@ def compress(
     images: Sequence[Any] | None = None,
     protect: Sequence[Span | int] | str = (),
     progress: Callable[[float], None] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Context:
     """Compress the KV cache of a text, before any question is known.
 

@@ -104,7 +104,7 @@ class Context:
         with self._exclusive():
             self._rewind()
 
-    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: Any) -> str:
+    def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: object) -> str:
         """Answer a question about the text.
 
         Args:
@@ -132,7 +132,7 @@ class Context:
         length = answer_length(self.model, self.tokens + len(ids), max_new_tokens, generation)
         return stream_text(self.tokenizer, partial(self.complete, ids, length, **generation))
 
-    def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: Any) -> list[str]:
+    def batch_ask(self, questions: Iterable[str], max_new_tokens: int | None = None, **generation: object) -> list[str]:
         """Answer several questions in one batch, with the same answers as `ask`; arguments and errors as in `ask`.
 
         All rows share one copy of the compressed text. Questions are answered one at a time if the context is
@@ -172,7 +172,7 @@ class Context:
         return answers
 
     def complete(
-        self, ids: list[int], max_new_tokens: int | None = None, *, keeps_slots: bool = True, **generation: Any
+        self, ids: list[int], max_new_tokens: int | None = None, *, keeps_slots: bool = True, **generation: object
     ) -> list[int]:
         """Generate the ids that follow the context and `ids`: `ask` on token ids.
 

@@ -41,7 +41,7 @@ _COUNTS = ("num_beams", "num_return_sequences")
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
-def check_options(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> None:
+def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]) -> None:
     """Raise CacheError for unknown options of generate, and for options that contexts do not support."""
     if reserved := [name for name in _RESERVED if name in options]:
         raise CacheError(f"ask() sets {', '.join(reserved)} itself; leave that out, or use model.generate.")

@@ -89,7 +89,7 @@ def encode_images(
     return ids, {name: _for_model(model, torch.as_tensor(x)) for name, x in values.items()}
 
 
-def _check_images(model: PreTrainedModel, processor: Any, images: Any) -> int:
+def _check_images(model: PreTrainedModel, processor: object, images: object) -> int:
     """Return the id of the model's image tokens; raises PromptError if it or the processor reads no images."""
     if not isinstance(images, list | tuple) or not images:
         raise PromptError(f"images is {_described(images)}; give a list of images, such as those of PIL.")
@@ -111,7 +111,7 @@ def _check_images(model: PreTrainedModel, processor: Any, images: Any) -> int:
     return image_token
 
 
-def _described(images: Any) -> str:
+def _described(images: object) -> str:
     return "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
 
 
@@ -121,10 +121,10 @@ def _for_model(model: PreTrainedModel, values: Tensor) -> Tensor:
 
 def protected_in_images(
     model: PreTrainedModel,
-    processor: Any,
+    processor: object,
     ids: Sequence[int],
     text: str | Conversation,
-    spans: Any,
+    spans: object,
     system: str | None,
     images: int,
 ) -> list[int]:
@@ -146,7 +146,7 @@ def protected_in_images(
         PromptError: As `protected_tokens`, for images that do not exist or cannot be told apart, and for words between
             images.
     """
-    image_token: Any = getattr(model.config, "image_token_id", None)
+    image_token: object = getattr(model.config, "image_token_id", None)
     is_image = [token == image_token for token in ids]
     if spans == IMAGES:
         return [place for place, own in enumerate(is_image) if own]

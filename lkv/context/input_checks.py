@@ -1,14 +1,13 @@
 """Argument checks shared by all entry points of contexts."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from lkv.errors import PromptError
 
 
-def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
+def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
     """Raise PromptError for objects that are not a model and its tokenizer."""
     if not isinstance(model, torch.nn.Module):
         raise PromptError(f"the model is a {type(model).__name__}; give one as AutoModelForCausalLM loads it.")
@@ -18,7 +17,7 @@ def check_model_and_tokenizer(model: Any, tokenizer: Any) -> None:
         )
 
 
-def check_text(text: Any, name: str, advice: str) -> None:
+def check_text(text: object, name: str, advice: str) -> None:
     """Raise PromptError unless `text`, called `name` in the message, is a non-blank str that can be encoded."""
     if not isinstance(text, str):
         raise PromptError(f"{name} is a {type(text).__name__}, but it must be one text (str); {advice}.")
@@ -35,7 +34,7 @@ def check_text(text: Any, name: str, advice: str) -> None:
         raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
-def check_context(text: Any, advice: str) -> None:
+def check_context(text: object, advice: str) -> None:
     """Raise PromptError unless `text` is a text, as `check_text` does, or a conversation."""
     if isinstance(text, str | bytes) or not isinstance(text, Sequence):
         check_text(text, "the text", advice)
@@ -43,7 +42,7 @@ def check_context(text: Any, advice: str) -> None:
         check_conversation(text)
 
 
-def check_conversation(messages: Any) -> None:
+def check_conversation(messages: object) -> None:
     """Raise PromptError unless `messages` are the turns of a conversation that the assistant ended."""
     if not isinstance(messages, Sequence) or not messages or not all(isinstance(each, Mapping) for each in messages):
         raise PromptError('a conversation is a list of messages such as {"role": "user", "content": "..."}.')

@@ -94,20 +94,20 @@ def get(dictionary: Any, key: str) -> Any:
     return None if value is None else value.get_object()
 
 
-def items(value: Any) -> list[Any]:
+def items(value: object) -> list[Any]:
     """Return the items of an array, another value as the only one, and none of None."""
     if isinstance(value, list):
         return [each.get_object() for each in value]
     return [] if value is None else [value]
 
 
-def _inherited(field: Any, key: str) -> Any:
+def _inherited(field: object, key: str) -> Any:
     """Return an entry of a form field, or of the fields above it."""
     value, parent = get(field, key), get(field, "/Parent")
     return value if value is not None or parent is None else _inherited(parent, key)
 
 
-def _qualified_name(field: Any) -> str:
+def _qualified_name(field: object) -> str:
     parent = get(field, "/Parent")
     names = ["" if parent is None else _qualified_name(parent), str(get(field, "/T") or "")]
     return ".".join(filter(None, names))

@@ -154,7 +154,7 @@ def _read_page(page: PageObject, layers: Layers, damage: _DamageLog) -> tuple[st
     return text, missing
 
 
-def _is_cut(stream: Any) -> bool:
+def _is_cut(stream: object) -> bool:
     """Return whether compressed content breaks off, which pypdf does not report."""
     if not isinstance(stream, EncodedStreamObject) or items(get(stream, "/Filter")) != ["/FlateDecode"]:
         return False

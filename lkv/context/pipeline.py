@@ -33,10 +33,10 @@ class ContextQuestionPipeline(Pipeline):
     _load_feature_extractor: Any = False
     _load_tokenizer: Any = True
 
-    def _sanitize_parameters(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def _sanitize_parameters(self, **options: object) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return {}, options, {}
 
-    def preprocess(self, input_: Any, **preprocess_parameters: Any) -> dict[str, Any]:
+    def preprocess(self, input_: object, **preprocess_parameters: object) -> dict[str, Any]:
         """Return the context, as `forward` takes it. Raises PromptError for anything but a text."""
         if not isinstance(input_, str):
             raise PromptError(f"the context is a {type(input_).__name__}; give one text, or a list of texts.")
@@ -52,7 +52,7 @@ class ContextQuestionPipeline(Pipeline):
             return {"answer": context.ask(question, **options)}
         return {"answers": [context.ask(each, **options) for each in questions]}
 
-    def postprocess(self, model_outputs: Any, **postprocess_parameters: Any) -> Any:
+    def postprocess(self, model_outputs: object, **postprocess_parameters: object) -> Any:
         """Return the answers as they are."""
         return model_outputs
 

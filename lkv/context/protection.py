@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lkv.errors import PromptError
 from lkv.utils.prompts import Conversation, bos_ids, chat_template_parts, content_texts, context_parts
@@ -99,7 +99,7 @@ def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) ->
     return sorted(intervals)
 
 
-def _find(span: Any, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[int, int]]:
+def _find(span: object, text: str, parts: list[tuple[int, str]]) -> Iterator[tuple[int, int]]:
     """Yield the positions of a span, in characters; `parts` are texts to search, with their start offsets."""
     if isinstance(span, str):
         if not span.strip():

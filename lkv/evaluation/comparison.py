@@ -387,7 +387,7 @@ class _HalfEnded(StoppingCriteria):
     def __init__(self, start: int, ends: Sequence[int]):
         self._start, self._ends = start, ends
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: object) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         ends = torch.tensor(self._ends, device=input_ids.device, dtype=input_ids.dtype)
         ended = torch.isin(input_ids[:, self._start :], ends).any(-1)
         return (ended.sum() * 2 >= len(ended)).expand(len(ended))

@@ -279,7 +279,7 @@ def _are_weights_collected() -> bool:
     return collector is not None and "attentions" in (collector.get() or ())
 
 
-def _check_owner(layer: AttentionCacheLayer, module: Any) -> None:
+def _check_owner(layer: AttentionCacheLayer, module: object) -> None:
     """Raise CacheError if `layer` stores k and v of a model other than the one `module` belongs to."""
     owner = layer.model_config
     if owner is not None and getattr(module, "config", owner) is not owner:

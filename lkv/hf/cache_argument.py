@@ -12,7 +12,7 @@ NAMES = _NEW, _OLD = ("cache", "past_key_values")
 _NAME = _NEW if _NEW in signature(GenerationMixin.prepare_inputs_for_generation).parameters else _OLD
 
 
-def cache_argument(cache: Any) -> dict[str, Any]:
+def cache_argument(cache: object) -> dict[str, Any]:
     """Return `cache` as a keyword argument of `model(...)` and `model.generate(...)`."""
     return {_NAME: cache}
 

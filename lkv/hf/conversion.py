@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lkv.errors import ModelLoadError
 from lkv.hf.gguf_settings import UnreadPartError, apply_settings
 from lkv.utils.extras import require
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
@@ -136,14 +139,14 @@ def _convert(source: Path, target: Path, dtype: torch.dtype | None) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _check_layers(reader: Any) -> None:
+def _check_layers(reader: "GGUFReader") -> None:
     """Raise ValueError for a GGUF file that declares more layers than it has tensors; the rest would be random."""
     declared = [field for name, field in reader.fields.items() if name.endswith(".block_count")]
     if declared and (layers := int(declared[0].parts[-1][0])) > (tensors := len(reader.tensors)):
         raise ValueError(f"it declares {layers:,} layers, but has {tensors:,} tensors")
 
 
-def _stored_dtype(reader: Any) -> torch.dtype:
+def _stored_dtype(reader: "GGUFReader") -> torch.dtype:
     """Return the dtype of most weights in a GGUF file; bfloat16 for quantised weights."""
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:

@@ -217,7 +217,7 @@ def _gather_rows(weight: Any, rows: list[int]) -> Tensor | None:
     return gathered.full_tensor()
 
 
-def _dequantize_rows(weight: Any, rows: list[int]) -> Tensor | None:
+def _dequantize_rows(weight: Tensor, rows: list[int]) -> Tensor | None:
     """Dequantise rows of a tensor subclass such as torchao's: only these rows if possible, else all."""
     if type(weight).dequantize is Tensor.dequantize:
         return torch.stack([weight[row] for row in rows])

@@ -176,7 +176,7 @@ def _load(
     return model.eval(), tokenizer
 
 
-def _model_class(config: Any) -> Any:
+def _model_class(config: "PreTrainedConfig") -> Any:
     """Return the class that loads a model: for models that transformers loads only with their images, that one."""
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForCausalLM if is_known else AutoModelForImageTextToText

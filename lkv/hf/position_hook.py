@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lkv.hf.spec import unwrap_model
 from lkv.hf.state import note_positions, take_positions
 
 
-def has_image_positions(model: Any) -> bool:
+def has_image_positions(model: nn.Module) -> bool:
     """Return whether a model has multimodal RoPE."""
     return hasattr(unwrap_model(model).base_model, "get_rope_index")
 
@@ -24,7 +24,7 @@ def record_positions(model: PreTrainedModel) -> Callable[[], None] | None:
 
 
 @torch.compiler.disable
-def _note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     note_positions(args[1] if len(args) > 1 else kwargs["position_ids"])
 
 

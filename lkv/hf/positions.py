@@ -3,12 +3,15 @@
 Every function takes the text configuration of a model.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lkv.errors import PromptError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def max_positions(config: Any) -> Any:
+
+def max_positions(config: "PreTrainedConfig") -> Any:
     """Return the longest text, in tokens, that the model can read; None if its configuration does not state it.
 
     YaRN extends it without changing `max_position_embeddings`.
@@ -19,20 +22,20 @@ def max_positions(config: Any) -> Any:
     return limit
 
 
-def attention_window(config: Any) -> int | None:
+def attention_window(config: "PreTrainedConfig") -> int | None:
     """Return the window of the model's sliding layers; None without one, or if it is as long as any text."""
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     limit = max_positions(config)
     return None if window and isinstance(limit, int) and window >= limit else window
 
 
-def frequency_change(config: Any) -> int | None:
+def frequency_change(config: "PreTrainedConfig") -> int | None:
     """Return the length in tokens beyond which LongRoPE switches frequencies; None for other types of RoPE."""
     rope = rope_settings(config)
     return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
 
 
-def check_frequencies(config: Any, read: int, tokens: int) -> None:
+def check_frequencies(config: "PreTrainedConfig", read: int, tokens: int) -> None:
     """Raise PromptError if growing a text from `read` to `tokens` tokens makes LongRoPE switch frequencies."""
     change = frequency_change(config)
     if change is not None and 0 < read <= change < tokens:
@@ -43,7 +46,7 @@ def check_frequencies(config: Any, read: int, tokens: int) -> None:
         )
 
 
-def rope_settings(config: Any) -> dict[str, Any]:
+def rope_settings(config: "PreTrainedConfig") -> dict[str, Any]:
     """Return the settings of the rotary embedding of full-attention layers."""
     settings = getattr(config, "rope_parameters", None) or {}
     return settings.get("full_attention") or settings

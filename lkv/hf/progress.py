@@ -4,10 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lkv.hf.attention import patch_attention
@@ -28,7 +27,7 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
     layers = decoder_layers(model)
     thread = threading.get_ident()
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: object) -> None:
         if threading.get_ident() != thread:
             return  # another thread's pass, which an exception of `on_tokens` must not end
         states = args[0] if args else kwargs["hidden_states"]

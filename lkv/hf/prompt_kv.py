@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
@@ -203,7 +203,7 @@ def read_prompt(
 def _recorded_images(model: PreTrainedModel, found: dict[str, Any]) -> Iterator[None]:
     """Store in `found` what the decoder reads of images in the block."""
 
-    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.update((name, kwargs[name]) for name in _IMAGE_INPUTS if kwargs.get(name) is not None)
 
     handle = unwrap_model(model).get_decoder().register_forward_pre_hook(record, with_kwargs=True)

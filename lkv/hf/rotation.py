@@ -313,7 +313,7 @@ def equal_tokens(model: Any) -> Iterator[Tensor]:
     """
 
     def repeat_first(
-        module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        module: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
             args = (args[0][:, :1].expand_as(args[0]), *args[1:])

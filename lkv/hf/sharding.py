@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lkv.errors import UnsupportedModelError
 
 
-def shard_model(config: Any, dtype: torch.dtype, weights: Mapping[str, Tensor], device: torch.device) -> Any:
+def shard_model(
+    config: PreTrainedConfig, dtype: torch.dtype, weights: Mapping[str, Tensor], device: torch.device
+) -> Any:
     """Build the model of `config` in eval mode, with a shard of each layer on `device` in every process of the group.
 
     A layer's weights are gathered while it computes; embeddings and head are replicated. All processes must call this,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lkv.errors import UnsupportedModelError
@@ -58,7 +58,7 @@ def inspect_model(model: PreTrainedModel) -> ModelSpec:
     )
 
 
-def _check_architecture(model: PreTrainedModel, text: Any) -> list[LayerKind]:
+def _check_architecture(model: PreTrainedModel, text: PreTrainedConfig) -> list[LayerKind]:
     """Return the kinds of layers of a model with attention and a cache that LKV works with, or raise."""
     name = type(model).__name__
     if getattr(text, "num_kv_shared_layers", 0) and not hasattr(text, "kv_sharing_modes"):
@@ -155,7 +155,7 @@ def local_kv_heads(model: PreTrainedModel) -> slice:
     return slice(rank * heads // size, (rank + 1) * heads // size)
 
 
-def _kv_heads(text: Any) -> Any:
+def _kv_heads(text: PreTrainedConfig) -> Any:
     return getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
 
 
@@ -169,7 +169,7 @@ def output_projections(model: PreTrainedModel) -> list[Tensor]:
     for module, name in full_attention_modules(model):
         projection = getattr(module, name)
         # GPTQ and AWQ layers have no `weight`, only packed codes.
-        weight: Any = getattr(projection, "weight", None)
+        weight: object = getattr(projection, "weight", None)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
         if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
             raise UnsupportedModelError(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
 from lkv.hf.cache_layers import AttentionCacheLayer
@@ -55,7 +55,7 @@ _caches: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def note_pending_layer(cache: Any, layer: AttentionCacheLayer, key: Tensor) -> None:
+def note_pending_layer(cache: object, layer: AttentionCacheLayer, key: Tensor) -> None:
     """Record that `layer` of `cache` returned `key` and waits for attention over it."""
     layer.pending_key = key
     _notes.pending_layer = weakref.ref(layer)
@@ -118,7 +118,7 @@ def take_shared_layer(key: Tensor) -> AttentionCacheLayer | None:
     return None
 
 
-def note_traced_layer(cache: Any, layer: int) -> None:
+def note_traced_layer(cache: object, layer: int) -> None:
     """Record that `cache.update` was traced for the layer with this index."""
     _trace.layer = cache, layer
 
@@ -129,7 +129,7 @@ def take_traced_layer() -> tuple[Any, int] | None:
     return noted
 
 
-def register_cache(cache: Any) -> Tensor:
+def register_cache(cache: object) -> Tensor:
     """Return a tensor that identifies `cache` in compiled graphs; a number would become a constant."""
     number = next(_numbers)
     _caches[number] = cache
@@ -187,7 +187,7 @@ def set_patch(model: PreTrainedModel, patched: PatchedModel | None) -> None:
         _patches[model] = _patches_by_config[id(patched.config)] = patched
 
 
-def patch_of_config(config: Any) -> PatchedModel | None:
+def patch_of_config(config: PreTrainedConfig) -> PatchedModel | None:
     """Return the `PatchedModel` of the model whose decoder has this configuration object, None if it is not patched."""
     found = _patches_by_config.get(id(config))  # looking through all models takes 2% of a decode step
     if found is not None and found.config is config:

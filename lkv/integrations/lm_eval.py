@@ -152,7 +152,7 @@ class LKVLM(HFLM):
     Prompts are read one at a time.
     """
 
-    def __init__(self, pretrained: Any, batch_size: Any = 1, min_context: int = 64, **options: Any):
+    def __init__(self, pretrained: object, batch_size: object = 1, min_context: int = 64, **options: object):
         """Load the model.
 
         Args:
@@ -257,7 +257,7 @@ class LKVLM(HFLM):
         finally:
             self._question = None
 
-    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: object) -> Tensor:
         with self._compressed_cache(context) as cache:
             counts = {
                 name: options[name] for name in ("num_beams", "num_return_sequences") if options.get(name, 1) != 1

@@ -75,7 +75,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, scale=scale, enable_gqa=is_grouped)
     if q.device.type != "cpu":
         # Not a tensor: it selects the flash kernels' bottom-right alignment, in one launch.
-        bias: Any = causal_lower_right(tokens, keys)
+        bias = causal_lower_right(tokens, keys)
         return scaled_dot_product_attention(q, k, v, bias, scale=scale, enable_gqa=is_grouped)
     if not (q.numel() and v.numel()):
         return q.new_zeros((*q.shape[:3], v.shape[-1]))

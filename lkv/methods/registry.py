@@ -170,7 +170,7 @@ def _register(
     label: str,
     description: str,
     variant: str = "",
-    **options: Any,
+    **options: object,
 ) -> Callable[[T], T]:
     """Register a class under a name; a class may be registered under several.
 

@@ -117,7 +117,7 @@ class RequestLog:
             _LOG.info("%s", format_facts(line | facts | {"seconds": round(seconds, 3)}))
 
 
-def add_facts(scope: Scope, **facts: Any) -> None:
+def add_facts(scope: Scope, **facts: object) -> None:
     """Add facts to the line of a request's log; None for those that it does not have."""
     scope.get(_FACTS, {}).update((name, value) for name, value in facts.items() if value is not None)
 
@@ -125,7 +125,7 @@ def add_facts(scope: Scope, **facts: Any) -> None:
 def format_facts(facts: dict[str, Any]) -> str:
     """Return facts as `name=value` pairs; texts with other than plain characters in the form of JSON."""
 
-    def as_text(value: Any) -> str:
+    def as_text(value: object) -> str:
         return str(value) if _PLAIN.fullmatch(str(value)) else json.dumps(str(value))
 
     return " ".join(f"{name}={as_text(value)}" for name, value in facts.items())

@@ -130,7 +130,7 @@ class Message(BaseModel):
     role: Role
     content: StrictStr | Parts | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
-    function_call: Any = None
+    function_call: object = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Self:

@@ -76,7 +76,7 @@ def read_json(path: Path) -> Any:
         raise DataError(f"{path} is not JSON ({error}).") from error
 
 
-def replace_lone_surrogates(value: Any) -> Any:
+def replace_lone_surrogates(value: object) -> Any:
     """Copy a value of JSON with "?" for halves of surrogate pairs, which JSON can escape and no tokenizer can read."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
@@ -113,7 +113,7 @@ def split_lines(content: str) -> list[str]:
     return [line.removesuffix("\r") for line in content.removesuffix("\n").split("\n")] if content else []
 
 
-def require_field(row: Any, name: str, kind: type | tuple[type, ...], position: str) -> Any:
+def require_field(row: object, name: str, kind: type | tuple[type, ...], position: str) -> Any:
     """row[name], a value of `kind`. Raises DataError if it is missing or of another kind."""
     value = row.get(name) if isinstance(row, dict) else None
     if not isinstance(value, kind):
@@ -128,7 +128,7 @@ def require_texts(row: Row, position: str, *names: str) -> list[str]:
     return [require_field(row, name, str, position) for name in names]
 
 
-def require_pair(value: Any, name: str, position: str) -> tuple[Any, Any]:
+def require_pair(value: object, name: str, position: str) -> tuple[Any, Any]:
     """Return the two items of an entry of the field `name`. Raises DataError for anything else."""
     if not isinstance(value, list) or len(value) != 2:
         raise DataError(f"{position}: field {name!r} must hold pairs, but has {value!r:.60}.")

@@ -15,7 +15,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def override_method(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+def override_method(owner: object, name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Replace the method `name` of the object `owner` by `method` for the duration of a `with` block.
 
     Blocks may end in any order: the newest of those that have not ended is in force. The object's class looks up the
@@ -53,7 +53,7 @@ def current_method(owner: Any, name: str) -> Callable[..., Any]:
     return method if original is None else MethodType(original, owner)
 
 
-def _dispatcher(original: Any, stacks: WeakKeyDictionary[Any, list[Any]]) -> Callable[..., Any]:
+def _dispatcher(original: Callable[..., Any], stacks: WeakKeyDictionary[Any, list[Any]]) -> Callable[..., Any]:
     @functools.wraps(original)
     def dispatch(self: Any, *args: object, **kwargs: object) -> Any:
         method = stacks.get(self, [None])[-1]  # None, too, while another thread ends the last block

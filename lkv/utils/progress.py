@@ -32,7 +32,7 @@ class ProgressBar(tqdm):
         iterable: Iterable[Any] | None = None,
         *,
         position_now: Callable[[], float] | None = None,
-        **options: Any,
+        **options: object,
     ):
         """Start the bar.
 

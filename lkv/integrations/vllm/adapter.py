@@ -72,14 +72,14 @@ def wrap_method(owner: type | ModuleType, name: str, wrapper: Callable[..., Any]
         return
 
     @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: object, **kwargs: object) -> Any:
         return wrapper(method, *args, **kwargs)
 
     setattr(wrapped, _HOOK_MARK, True)
     setattr(owner, name, wrapped)
 
 
-def report_lost_requests(output: Any, lost: dict[str, int]) -> Any:
+def report_lost_requests(output: object, lost: dict[str, int]) -> Any:
     """Name lost requests in a worker's output, and return it.
 
     Args:

@@ -289,7 +289,7 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
 
 
 def _encode_messages(
-    contexts: VllmContexts, kind: ContextKind, messages: Any
+    contexts: VllmContexts, kind: ContextKind, messages: object
 ) -> tuple[list[dict[str, str]], list[int]]:
     """Return the messages of a chat, role and text alone, and the tokens that follow a context of this kind.
 

@@ -137,7 +137,7 @@ def attach_batch(batch: Batch | None, attn_metadata: dict[str, Any]) -> None:
         setattr(metadata, _BATCH, batch)
 
 
-def attached_batch(metadata: Any) -> Batch | None:
+def attached_batch(metadata: object) -> Batch | None:
     """Return the part of LKV in the pass whose attention has this metadata."""
     return getattr(metadata, _BATCH, None)
 

@@ -50,7 +50,7 @@ def front_contexts(processor: "InputProcessor") -> VllmContexts:
         return contexts
 
 
-def split_salt(salt: Any) -> tuple[str | None, str]:
+def split_salt(salt: object) -> tuple[str | None, str]:
     """Return the context that a cache salt names, or None, and the rest of the salt."""
     salt = salt if isinstance(salt, str) else ""
     prefix, _, rest = salt.partition(":")

@@ -161,7 +161,7 @@ def _scheduled(runner: "GPUModelRunner", passes: ContextPasses) -> Iterator[tupl
 class ContextModelState(ModelState):
     """A model state of the second runner, in front of the one that vLLM has for the model."""
 
-    def __init__(self, vllm_config: "VllmConfig", model: nn.Module, encoder_cache: Any, device: torch.device):
+    def __init__(self, vllm_config: "VllmConfig", model: nn.Module, encoder_cache: object, device: torch.device):
         super().__init__(vllm_config, model, encoder_cache, device)
         self.lkv_passes = ContextPasses(vllm_config, device)
         self._lkv_requests: dict[str, RequestWork] = {}
@@ -197,7 +197,7 @@ class ContextModelState(ModelState):
         attach_batch(self._lkv_batch, metadata)
         return metadata
 
-    def prepare_inputs(self, input_batch: "InputBatch", req_states: Any) -> dict[str, Any]:
+    def prepare_inputs(self, input_batch: "InputBatch", req_states: object) -> dict[str, Any]:
         """Shift the positions that the model gets."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self._lkv_batch is None:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[
     return check_table(table, layers, heads, str(path))
 
 
-def check_table(table: Any, layers: int, heads: int, source: str) -> list[list[float]]:
+def check_table(table: object, layers: int, heads: int, source: str) -> list[list[float]]:
     """Return a table [L][H] as floats.
 
     Args:

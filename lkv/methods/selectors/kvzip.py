@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lkv.errors import CacheError, PromptError
 from lkv.hf.attention import patch_attention
@@ -119,7 +119,9 @@ def _repeated_images(model: "PreTrainedModel", read: PromptKV, repeated: slice) 
     """Give the decoder the images of the `repeated` tokens, which come last, in place of the ids of their tokens."""
     embeddings, mask = read.images["inputs_embeds"][:, repeated], read.images.get("visual_pos_masks")
 
-    def insert(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def insert(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         before = kwargs["inputs_embeds"][:, : -embeddings.shape[1]]
         kwargs["inputs_embeds"] = torch.cat([before, embeddings], 1)
         if mask is not None:
