@@ -1,6 +1,7 @@
 """Argument checks shared by all entry points of contexts."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
