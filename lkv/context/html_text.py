@@ -3,20 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.flow_text import SPACES, SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, format_number, table_lines
+from lkv.context.style_sheets import Style, StyleSheets
 
 if TYPE_CHECKING:
-    from selectolax.lexbor import LexborHTMLParser, LexborNode
+    from selectolax.lexbor import LexborNode
 
 
 # Section "Rendering" of the standard: https://html.spec.whatwg.org/multipage/rendering.html
 _DISPLAYS = {
     "none": "annotation annotation-xml area base basefont datalist defs desc link meta metadata noembed noframes "
-    "param rp selectedcontent source style title track",
+    "param rp selectedcontent source style symbol title track",
     "block": "address article aside body center dd details dialog div dt fieldset figcaption footer foreignObject form "
     "frameset header hgroup html legend main nav optgroup option search section select summary text",
     "spaced block": "blockquote dir dl figure h1 h2 h3 h4 h5 h6 hr listing menu ol p plaintext pre ul xmp",
@@ -37,10 +37,6 @@ _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
 _SCRIPTED = ("mmultiscripts", "msub", "msup", "msubsup", "munder", "mover", "munderover")
 _INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
 
-_RULE = re.compile(r"([^{}]+)\{([^{}]*\b(?:display|float|position)\b[^{}]*)\}")
-# Comments and rules for printing, narrow windows and the like.
-_NO_RULES = re.compile(r"/\*.*?\*/|@\w[^{};]*(?:;|\{(?:[^{}]|\{[^{}]*\})*+\})", re.DOTALL)
-_MAX_RULES = 500  # of a page's style sheets; each is looked for in the whole page
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 
 _MAX_DEPTH = 5000  # the parser takes quadratic time; browsers display 512 levels
@@ -69,7 +65,7 @@ def html_text(page: str) -> tuple[str, list[str]]:
     _check_depth(page)
     renderer = _Renderer()
     renderer.render(page)
-    counts = sorted(renderer.left_out.items())
+    counts = sorted((+renderer.left_out).items())
     return renderer.text.value(), [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts]
 
 
@@ -123,7 +119,6 @@ class _Renderer:
         self._tables: list[list[list[Cell]]] = []
         self._white_space = "normal"
         self._is_visible = True
-        self._sheet: dict[int, dict[str, str]] = {}  # by elements
         self._outer_texts: list[FlowText] = []
         self._quotes = 0
 
@@ -131,7 +126,8 @@ class _Renderer:
         from selectolax.lexbor import LexborHTMLParser
 
         parser = LexborHTMLParser(page.replace("\0", ""))
-        self._sheet = _read_style_sheets(parser)
+        self._sheets = StyleSheets(parser, page)
+        self.left_out["style rule"] += self._sheets.unread
         root = parser.root
         steps: list[_Step] = [root] if root is not None else []
         while steps:
@@ -159,18 +155,22 @@ class _Renderer:
     def _enter(self, node: "LexborNode") -> list[_Step]:
         """Begin an element; return its children and the steps between and after them."""
         tag, attributes = node.tag or "", node.attributes
-        style = self._style(node)
+        style = self._sheets.style(node)
         default = _DISPLAY.get(tag, "inline")
-        display = default if style.get("display") in _DISPLAY_KEYWORDS else style["display"]
+        is_default = style.get("display") in _DISPLAY_KEYWORDS
+        has_margins = style.get("display") == "block" and default == "spaced block"
+        display = default if is_default or has_margins else style["display"]
         if tag in _NOT_READ and not (tag == "template" and "shadowrootmode" in attributes):
             self._skip(tag, attributes)
             return _children(node) if tag == "object" else []  # whose content stands in for it
         is_hidden = attributes.get("hidden", "until-found") != "until-found" or "popover" in attributes
-        if is_hidden or display == "none" or (tag == "dialog" and "open" not in attributes):
-            if default != "none" and (node.text() or "").strip():
-                self.left_out["hidden element"] += 1
+        is_hidden |= tag == "dialog" and "open" not in attributes
+        if display == "none" or (is_hidden and is_default):
+            self.left_out["hidden element"] += default != "none" and _has_text(node)
             return []
-        is_apart = node.parent is not None and re.search("flex|grid", self._style(node.parent).get("display", ""))
+        self.left_out["perhaps hidden element"] += node.mem_id in self._sheets.doubtful and _has_text(node)
+        outer_style = {} if node.parent is None else self._sheets.style(node.parent)
+        is_apart = re.search("flex|grid", outer_style.get("display", ""))
         if is_apart or style.get("float") in ("left", "right") or style.get("position") in ("absolute", "fixed"):
             display = re.sub("^inline.*", "block", display)
         is_nested_list = display == "spaced block" and tag in _LISTS and self._lists
@@ -178,9 +178,6 @@ class _Renderer:
         if is_nested_list or (display == "table-cell" and not has_row):
             display = "block" if is_nested_list else "inline-block"
         return self._render_box(node, display, style)
-
-    def _style(self, node: "LexborNode") -> dict[str, str]:
-        return self._sheet.get(node.mem_id, {}) | _parse_style(node.attributes.get("style") or "")
 
     def _skip(self, tag: str, attributes: dict[str, str | None]) -> None:
         if page := attributes.get("srcdoc"):
@@ -197,7 +194,7 @@ class _Renderer:
         text, _ = html_text(page)
         self.text.write_verbatim(text)
 
-    def _render_box(self, node: "LexborNode", display: str, style: dict[str, str]) -> list[_Step]:
+    def _render_box(self, node: "LexborNode", display: str, style: Style) -> list[_Step]:
         breaks, lists = _LINE_BREAKS.get(display, 1), list(self._lists)
         white_space, is_visible = self._white_space, self._is_visible
 
@@ -224,12 +221,17 @@ class _Renderer:
         else:
             if display == "table-row" and self._tables:
                 self._tables[-1].append([])
-            content = self._render_content(node, display)
+            content = self._render_content(node, display, style)
+            if not display.startswith("table-row") and _is_struck(node, style):
+                # Marked as in Markdown, so that it is not read as valid, nor as one with what replaces it.
+                content = [lambda: self._write("~~"), *content, lambda: self._write("~~")]
         return [*content, leave]
 
-    def _render_content(self, node: "LexborNode", display: str) -> list[_Step]:
+    def _render_content(self, node: "LexborNode", display: str, style: Style) -> list[_Step]:
         """Return what an element displays: its children, for most."""
         tag, attributes, children = node.tag or "", node.attributes, _children(node)
+        if display == "inline":
+            tag = {"super": "sup", "sub": "sub"}.get(style.get("vertical-align", ""), tag)
         if tag in _LISTS:
             self._lists.append(_List(node, len(self._lists)))
         elif display == "list-item":
@@ -355,25 +357,14 @@ def _children(node: "LexborNode") -> list[_Step]:
     return children
 
 
-def _read_style_sheets(parser: "LexborHTMLParser") -> dict[int, dict[str, str]]:
-    """Return how a page's own style sheets separate elements. What they hide may be shown by a script, so it counts."""
-    from selectolax.lexbor import SelectolaxError
-
-    css = _NO_RULES.sub("", " ".join(node.text() for node in parser.css("style")))
-    styles: dict[int, dict[str, str]] = {}
-    for selectors, declarations in _RULE.findall(css)[:_MAX_RULES]:
-        style = {name: value for name, value in _parse_style(declarations).items() if value != "none"}
-        for selector in selectors.split(","):
-            with suppress(SelectolaxError):
-                for node in parser.css(selector):
-                    styles.setdefault(node.mem_id, {}).update(style)
-    return styles
+def _has_text(node: "LexborNode") -> bool:
+    return bool((node.text() or "").strip())
 
 
-def _parse_style(text: str) -> dict[str, str]:
-    """Return the declarations of an attribute `style` or a rule."""
-    declarations = (part.partition(":") for part in text.lower().split(";"))
-    return {name.strip(): value.replace("!important", "").strip() for name, _, value in declarations if value.strip()}
+def _is_struck(node: "LexborNode", style: Style) -> bool:
+    decoration = style.get("text-decoration-line") or style.get("text-decoration")
+    is_struck = node.tag in ("del", "s", "strike") if decoration is None else "line-through" in decoration
+    return is_struck and _has_text(node)
 
 
 def _input_text(attributes: dict[str, str | None]) -> str:

@@ -469,7 +469,7 @@ for _name, _data, _shown in (
     PDFS[f"layers, {_name}"] = PdfDocument(_data, _shown, [] if is_whole else _OFF)
 
 
-def _drawn(content: str, form: str, entries: str = "", **more: str) -> bytes:
+def _drawn(content: str, form: str, entries: str = "") -> bytes:
     """Write a page that draws the form F (object 100), whose resources are those of the page without entries."""
     return pdf(
         content,
