@@ -38,6 +38,19 @@ def _kept_log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a `sweep` as slow, but for the number that it names, drawn by the test's name."""
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in sweeps.items():
+        (count,) = cases[0].get_closest_marker("sweep").args
+        for item in random.Random(name).sample(cases, max(0, len(cases) - count)):
+            item.add_marker("slow")
+
+
 def present(family: Any) -> Any:
     """Return a family of models; skips the test where this version of transformers cannot run it."""
     if family.missing:

@@ -11,6 +11,7 @@ from tests.soak import OUT, PARTS, Tally, fuzz, leaks, threads
 from tests.soak_trials import documents, models, options, requests
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("part", [fuzz, leaks, threads])
 def test_a_few_seconds_of_soaking(part):
     counts, following = part(1, 1)
@@ -34,6 +35,7 @@ def test_bad_inputs_get_one_sentence(tmp_path):
     raise AssertionError(found)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "kind", ["contexts saved", "contexts stored", "policies saved", "trainings", "evaluations", "results collected"]
 )

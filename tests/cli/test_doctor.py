@@ -6,6 +6,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import pytest
 import torch
 
 import lkv
@@ -58,6 +59,7 @@ def test_what_is_missing_comes_with_its_fix(monkeypatch, tmp_path):
     assert found("cache folder").status == "bad" and "LKV_CACHE" in found("cache folder").fix
 
 
+@pytest.mark.slow
 def test_a_backend_that_cannot_run_says_why():
     """In a process of its own: Triton reads whether to interpret the kernels when it is imported."""
     env = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}

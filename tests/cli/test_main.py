@@ -98,6 +98,7 @@ assert "torch" not in sys.modules, "policies"
         assert error.startswith("lkv: ") and message in error, words
 
 
+@pytest.mark.slow
 def test_commands_keep_what_transformers_imports_to_itself():
     """torchao, where it is installed, warns of its own kernels."""
     done = run("from lkv.cli.main import main; main(['inspect']); import transformers.modeling_utils")

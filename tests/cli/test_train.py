@@ -92,6 +92,7 @@ def test_trackers_are_given_what_the_curve_holds(model_folder, train, data_folde
     assert "there is no tracker 'nowhere' here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_stage_starts_from_the_weights_of_the_first(train, data_folder, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert train(data_folder, first) == 0

@@ -144,6 +144,7 @@ def test_shared_scores_are_computed_once(model, policy, tmp_path, monkeypatch):
     assert calls == [0, 0, 1, 2] and replays == [1]
 
 
+@pytest.mark.slow
 def test_smaller_batches_which_memory_may_require_give_the_same_rows(model, policy, tmp_path, monkeypatch):
     examples, tried = make_examples(1), []
 

@@ -89,6 +89,7 @@ def failing_once(monkeypatch, place, allocations):
     return left
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("allocations", [0, 5])
 @pytest.mark.parametrize("stage", STAGES)
 def test_memory_may_run_out_in_every_stage_of_an_evaluation(

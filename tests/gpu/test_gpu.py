@@ -256,6 +256,7 @@ def test_launches_and_allocations_of_a_decode_step_a_layer(on_fake, options, lau
     assert log.count("alloc") == allocations * LAYERS, log.summary("alloc")
 
 
+@pytest.mark.sweep(1)
 @torch.no_grad()
 @pytest.mark.parametrize(("tiers", "slack"), [("8 bits", 9), ("3 bits", 1), ("three tiers", 1)])
 def test_decoding_over_tiers_equals_decoding_over_restored_entries(shallow_on_fake, tiers, slack):

@@ -32,7 +32,8 @@ def logits(model, owner, text, prompt, **options):
     return torch.cat([first, *steps], 1)
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 32])
 def test_a_prompt_and_its_steps_are_two_graphs_whatever_the_layers(layers):
     """And stay two while free slots are made; another cache adds none but that of a prompt of another length."""
     model, text = tiny_llama(dtype=torch.float32, num_hidden_layers=layers), ids(1, 154)

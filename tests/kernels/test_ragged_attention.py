@@ -86,6 +86,7 @@ def test_attention_equals_the_reference(backend, older, group, rows, causal, sla
     assert kv.lens.tolist() == lengths
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -110,6 +111,7 @@ def test_steps_append_and_attend(backend, dtype, rows, threads):
         assert_near(out, ragged_attention(q.double(), wide, 0.2, "reference"), dtype)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(32, 16), (80, 24)], ids=str)
@@ -122,6 +124,7 @@ def test_a_basis_is_entered_and_left(backend, dtype, dims, threads):
         assert_equals_reference(pools, 3, rows, 0.1, backend)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_capped_scores(backend, dtype, threads):
@@ -147,6 +150,7 @@ def test_capped_scores(backend, dtype, threads):
 SHAPES = {"cpp": [(1, 1), (2, 1), (3, 1), (2, 2), (5, 1), (2, 3), (3, 3)], "triton": [(4, 2)]}
 
 
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
 @pytest.mark.parametrize("tiers", [*TIERS, ((3, 4),)], ids=str)

@@ -44,6 +44,7 @@ def poisoned(monkeypatch):
         yield
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("lengths", "heads", "rows", "dim", "dtype"),
     [

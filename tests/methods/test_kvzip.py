@@ -72,6 +72,7 @@ def test_kvzip_repeats_a_text_in_chunks(name, monkeypatch, chunk):
         kvzip(model, Words(), long, read_prompt(model, torch.tensor([long])), 0.25)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "amount"),
     [("kvzip", {"retention": 0.4}), ("kvzip", {"memory": 0.2}), ("lkv-h+kvzip", {"retention": 0.4, "bits": 8})],

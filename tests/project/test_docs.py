@@ -106,6 +106,7 @@ def session(reader, own_registry, monkeypatch):
     monkeypatch.setattr(lkv.policy.shipped, "_POLICIES", reader / "policies")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
 @pytest.mark.filterwarnings("ignore:unclosed file")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

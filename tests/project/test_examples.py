@@ -17,6 +17,7 @@ def test_an_example_answers_from_15_percent_of_the_cache(example, tokens, capsys
     check(capsys.readouterr().out, tokens, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_example_of_a_batch_answers_from_15_percent_of_shorter_texts(monkeypatch, capsys):
     """A quarter of the texts, in float32, which processors without bfloat16 compute several times as fast."""
     monkeypatch.setattr(batch, "document", lambda tokenizer, tokens: document(tokenizer, tokens // 4))

@@ -59,6 +59,7 @@ def scores(model, policy: Policy, context: list[int]) -> torch.Tensor:
     return torch.cat([policy.tokens(part, layer) for layer, part in enumerate(prompt)])
 
 
+@pytest.mark.slow
 def test_the_warm_start_ranks_unseen_tokens_and_splits_the_budget_by_what_eviction_changes(loaded):
     model, tokenizer = loaded
     policy = fresh(model)

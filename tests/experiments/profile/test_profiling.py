@@ -96,6 +96,7 @@ class Device:
             raise self.error("the device is on fire")
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_row_and_bounds_the_largest_context(tmp_path):
     measured = profiler(tmp_path, layers=1)
     measured._model.base_model.register_forward_pre_hook(Device(350, 550), with_kwargs=True)

@@ -23,6 +23,7 @@ def lines_of(axes):
     return {item.get_label(): item for item in axes.get_lines()}
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

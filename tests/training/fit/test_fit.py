@@ -82,6 +82,7 @@ def test_the_rate_of_a_fraction_of_a_step_is_not_above_that_of_the_recipe():
     assert rates[0] < rates[1] == rates[2] == rates[3] == RECIPE.lr > rates[4]
 
 
+@pytest.mark.slow
 def test_a_policy_is_fitted_in_time_and_found_by_its_model(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
     monkeypatch.setitem(sys.modules, "accelerate", None)  # the extra for research trainings is not needed
