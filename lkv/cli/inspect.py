@@ -173,8 +173,8 @@ def _write_page(options: Inspect, source: str) -> None:
     from lkv.utils.prompts import encode_context
 
     check_writable_file(out, LkvError, "the page")
-    if options.out is None and isfile(out) and not is_page(out):
-        raise LkvError(f"{out} is no page of lkv inspect and would be overwritten; give the page's name with --out.")
+    if isfile(out) and not is_page(out):
+        raise LkvError(f"{out} is no page of lkv inspect and would be overwritten; give another name with --out.")
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))

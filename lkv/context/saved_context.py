@@ -121,6 +121,8 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
         for name, value in metadata.items():
             if type(value) not in _METADATA[name]:
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")
+        if "stored_id" in header:  # of a context in a server's store
+            metadata["stored_id"] = str(header["stored_id"])
         ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
         if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError("its ids are not of this model's vocabulary")

@@ -98,6 +98,7 @@ class ContextStore:
     def put(self, stored: StoredContext, context: Context) -> None:
         """Write a context and keep it in memory; after a StoreError older files of the same id are unchanged."""
         stored = stored.model_copy(update={"model": self._fingerprint})
+        context.metadata["stored_id"] = stored.id
         with self._store_errors("written", _SPACE):
             with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
                 context.save(path)
@@ -191,12 +192,14 @@ class ContextStore:
 
     def list_contexts(self) -> list[StoredContext]:
         """Return the descriptions of all stored contexts of this model that can be read, the newest first."""
-        own = [stored for stored in self._descriptions() if stored.model == self._fingerprint]
+        files = self._listing()
+        own = [stored for stored in self._descriptions(files) if stored.model == self._fingerprint]
+        own = [stored for stored in own if stored.id + _CONTEXT in files]
         return sorted(own, key=lambda stored: stored.created, reverse=True)
 
-    def _descriptions(self) -> list[StoredContext]:
-        """Return the descriptions of all stored contexts that can be read, those of other models among them."""
-        names = [name for name in self._listing() if name.endswith(_DESCRIPTION)]
+    def _descriptions(self, files: dict[str, dict[str, Any]]) -> list[StoredContext]:
+        """Return the descriptions among `files` that can be read, those of other models among them."""
+        names = [name for name in files if name.endswith(_DESCRIPTION)]
         return [stored for name in names if (stored := self.describe(name.removesuffix(_DESCRIPTION))) is not None]
 
     def check_quota(self) -> None:
@@ -270,7 +273,7 @@ class ContextStore:
                 yield self._delete_file, name
         if seconds is None:
             return
-        for stored in self._descriptions():
+        for stored in self._descriptions(files):
             last_use = _modified(files.get(stored.id + _DESCRIPTION, {}), 0.0)
             if max(stored.created, last_use, self._last_asked.get(stored.id, 0.0)) < time.time() - seconds:
                 yield self.delete, stored.id
@@ -308,6 +311,11 @@ class ContextStore:
                     raise StoreError(f"the context {name} does not fit into free memory; ask again later.") from error
                 # Clients learn no path of this machine.
                 raise ContextFileError(str(error).replace(str(path), f"the context {name}")) from error
+        own_id = context.metadata.get("stored_id", name)
+        if own_id != name or context.metadata["text_sha256"][:32] != name[:32]:  # copied or renamed by hand
+            raise ContextFileError(
+                f"the file of the context {name!r} holds another context; compress its text again, or restore the file."
+            )
         if context.metadata["policy"] not in (None, self._policy):
             raise ContextFileError(
                 f"the context {name!r} was compressed under another policy than this one; compress its text again."

@@ -142,16 +142,18 @@ def test_a_name_that_is_no_utf_8_is_shown(folder, tmp_path, monkeypatch, capsys)
     assert "log\ufffd.txt" in text.with_suffix(".html").read_text(encoding="utf-8")
 
 
-def test_only_a_page_is_overwritten_without_out(folder, tmp_path, monkeypatch, capsys):
+def test_only_a_page_is_overwritten(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["inspect", str(folder / "log.txt"), "--model", str(folder / "model"), "--method", "knorm"]
     report = tmp_path / "log.html"
     report.write_text("<html><title>My report</title></html>")
-    assert main(words) == 2 and "log.html is no page of lkv inspect and would be" in capsys.readouterr().err
+    for out in ([], ["--out", "log.html"]):
+        assert main([*words, *out]) == 2
+        assert "log.html is no page of lkv inspect and would be overwritten; give another" in capsys.readouterr().err
     assert "My report" in report.read_text()
-    assert main([*words, "--out", "log.html"]) == 0
+    report.unlink()
+    assert main(words) == 0
     page = report.read_text(encoding="utf-8")
-    assert "My report" not in page
     assert main([*words, "--retention", "0.3"]) == 0 and report.read_text(encoding="utf-8") != page
 
 

@@ -7,6 +7,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
+import fsspec
 import pytest
 import torch
 
@@ -54,6 +55,32 @@ def test_contexts_outlive_the_store(model, tmp_path, remote):
     assert other.delete(name) and not other.delete(name) and other.list_contexts() == []
     with pytest.raises(UnknownContextError, match="GET /v1/contexts lists all"):
         other.get(name)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("other", ["another text", "other settings", "no id of its own"])
+def test_the_file_of_another_context_is_refused(model, tmp_path, remote, other):
+    place = f"memory://swapped-{tmp_path.name}" if remote else str(tmp_path)
+    store = made(place, model)
+    name, context = add(store, model, TEXT)
+    settings = SETTINGS._replace(retention=0.5) if other == "other settings" else SETTINGS
+    other_name, other_context = add(store, model, TEXT if other == "other settings" else TEXT[::-1], settings)
+    files, root = fsspec.core.url_to_fs(place)
+    if other == "no id of its own":
+        del other_context.metadata["stored_id"]
+        other_context.save(tmp_path / "plain")
+        files.put_file(str(tmp_path / "plain"), f"{root}/{other_name}.kv")
+    for old, new in ((name, "x"), (other_name, name), ("x", other_name)):
+        files.mv(f"{root}/{old}.kv", f"{root}/{new}.kv")
+    swapped = made(place, model)
+    with pytest.raises(ContextFileError, match=f"the file of the context '{name}' holds another context; compress its"):
+        swapped.get(name)
+    assert swapped.resident() == {}
+    for old, new in ((name, "x"), (other_name, name), ("x", other_name)):
+        files.mv(f"{root}/{old}.kv", f"{root}/{new}.kv")
+    assert swapped.get(name).ask("why ?", 9) == context.ask("why ?", 9)
+    files.rm(f"{root}/{other_name}.kv")
+    assert [entry.id for entry in swapped.list_contexts()] == [name]
 
 
 def test_what_another_process_deleted_is_not_answered(model, tmp_path):

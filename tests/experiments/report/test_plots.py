@@ -49,6 +49,12 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path, kind, start):
     assert path.read_bytes().startswith(start) and [p.name for p in tmp_path.iterdir()] == [path.name]
     with pytest.raises(ReportError, match=r"end it with one of .png, .pdf, .svg"):
         save_figure(figure, tmp_path / "figure.gif")
+    save_figure(figure, path)  # over a figure
+    thesis = start + b" of somebody else"
+    path.write_bytes(thesis)
+    with pytest.raises(ReportError, match="is no figure of matplotlib and would be overwritten; give another name"):
+        save_figure(figure, path)
+    assert path.read_bytes() == thesis
 
 
 # Profiles
