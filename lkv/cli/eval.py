@@ -218,7 +218,7 @@ def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Exa
         sources = ruler.Sources(options.haystack)
     ruler.check_sources(tasks, sources)
 
-    def make_examples(tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    def make_examples(tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
         from lkv.utils.progress import ProgressBar
 
         grid = [(length, task) for length in dict.fromkeys(options.lengths) for task in dict.fromkeys(tasks)]
