@@ -82,7 +82,7 @@ def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
         new = slice(begin, begin + 1) if begin < 2 else slice(2, 4)
         with watched(step) as traffic:
             out = append_and_attend(query[:, :, new], key[:, :, new], value[:, :, new], kv, 0.3, "triton", buffers)
-        assert traffic.launches == ["slice_kernel"] if begin < 2 else ["move_kernel", "slice_kernel"]
+        assert traffic.launches == ["slice_kernel"] if begin < 2 else ["append_kernel", "slice_kernel"]
         assert not buffers["tickets", torch.device("cpu")].any()
         exact = ragged_attention(
             query[:, :, new].double(), RaggedKV(k.double(), v.double(), starts, lens), 0.3, backend="reference"
@@ -103,7 +103,7 @@ def test_tiers_in_any_order_of_programs(rows, many_programs):
     pools = coded_pools(lengths, ((8, 4), (4, 3)), rows + 1, 16, 8, torch.float32)
     with watched(rows) as traffic:
         assert_equals_reference(pools, 2, rows, 0.25)
-    steps = ["slice_kernel"] if rows == 1 else ["move_kernel", "slice_kernel"]
+    steps = ["slice_kernel"] if rows == 1 else ["append_kernel", "slice_kernel"]
     assert traffic.launches[-len(steps) :] == steps
 
 
@@ -186,7 +186,7 @@ def test_no_offset_overflows(case, layout):
     with unlimited_memory():
         ragged.kernels.slice_kernel[(programs, launch.tiles, 1)](
             q, key, value, k, v, starts, lens, out, lse, parts, extremes, tickets, spans, heads, rows, 0, 0.1, *of_q,
-            *of_q, *of_new[:2], *of_new[:2], *[None] * 10,
+            *of_q, *of_new[:2], *of_new[:2], *[None] * 15,
             **launch.slice_options | {"CAUSAL": True, "NEW": int(rows == 1), "SOFTCAP": 0.0},
         )  # fmt: skip
     assert not tickets.any()

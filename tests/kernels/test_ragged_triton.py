@@ -14,7 +14,7 @@ from experiments import ragged_attention as benchmark
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.tiers import rotation
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import Basis, api, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import api, append_and_attend, ragged_attention
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Knorm, Random
@@ -32,6 +32,10 @@ triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")
 triton = pytest.importorskip("lkv.kernels.ragged_attention.triton")
 if not triton_helpers.is_interpreted() and not torch.cuda.is_available():
     pytest.skip("TRITON_INTERPRET=0 was set, and there is no GPU", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+from triton import jit  # noqa: E402
+
 DEVICE = "cpu" if triton_helpers.is_interpreted() else "cuda"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -222,35 +226,24 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path, monkeypatch):
         benchmark.main(["--out", str(tmp_path / "none.json")])
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens", "dim", "value_dim", "dtype"),
-    [
-        *((1, 1, 16, 32, dtype) for dtype in DTYPES),
-        # Several batch rows, a tile and a part of one, and head sizes that are no powers of 2.
-        (2, 5, 80, 24, torch.bfloat16),
-        (2, 20, 8, 40, torch.float32),
-    ],
-)
-def test_entering_and_leaving_a_basis(batch, tokens, dim, value_dim, dtype):
-    """Against PyTorch's operators, of heads behind tokens and before them."""
-    torch.manual_seed(dim)
-    rotations = [rotation(size, torch.float32, torch.device(DEVICE)) for size in (dim, value_dim)]
-    moments = torch.randn(batch, 2, dim).bfloat16(), (torch.rand(batch, 2, dim) + 0.3).bfloat16()
-    basis = Basis(*(x.to(DEVICE) for x in moments), *rotations)
-    starts = torch.zeros(batch, 2, dtype=torch.int32, device=DEVICE)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    for order in (1, 2):  # the axis of the heads in memory
-        shapes = ((6, dim), (2, dim), (2, value_dim), (6, value_dim))
-        q, key, value, out = (
-            torch.randn((batch, heads, tokens, size) if order == 1 else (batch, tokens, heads, size)).to(DEVICE, dtype)
-            for heads, size in shapes
-        )
-        if order == 2:
-            q, key, value, out = (x.transpose(1, 2) for x in (q, key, value, out))
-        found = [*triton._enter(basis, q, key, value, starts), triton._leave(basis, out, starts)]
-        expected = [basis.enter_queries(q), *basis.enter_entries(key, value), basis.leave_outputs(out)]
-        for own, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(own, right, atol=tolerance * float(right.abs().max()), rtol=0)
+@jit
+def rotating_kernel(x, matrix, out, step_in, step_out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    row, channel = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (channel < WIDTH) & (row < 3)
+    turned = triton.kernels._rotate(
+        tl.load(x + row * WIDTH + channel, mask=inside, other=0.0), matrix, step_in, step_out, WIDTH
+    )
+    tl.store(out + row * WIDTH + channel, turned, mask=inside)
+
+
+@pytest.mark.parametrize("width", [8, 16, 24, 64, 80, 96, 128, 256])
+def test_butterflies_are_the_rotation_of_the_tiers(width):
+    """There and back, also where a head has an odd factor."""
+    matrix = rotation(width, torch.float32, torch.device(DEVICE))
+    x, out = torch.randn(3, width), torch.full((3, width), torch.nan)
+    for steps, exact in (((width, 1), matrix), ((1, width), matrix.mT)):
+        rotating_kernel[(1,)](x, matrix, out, *steps, width, max(16, triton.triton.next_power_of_2(width)))
+        torch.testing.assert_close(out.double(), x.double() @ exact.double(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

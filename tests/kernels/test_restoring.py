@@ -30,7 +30,7 @@ def restoring_kernel(
     restored = tier_kernels._restore(codes, entry, element, inside, 0, DIM, BITS, TYPE, PTX)
     for part in tl.static_range(8):
         at = out + entry * DIM + tier_kernels._channels(element, part, DIM, BITS)
-        tl.store(at, tier_kernels._operand(restored[part]).to(tl.float32), mask=inside)
+        tl.store(at, tier_kernels.as_operand(restored[part]).to(tl.float32), mask=inside)
 
 
 @pytest.mark.parametrize("bits", LEVELS)

@@ -30,7 +30,6 @@ from lkv.utils import devices
 
 BACKENDS = ("cpp", "loop", "reference", "triton")
 _FUSED = ("cpp", "triton")  # fused append and attention, also over codes and in a basis
-_READ_IN_BASIS = ("cpp",)  # backends whose `attend` applies the basis itself
 # The most query rows per span for which "auto" uses "cpp": for more, a matrix library is faster.
 _MAX_ROWS_OF_CPP = 64
 
@@ -86,7 +85,7 @@ def ragged_attention(
         out = q.new_zeros((*q.shape[:3], kv.v_pool.shape[1]))
         return (out, out.new_zeros(q.shape[:3])) if lse else out
     has_lse = lse or sinks is not None
-    basis = None if chosen in _READ_IN_BASIS else kv.basis
+    basis = None if chosen in _FUSED else kv.basis
     if basis is None:
         out, log_sum_exp = _module(chosen).attend(q, kv, scale, causal, has_lse, softcap)
     else:

@@ -28,8 +28,8 @@ class Basis(NamedTuple):
     Attributes:
         mean: [B, Hkv, d], float32 or, as a cache stores it, in 16 bits.
         scale: [B, Hkv, d], positive, in the dtype of `mean`.
-        key_rotation: Orthogonal [d, d].
-        value_rotation: Orthogonal [dv, dv].
+        key_rotation: The matrix of `lkv.cache.tiers.rotation`, [d, d].
+        value_rotation: The same for v, [dv, dv].
     """
 
     mean: Tensor

@@ -139,7 +139,7 @@ def _restore(
 
 
 @triton.jit
-def _operand(x):
+def as_operand(x):
     """Return an operand of a product: the interpreter knows bfloat16 as bits, and would multiply those."""
     return x.to(tl.float32) if IS_INTERPRETED and x.dtype == tl.bfloat16 else x
 
@@ -191,17 +191,17 @@ def sum_channels(DIM: tl.constexpr, BITS: tl.constexpr):
 def attend_tier(
     q, row_at, is_row, codes, first, count, visible, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
-    ALLOWS_PTX: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALLOWS_PTX: tl.constexpr, TYPE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):
     """Attend to `count` entries of one tier from number `first` on; each row sees the first `visible` [rows] of them.
 
     `row_at` [rows] are the offsets of packed rows in `q`, of which those of `is_row` exist. `codes` are codes and norms
-    of k, then of v. Returns maximum and weight [rows], and sums [rows, channels] in the order of `sum_channels`.
+    of k, then of v; products with v are in TYPE. Returns maximum and weight [rows], and sums [rows, channels] in the
+    order of `sum_channels`.
     """
-    q_type: tl.constexpr = q.dtype.element_ty
-    key_type: tl.constexpr = tl.float32 if q_type == tl.float32 else tl.float16
-    key_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, DIM, KEY_BITS, q_type)
-    value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, q_type)
+    key_type: tl.constexpr = tl.float32 if TYPE == tl.float32 else tl.float16
+    key_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, DIM, KEY_BITS, TYPE)
+    value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, TYPE)
     # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
     own_entries: tl.constexpr = 32 if key_ptx and value_ptx else 16
     stages: tl.constexpr = 1 if own_entries == 16 else STAGES if KEY_BITS + VALUE_BITS <= 12 else 2
@@ -229,7 +229,7 @@ def attend_tier(
         value = _restore(
             v_codes, entry.to(tl.int64)[:, None, :], value_element[None, :, None],
             (entry < count)[:, None, :] & (value_element < VALUE_DIM // 8)[None, :, None], 0, VALUE_DIM, VALUE_BITS,
-            q_type, value_ptx,
+            TYPE, value_ptx,
         )
         k_norm, v_norm = next_k_norm.to(tl.float32), next_v_norm.to(tl.float32)
         # Those of the next block, which arrive while this one is computed.
@@ -244,18 +244,18 @@ def attend_tier(
         new = tl.maximum(highest, tl.max(scores, 1))
         shrink, share = tl.exp2(highest - new), tl.exp2(scores - new[:, None, :])
         highest, weight = new, weight * shrink + tl.sum(share, 1)
-        if q_type == tl.float16:
+        if TYPE == tl.float16:
             v_norm = tl.minimum(v_norm, 65504.0)
-        share = _operand((share * v_norm[:, :, None]).to(q_type))
+        share = as_operand((share * v_norm[:, :, None]).to(TYPE))
         added = ()  # type: tuple[tl.tensor, ...]
         for part in tl.static_range(_RESULTS):
             old = sums[part] * shrink[:, None, :]
-            added += (tl.dot(_operand(value[part]), share, old, input_precision="ieee"),)
+            added += (tl.dot(as_operand(value[part]), share, old, input_precision="ieee"),)
         sums = added
     peak = tl.max(highest, 0)
     by_warp = tl.exp2(highest - peak[None, :])
     weight = tl.sum(weight * by_warp, 0)
-    by_warp *= _factor(value_ptx, VALUE_BITS, q_type)
+    by_warp *= _factor(value_ptx, VALUE_BITS, TYPE)
     joined = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(_RESULTS):
         joined += (tl.sum(sums[part] * by_warp[:, None, :], 0),)

@@ -4,7 +4,8 @@ Heads differ several-fold in length, so a grid with one program a head leaves mo
 reads the same number of entries. Slices may begin and end inside a head; programs locate them from the lengths on the
 device, without a plan from the host. The last program that reads a head's entries reduces the partial results. In a
 decode step it also attends to the new token and appends it to the pools, so that a step is one launch, and every
-replay (CUDA graphs) is a new step.
+replay (CUDA graphs) is a new step. Where entries are in a basis, programs transform the queries of their heads, and the
+last one of a head transforms its outputs back.
 """
 
 import functools
@@ -18,13 +19,12 @@ from triton.compiler import CompiledKernel
 
 import lkv.kernels.ragged_attention.triton_kernels as kernels
 from lkv.kernels import triton_helpers
-from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, Basis, RaggedKV, check_entering
-from lkv.kernels.selection.triton import Entries, move
+from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, RaggedKV
 from lkv.kernels.triton_helpers import LOG2_E
 from lkv.utils import devices
 
 LARGEST_DIM = 256
-_ROTATED_ROWS = 16  # new tokens that enter or leave a basis at once
+_APPENDED_ROWS = 16  # new tokens of a span that a program appends
 # The least entries per program that make its launch worthwhile.
 _MIN_SLICE = 128
 _JOINED_ROWS = 16  # packed rows whose partial results are reduced at once
@@ -36,6 +36,7 @@ _OWN_SHARED_MEMORY = 4096
 _NONE, _SINGLE, _COUNT = 0, 1, 2
 # Whether codes are restored by PTX, which Triton's interpreter does not know.
 _ALLOWS_PTX = not triton_helpers.is_interpreted()
+_NO_BASIS = (None,) * 4
 _TIER_TENSORS = 5 * MAX_QUANTIZED  # of all tiers that the slice kernel takes
 
 
@@ -51,8 +52,6 @@ class Launch:
     programs: int
     tiles: int
     slice_options: dict[str, Any]
-    enter_options: dict[str, Any]
-    leave_options: dict[str, Any]
     compiled: dict[Any, tuple[CompiledKernel, tuple[Any, ...]]] = field(default_factory=dict)
 
     def start(
@@ -100,71 +99,43 @@ def append_and_attend(
 ) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`; nothing waits for the device.
 
-    One launch for one new token, two for more. A basis takes two further launches.
+    One launch for one new token, two for more.
     """
-    starts, basis, new = kv.starts, kv.basis, _SINGLE
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    is_single = key.shape[2] == 1
     with devices.device_guard(q.device):
-        if basis is not None:
-            q, key, value = _enter(basis, q, key, value, starts)
-        key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-        if key.shape[2] > 1:
-            move(Entries.of_prompt(key, value), None, (kv.k_pool, kv.v_pool, starts), after=kv.lens)
-            new = _COUNT
-        out = _attend(q, key, value, kv, scale, softcap, new, buffers)
-        return out if basis is None else _leave(basis, out, starts)
+        if not is_single:
+            _append(key, value, kv)
+        return _attend(q, key, value, kv, scale, softcap, _SINGLE if is_single else _COUNT, buffers)
 
 
-def _enter(basis: Basis, q: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q', k' and v' of new tokens, contiguous; see `Basis`."""
-    check_entering(basis, q=q, key=key, value=value)
-    q, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, key, value))
-    (batch, heads, rows, _), kv_heads = q.shape, key.shape[1]
-    launch = _launch_for(q, starts, value.shape[-1], rows * (heads // kv_heads))
-    new = [x.new_empty(x.shape) for x in (q, key, value)]
-    strides = q.stride(), key.stride(), value.stride()
-    arguments = (*(q, key, value), *new, *basis, heads, kv_heads, rows, *(x for by in strides for x in by[:3]))
-    launch.start(
-        kernels.enter_kernel,
-        (batch * (heads + 2 * kv_heads), -(-rows // _ROTATED_ROWS), 1),
-        arguments,
-        launch.enter_options,
-        (kv_heads, strides, basis.mean.dtype),
-        _are_aligned(q, key, value, *basis),
-    )
-    return new[0], new[1], new[2]
-
-
-def _leave(basis: Basis, x: Tensor, starts: Tensor) -> Tensor:
-    """Transform outputs over v' to the model's coordinates [B, Hq, Tq, dv], laid out by token."""
-    batch, heads, rows, value_dim = x.shape
-    launch = _launch_for(x, starts, value_dim, rows * (heads // starts.shape[1]), basis.key_rotation.shape[0])
-    out = torch.empty_like(x)
-    arguments = (x, out, basis.value_rotation, heads, rows, *x.stride()[:3])
-    launch.start(
-        kernels.leave_kernel,
-        (batch * heads, -(-rows // _ROTATED_ROWS), 1),
-        arguments,
-        launch.leave_options,
-        (x.stride(),),
-        _are_aligned(x, basis.value_rotation),
-    )
-    return out
+def _append(key: Tensor, value: Tensor, kv: RaggedKV) -> None:
+    """Store new tokens behind their spans, in the basis, without counting them."""
+    (_, kv_heads, rows, dim), value_dim = key.shape, value.shape[-1]
+    blocks = _blocks(dim, value_dim, key.dtype)
+    kernels.append_kernel[kv.starts.numel(), -(-rows // _APPENDED_ROWS)](
+        key, value, *kv[:4], *(kv.basis or _NO_BASIS), kv_heads, rows, *key.stride()[:3], *value.stride()[:3], DIM=dim,
+        VALUE_DIM=value_dim, BLOCK_R=_APPENDED_ROWS, BLOCK_D=blocks["BLOCK_D"], BLOCK_V=blocks["BLOCK_V"],
+    )  # fmt: skip
 
 
 def _attend(
     q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, softcap: float | None, new: int,
     buffers: dict[Any, Any] | None, causal: bool = True, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    k_pool, v_pool, starts, lens, quantized, _ = kv
-    batch, heads, rows, _ = q.shape
+    k_pool, v_pool, starts, lens, quantized, basis = kv
+    batch, heads, rows, dim = q.shape
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
     bits = tuple(number for tier in quantized for number in tier[5:])
-    launch = _launch_for(q, starts, value_dim, packed, bits=bits)
+    launch = _launch(q.device, q.dtype, packed, spans, heads // kv_heads, dim, value_dim, bits)
     # Only what a decode step needs is worth keeping.
     places = (launch.programs + spans - 1) * packed
-    parts, extremes = _work_space(q, places, value_dim, buffers if new == _SINGLE else None)
+    kept = buffers if new == _SINGLE else None
+    parts, extremes = _work_space(q, "parts", places, value_dim, kept), _work_space(q, "extremes", places, 2, kept)
+    block = launch.programs * launch.tiles * launch.slice_options["BLOCK_M"]
+    turned = None if basis is None else _work_space(q, "queries", block, dim, kept)
     # Laid out by token, as the caller's next product reads it.
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     strides = q.stride(), key.stride(), value.stride()
@@ -173,16 +144,16 @@ def _attend(
     arguments: tuple[Any, ...] = (
         q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
         _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
-        scale * LOG2_E.value, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head,
-        *codes, *[None] * (_TIER_TENSORS - len(codes)),
+        scale * LOG2_E.value, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, turned,
+        *(basis or _NO_BASIS), *codes, *[None] * (_TIER_TENSORS - len(codes)),
     )  # fmt: skip
     launch.start(
         kernels.slice_kernel,
         (launch.programs, launch.tiles, 1),
         arguments,
         launch.slice_options | {"CAUSAL": causal, "NEW": new, "SOFTCAP": (softcap or 0.0) * LOG2_E.value},
-        (kv_heads, new, strides, causal, lse is None, softcap),
-        _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *codes),
+        (kv_heads, new, strides, causal, lse is None, softcap, basis and basis.mean.dtype),
+        _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *(basis or ()), *codes),
     )
     return out
 
@@ -195,16 +166,15 @@ def _are_aligned(*tensors: Tensor) -> bool:
     return not places & 15
 
 
-def _work_space(q: Tensor, places: int, value_dim: int, buffers: dict[Any, Any] | None) -> tuple[Tensor, Tensor]:
-    """Return sums [places, value_dim] and extremes [places, 2] of the parts; kept in `buffers` if given."""
-    place = "parts", q.device
+def _work_space(q: Tensor, name: str, places: int, size: int, buffers: dict[Any, Any] | None) -> Tensor:
+    """Return space [places, size] in float32; kept in `buffers` by its name if given."""
+    place = name, q.device
     buffer = None if buffers is None else buffers.get(place)
-    if buffer is not None and buffer[0].shape == (places, value_dim):
-        return buffer
-    sums, extremes = (q.new_empty((places, size), dtype=torch.float32) for size in (value_dim, 2))
-    if buffers is not None:
-        buffers[place] = sums, extremes
-    return sums, extremes
+    if buffer is None or buffer.shape != (places, size):
+        buffer = q.new_empty((places, size), dtype=torch.float32)
+        if buffers is not None:
+            buffers[place] = buffer
+    return buffer
 
 
 def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
@@ -216,14 +186,6 @@ def _tickets(q: Tensor, count: int, buffers: dict[Any, Any] | None) -> Tensor:
         if buffers is not None:
             buffers[place] = buffer
     return buffer
-
-
-def _launch_for(
-    q: Tensor, starts: Tensor, value_dim: int, packed: int, dim: int | None = None, bits: tuple[int, ...] = ()
-) -> Launch:
-    """Return the launch parameters for the queries `q` with `packed` rows a span; see `_launch`."""
-    spans, kv_heads = starts.numel(), starts.shape[1]
-    return _launch(q.device, q.dtype, packed, spans, q.shape[1] // kv_heads, dim or q.shape[-1], value_dim, bits)
 
 
 @functools.lru_cache(maxsize=256)
@@ -246,12 +208,6 @@ def _launch(
     warps = 8 if block_m * blocks["BLOCK_V"] > 8192 else 4
     programs = 2 * _multiprocessors(device) if triton_helpers.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
-    # With 16-bit operands, three TF32 products are as accurate as float32, and faster.
-    rotated = {
-        "BLOCK_R": _ROTATED_ROWS,
-        "PRECISION": devices.exact_products(dtype),
-        "num_warps": 4 if max(blocks["BLOCK_D"], blocks["BLOCK_V"]) <= 128 else 8,
-    }
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
         # Many tiles already fill a GPU, and every slice takes memory for its partial result.
@@ -274,8 +230,6 @@ def _launch(
             "num_warps": warps,
             "num_stages": stages,
         },
-        sizes | rotated | {"GROUP": group},
-        rotated | {"VALUE_DIM": value_dim, "BLOCK_V": blocks["BLOCK_V"]},
     )
 
 

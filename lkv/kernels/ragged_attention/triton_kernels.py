@@ -12,8 +12,8 @@ parts.
 import triton
 import triton.language as tl
 
-from lkv.kernels.ragged_attention.tier_kernels import attend_tier, sum_channels
-from lkv.kernels.triton_helpers import IS_INTERPRETED, cap, load_rows, split_heads, store_rows
+from lkv.kernels.ragged_attention.tier_kernels import as_operand, attend_tier, sum_channels
+from lkv.kernels.triton_helpers import cap, load_rows, split_heads, store_rows
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -31,6 +31,34 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
     batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads) * GROUP + packed % GROUP
     token = packed // GROUP
     return batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * row_stride
+
+
+@triton.constexpr_function
+def _bits_of(number):
+    return number.bit_length() - 1
+
+
+@triton.jit
+def _rotate(x, rotation, step_in, step_out, WIDTH: tl.constexpr):
+    """Return rows [ROWS, BLOCK] times a rotation [WIDTH, WIDTH] of `cache.tiers`, in float32.
+
+    That is a Hadamard matrix, applied as butterflies in registers, times a matrix for the odd factor of WIDTH, of which
+    alone, with the factor that norms the butterflies, `rotation` is read.
+    """
+    power: tl.constexpr = WIDTH & -WIDTH
+    rows: tl.constexpr = x.shape[0]
+    block: tl.constexpr = x.shape[1]
+    x = x.to(tl.float32)
+    for _ in tl.static_range(_bits_of(power)):
+        # Transforms the lowest bit of channel numbers, which becomes the highest one.
+        first, second = tl.split(tl.reshape(x, (rows, block // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (rows, block))
+    odd = tl.arange(0, block // power)
+    inside = (odd[:, None] < WIDTH // power) & (odd[None, :] < WIDTH // power)
+    at = power * (odd[:, None] * step_in + odd[None, :] * step_out)
+    matrix = tl.load(rotation + at, mask=inside, other=0.0)
+    x = tl.sum(tl.reshape(x, (rows, power, block // power))[:, :, :, None] * matrix[None, None, :, :], 2)
+    return tl.reshape(tl.permute(x, (0, 2, 1)), (rows, block))
 
 
 @triton.jit
@@ -117,15 +145,33 @@ def _join_parts(
 
 
 @triton.jit
-def _attend_new(
-    state, q, key, value, k_pool, v_pool, end, span, kv_heads, packed, within, scale, q_strides, k_strides, v_strides,
-    axes, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+def _append(
+    key, value, k_pool, v_pool, first, span, token, is_token, kv_heads, k_strides, v_strides, axes, basis,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):
-    """Attend to the one new token of a span as well, and append it at `end` of the pools."""
+    """Append the new tokens `token` [T] of a span to its pools, whose entry `first` is new token 0's."""
+    dims, real, value_dims, value_real = axes
+    k_mean, k_scale, k_rotation, v_rotation = basis
+    at = first + token.to(tl.int64)
+    fresh = load_rows(key, _row_offsets(span, kv_heads, token, k_strides, 1), is_token, dims, real)
+    fresh_value = load_rows(value, _row_offsets(span, kv_heads, token, v_strides, 1), is_token, value_dims, value_real)
+    if k_rotation is not None:
+        mean = tl.load(k_mean + span * DIM + dims, mask=real, other=0.0).to(tl.float32)
+        factor = tl.load(k_scale + span * DIM + dims, mask=real, other=1.0).to(tl.float32)
+        fresh = _rotate((fresh.to(tl.float32) - mean[None, :]) / factor[None, :], k_rotation, DIM, 1, DIM)
+        fresh_value = _rotate(fresh_value, v_rotation, VALUE_DIM, 1, VALUE_DIM)
+    store_rows(k_pool, at * DIM, fresh, is_token, dims, real)
+    store_rows(v_pool, at * VALUE_DIM, fresh_value, is_token, value_dims, value_real)
+
+
+@triton.jit
+def _attend_new(
+    state, query, key, value, span, kv_heads, k_strides, v_strides, axes, scale, SOFTCAP: tl.constexpr
+):
+    """Attend from rows `query` to the one new token of their span as well; all in the model's coordinates."""
     highest, weight, sums = state
     dims, real, value_dims, value_real = axes
     batch, kv_head = split_heads(span, kv_heads)
-    query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
     fresh = tl.load(key + batch * k_strides[0] + kv_head * k_strides[1] + dims, mask=real, other=0.0)
     fresh_value = tl.load(
         value + batch * v_strides[0] + kv_head * v_strides[1] + value_dims, mask=value_real, other=0.0
@@ -135,17 +181,25 @@ def _attend_new(
     shrink, factor = tl.exp2(highest - new), tl.exp2(score - new)
     weight = weight * shrink + factor
     sums = sums * shrink[:, None] + fresh_value.to(tl.float32)[None, :] * factor[:, None]
-    if tl.program_id(1) == 0:
-        tl.store(k_pool + end * DIM + dims, fresh, mask=real)
-        tl.store(v_pool + end * VALUE_DIM + value_dims, fresh_value, mask=value_real)
     return new, weight, sums
+
+
+@triton.jit
+def _queries_of(q, turned, k_rotation, q_at, turned_at):
+    """Return where queries are, and at which offsets: in `turned` with a basis, else as they came."""
+    if k_rotation is not None:
+        where, at = turned, turned_at
+    else:
+        where, at = q, q_at
+    return where, at
 
 
 @triton.jit
 def slice_kernel(
     q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes, tickets, spans, kv_heads, rows, added,
-    scale, out_batch, out_head, out_row, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, k_codes_0,
-    k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1,
+    scale, out_batch, out_head, out_row, q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, turned, k_mean,
+    k_scale, k_rotation, v_rotation, k_codes_0, k_norms_0, v_codes_0, v_norms_0, tables_0, k_codes_1, k_norms_1,
+    v_codes_1, v_norms_1, tables_1,
     NEW: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, SPANS: tl.constexpr,
     LEAST: tl.constexpr, CAUSAL: tl.constexpr, BITS: tl.constexpr, ALLOWS_PTX: tl.constexpr, WARPS: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -156,6 +210,9 @@ def slice_kernel(
     The first entries of a span are quantised, those of the first tier before those of the second; only the others are
     in the pools. BITS are the bits of k, then of v, of each tier. `tables` [2, spans] of a tier: how many entries of a
     span are in it, and the first of them.
+
+    With a basis (else None), the queries of a span are transformed first, and stored in `turned` [programs, BLOCK_M,
+    DIM], float32; what is joined is transformed back.
 
     SOFTCAP caps scores, in base 2 as they are (0: none).
 
@@ -183,6 +240,8 @@ def slice_kernel(
     real, value_real = dims < DIM, value_dims < VALUE_DIM
     axes = dims, real, value_dims, value_real
     q_strides, out_strides = (q_batch, q_head, q_row), (out_batch, out_head, out_row)
+    basis = k_mean, k_scale, k_rotation, v_rotation
+    first_turned = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * BLOCK_M
     tiers = (k_codes_0, k_norms_0, v_codes_0, v_norms_0), (k_codes_1, k_norms_1, v_codes_1, v_norms_1)
     all_tables = tables_0, tables_1
     if low < high:
@@ -203,6 +262,13 @@ def slice_kernel(
             start = _pick(all_starts, span, SPANS).to(tl.int64)
             # Programs and spans increase together, so their sum is a unique index of the pair.
             first_slot = (tl.program_id(0) + span) * packed_rows
+            if k_rotation is not None:
+                turned_rows = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
+                factor = tl.load(k_scale + span * DIM + dims, mask=real, other=0.0).to(tl.float32)
+                turned_rows = _rotate(turned_rows.to(tl.float32) * factor[None, :], k_rotation, DIM, 1, DIM)
+                store_rows(turned, (first_turned + tl.arange(0, BLOCK_M)) * DIM, turned_rows, within, dims, real)
+                # Other threads load what this one stores.
+                tl.debug_barrier()
             coded = begin * 0
             has_part = coded > 0
             for tier in tl.static_range(len(BITS) // 2):
@@ -216,10 +282,14 @@ def slice_kernel(
                     if CAUSAL:
                         limit = tl.minimum(limit, length - rows + tier_row // GROUP + 1)
                     first_code = tl.load(tables + spans + span).to(tl.int64) + (low_entry - coded)
+                    queries, query_at = _queries_of(
+                        q, turned, k_rotation, _row_offsets(span, kv_heads, tier_row, q_strides, GROUP),
+                        (first_turned + tl.arange(0, ROWS)) * DIM,
+                    )
                     found = attend_tier(
-                        q, _row_offsets(span, kv_heads, tier_row, q_strides, GROUP), is_row, tiers[tier], first_code,
-                        high_entry - low_entry, limit - low_entry, scale, DIM, VALUE_DIM, BITS[2 * tier],
-                        BITS[2 * tier + 1], WARPS, STAGES, ALLOWS_PTX, SOFTCAP,
+                        queries, query_at, is_row, tiers[tier], first_code, high_entry - low_entry, limit - low_entry,
+                        scale, DIM, VALUE_DIM, BITS[2 * tier], BITS[2 * tier + 1], WARPS, STAGES, ALLOWS_PTX,
+                        k_pool.dtype.element_ty, SOFTCAP,
                     )
                     channels, is_channel = sum_channels(VALUE_DIM, BITS[2 * tier + 1])
                     _store_part(
@@ -229,11 +299,13 @@ def slice_kernel(
                 coded = after_tier
             # Every pair has a part, even without entries.
             if (tl.maximum(begin, coded) < end) | (has_part == 0):
-                query = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
-                # The interpreter knows bfloat16 as bits, and would multiply those.
-                query = query.to(tl.float32) if IS_INTERPRETED and query.dtype == tl.bfloat16 else query
+                queries, query_at = _queries_of(
+                    q, turned, k_rotation, _row_offsets(span, kv_heads, packed, q_strides, GROUP),
+                    (first_turned + tl.arange(0, BLOCK_M)) * DIM,
+                )
+                query = load_rows(queries, query_at, within, dims, real).to(k_pool.dtype.element_ty)
                 found = _attend_pools(
-                    query, k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible,
+                    as_operand(query), k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible,
                     axes, scale, DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_V, SOFTCAP,
                 )
                 _store_part(
@@ -243,7 +315,15 @@ def slice_kernel(
             tl.debug_barrier()
             ticket = tickets + span * tl.num_programs(1) + tl.program_id(1)
             oldest, newest = before // size, (after - 1) // size
-            if tl.atomic_add(ticket, 1, sem="acq_rel") == newest - oldest:
+            drawn = tl.atomic_add(ticket, 1, sem="acq_rel")
+            if NEW == 1:
+                # By the first to draw a ticket, whom no other waits for.
+                if (drawn == 0) & (tl.program_id(1) == 0):
+                    _append(
+                        key, value, k_pool, v_pool, start + length, span, tl.arange(0, 1), tl.arange(0, 1) == 0,
+                        kv_heads, (k_batch, k_head, 0), (v_batch, v_head, 0), axes, basis, DIM, VALUE_DIM,
+                    )
+            if drawn == newest - oldest:
                 tl.store(ticket, 0)
                 # JOIN_M rows at a time: the parts of all rows of a tile would not fit a program's registers.
                 for row in range(first_row, after_rows, JOIN_M):
@@ -253,11 +333,18 @@ def slice_kernel(
                         parts, extremes, oldest + span, newest + span, joined, is_row, packed_rows, value_dims,
                         value_real, VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
                     )
+                    if v_rotation is not None:
+                        mean = _rotate(mean, v_rotation, 1, VALUE_DIM, VALUE_DIM)
+                    if (NEW == 1) | (k_rotation is not None):
+                        query = load_rows(q, _row_offsets(span, kv_heads, joined, q_strides, GROUP), is_row, dims, real)
+                    if k_rotation is not None:
+                        # Entries in the basis are without the mean, which all scores of a query get back.
+                        centre = tl.load(k_mean + span * DIM + dims, mask=real, other=0.0).to(tl.float32)
+                        peak += tl.sum(query.to(tl.float32) * centre[None, :], 1) * scale
                     if NEW == 1:
                         peak, share, mean = _attend_new(
-                            (peak, share, mean), q, key, value, k_pool, v_pool, start + length, span, kv_heads, joined,
-                            is_row, scale, q_strides, (k_batch, k_head), (v_batch, v_head), axes, GROUP, DIM, VALUE_DIM,
-                            SOFTCAP,
+                            (peak, share, mean), query, key, value, span, kv_heads, (k_batch, k_head),
+                            (v_batch, v_head), axes, scale, SOFTCAP,
                         )
                     # A row without entries gives 0, with a logarithm of -inf.
                     share = tl.where(share == 0.0, 1.0, share)
@@ -276,74 +363,18 @@ def slice_kernel(
 
 
 @triton.jit
-def _rotate_rows(
-    x, x_at, out, out_at, is_row, mean, factor, rotation, step_in, step_out, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+def append_kernel(
+    key, value, k_pool, v_pool, starts, lens, k_mean, k_scale, k_rotation, v_rotation, kv_heads, rows, k_batch, k_head,
+    k_row, v_batch, v_head, v_row, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Store rows [BLOCK_R, WIDTH] at `x_at` of x, times an orthogonal matrix [WIDTH, WIDTH], in `out`.
-
-    Before that, channels are multiplied by `factor`; or, with a `mean`, it is subtracted and they are divided by
-    `factor`. Both are None to skip this.
-    """
-    channels = tl.arange(0, BLOCK_W)
-    turned = tl.zeros([BLOCK_R, BLOCK_W], tl.float32)
-    for first in tl.static_range(0, BLOCK_W, 16):
-        channel = first + tl.arange(0, 16)
-        real = channel < WIDTH
-        part = load_rows(x, x_at, is_row, channel, real).to(tl.float32)
-        if factor is not None:
-            by = tl.load(factor + channel, mask=real, other=1.0).to(tl.float32)
-            if mean is not None:
-                part = (part - tl.load(mean + channel, mask=real, other=0.0).to(tl.float32)[None, :]) / by[None, :]
-            else:
-                part = part * by[None, :]
-        matrix = load_rows(rotation, channel * step_in, real, channels * step_out, channels < WIDTH)
-        turned = tl.dot(part, matrix, turned, input_precision=PRECISION)
-    store_rows(out, out_at, turned, is_row, channels, channels < WIDTH)
-
-
-@triton.jit
-def enter_kernel(
-    q, key, value, new_q, new_key, new_value, mean, scale, key_rotation, value_rotation, heads, kv_heads, rows, q_batch,
-    q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, GROUP: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """Transform new tokens of one head of q, k or v to the coordinates of a `Basis`; the results are contiguous."""
-    batch, head = split_heads(tl.program_id(0), heads + 2 * kv_heads)
-    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_row, row = row < rows, row.to(tl.int64)
-    if head < heads:
-        factor = scale + (batch * kv_heads + head // GROUP) * DIM
-        _rotate_rows(
-            q, batch * q_batch + head * q_head + row * q_row, new_q, ((batch * heads + head) * rows + row) * DIM,
-            is_row, None, factor, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
-        )
-    elif head < heads + kv_heads:
-        head -= heads
-        span = batch * kv_heads + head
-        _rotate_rows(
-            key, batch * k_batch + head * k_head + row * k_row, new_key, (span * rows + row) * DIM, is_row,
-            mean + span * DIM, scale + span * DIM, key_rotation, DIM, 1, DIM, PRECISION, BLOCK_R, BLOCK_D,
-        )
-    else:
-        head -= heads + kv_heads
-        _rotate_rows(
-            value, batch * v_batch + head * v_head + row * v_row, new_value,
-            ((batch * kv_heads + head) * rows + row) * VALUE_DIM, is_row, None, None, value_rotation, VALUE_DIM, 1,
-            VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V,
-        )
-
-
-@triton.jit
-def leave_kernel(
-    x, out, value_rotation, heads, rows, batch_stride, head_stride, row_stride, VALUE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
-):
-    """Transform one head's outputs over rotated values to the model's coordinates, in the layout of `x`."""
-    batch, head = split_heads(tl.program_id(0), heads)
-    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    at = batch * batch_stride + head * head_stride + row.to(tl.int64) * row_stride
-    _rotate_rows(
-        x, at, out, at, row < rows, None, None, value_rotation, 1, VALUE_DIM, VALUE_DIM, PRECISION, BLOCK_R, BLOCK_V
+    """Append up to BLOCK_R new tokens of a span to its pools, in the coordinates of a basis (else None)."""
+    span = tl.program_id(0)
+    token = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    _append(
+        key, value, k_pool, v_pool, (tl.load(starts + span) + tl.load(lens + span)).to(tl.int64), span, token,
+        token < rows, kv_heads, (k_batch, k_head, k_row), (v_batch, v_head, v_row),
+        (dims, dims < DIM, value_dims, value_dims < VALUE_DIM), (k_mean, k_scale, k_rotation, v_rotation), DIM,
+        VALUE_DIM,
     )
