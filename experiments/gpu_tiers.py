@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from experiments.common import interleaved, parse_options, save_rows
-from experiments.gpu_model import INSTRUCTIONS, KV_HEADS, attention_seconds, entries
+from experiments.gpu_model import INSTRUCTIONS, KV_HEADS, ROTATIONS, attention_seconds, entries
 from experiments.ragged_attention import seconds_of
 from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.tiered_store import TieredStore
@@ -123,7 +123,7 @@ def timed_rows(options: argparse.Namespace, tokens: int, batch: int) -> Iterator
             with occupancy(*setting):
                 runs["{} x {}".format(*setting)] = step if device.type == "cpu" else devices.capture(step, device)[0]
         kept = entries(tokens, batch, options.memory, tiers)
-        estimated = 1e6 * attention_seconds(kept, 1 if tiers == PLAIN else 3, INSTRUCTIONS)
+        estimated = 1e6 * (attention_seconds(kept, 1, INSTRUCTIONS) + (0.0 if tiers == PLAIN else ROTATIONS))
         for name, times in interleaved(runs, options.repeats, partial(seconds_of, device=options.device)).items():
             value, low, high = (1e6 * x / count for x in (median(times), min(times), max(times)))
             print(f"{tokens:,} x {batch}, {[*tiers]}, {name}: {value:.1f} us a layer, {estimated:.1f} estimated")

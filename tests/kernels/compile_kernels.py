@@ -127,8 +127,9 @@ def product_loops(sass: str) -> list[dict[str, int]]:
             continue
         names = [name for at, name, _ in found if low <= at <= high]
         if any(name.startswith("HMMA") for name in names):
-            row = {"instructions": len(names), "byte_loads": sum(name.startswith("LDS.U8") for name in names)}
-            rows.append(row | {"wide_stores": sum(name.startswith("STS.128") for name in names)})
+            avoided = {"byte_loads": "LDS.U8", "wide_stores": "STS.128", "spill_loads": "LDL", "spill_stores": "STL"}
+            counts = {key: sum(name.startswith(start) for name in names) for key, start in avoided.items()}
+            rows.append({"instructions": len(names)} | counts)
     return rows
 
 
