@@ -199,7 +199,7 @@ def attend_tier(
     of k, then of v; products with v are in TYPE. Returns maximum and weight [rows], and sums [rows, channels] in the
     order of `sum_channels`.
     """
-    key_type: tl.constexpr = tl.float32 if TYPE == tl.float32 else tl.float16
+    key_type: tl.constexpr = tl.float32 if tl.float32 == TYPE else tl.float16
     key_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, DIM, KEY_BITS, TYPE)
     value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, TYPE)
     # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
@@ -244,7 +244,7 @@ def attend_tier(
         new = tl.maximum(highest, tl.max(scores, 1))
         shrink, share = tl.exp2(highest - new), tl.exp2(scores - new[:, None, :])
         highest, weight = new, weight * shrink + tl.sum(share, 1)
-        if TYPE == tl.float16:
+        if tl.float16 == TYPE:
             v_norm = tl.minimum(v_norm, 65504.0)
         share = as_operand((share * v_norm[:, :, None]).to(TYPE))
         added = ()  # type: tuple[tl.tensor, ...]

@@ -305,8 +305,8 @@ def slice_kernel(
                 )
                 query = load_rows(queries, query_at, within, dims, real).to(k_pool.dtype.element_ty)
                 found = _attend_pools(
-                    as_operand(query), k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end, visible,
-                    axes, scale, DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_V, SOFTCAP,
+                    as_operand(query), k_pool + start * DIM, v_pool + start * VALUE_DIM, tl.maximum(begin, coded), end,
+                    visible, axes, scale, DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_V, SOFTCAP,
                 )
                 _store_part(
                     parts, extremes, first_slot + packed, within, found, value_dims, value_real, has_part, VALUE_DIM
@@ -318,7 +318,8 @@ def slice_kernel(
             drawn = tl.atomic_add(ticket, 1, sem="acq_rel")
             if NEW == 1:
                 # By the first to draw a ticket, whom no other waits for.
-                if (drawn == 0) & (tl.program_id(1) == 0):
+                is_first = (drawn == 0) & (tl.program_id(1) == 0)
+                if is_first:
                     _append(
                         key, value, k_pool, v_pool, start + length, span, tl.arange(0, 1), tl.arange(0, 1) == 0,
                         kv_heads, (k_batch, k_head, 0), (v_batch, v_head, 0), axes, basis, DIM, VALUE_DIM,
