@@ -244,8 +244,16 @@ def encode_question(
     """Tokenise everything from the end of a context of this kind, the text `before`, to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
     if kind == "conversation" and getattr(tokenizer, "chat_template", None):  # the user's turn has begun
-        between = ""
+        between, question = "", _strip_start(tokenizer, before, question)
     return encode_continuation(tokenizer, between + question + after, before)
+
+
+def _strip_start(tokenizer: "PreTrainedTokenizerBase", before: str, text: str) -> str:
+    """Return `text` without white space at its start if the tokenizer merges that with the end of `before`."""
+    end = before[-_TAIL_CHARACTERS:]
+    ids = encode(tokenizer, end)
+    is_merged = text[:1].isspace() and encode(tokenizer, end + text)[: len(ids)] != ids
+    return text.lstrip() if is_merged else text
 
 
 def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
@@ -285,7 +293,8 @@ def render_messages(
     text = _apply_template(tokenizer, [turns[0] | {"content": start + turns[0]["content"]}, *turns[1:]])
     if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
         raise PromptError("the first message after the system's must be one of the user: it follows the context.")
-    return text.split(_CONTEXT)[1]
+    before, rest = text.split(_CONTEXT)
+    return _strip_start(tokenizer, before, rest) if after == "conversation" else rest
 
 
 def _render_plainly(turns: list[dict[str, str]], after_context: bool) -> str:

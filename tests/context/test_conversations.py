@@ -11,7 +11,7 @@ from lkv.context.protection import protected_tokens
 from lkv.errors import PromptError
 from lkv.hf.loading import load_default
 from lkv.hf.prompt_kv import read_prompt
-from lkv.utils.prompts import decode_tail, encode_context, encode_question
+from lkv.utils.prompts import decode_tail, encode_context, encode_continuation, encode_question, render_messages
 from tests.conftest import save_model, uneven_policy
 from tests.context.test_chat import TEMPLATE
 from tests.context.test_protection import kept_positions
@@ -69,6 +69,21 @@ def test_conversation_and_question_are_the_template_s_whole(parts, template):
     )
     question = encode_question(tokenizer, QUESTION, decode_tail(tokenizer, ids), "conversation")
     assert ids + question == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("start", ["", " ", "\n", "\n\n", "  ", "\t\n "])
+def test_white_space_before_a_question_does_not_merge_with_the_turn(start):
+    tokenizer = load_default()[1]
+    turns = [turn for turn in TURNS if turn["role"] in ("user", "assistant") and turn["content"]]
+    ids = encode_context(tokenizer, turns)
+    asked = {"role": "user", "content": start + QUESTION}
+    whole = tokenizer.apply_chat_template([*turns, asked], add_generation_prompt=True)["input_ids"]
+    if whole[: len(ids)] != ids:  # the white space changes tokens of the context, which is compressed before
+        whole = tokenizer.apply_chat_template([*turns, asked | {"content": QUESTION}], add_generation_prompt=True)
+        whole = whole["input_ids"]
+    assert ids + encode_question(tokenizer, start + QUESTION, decode_tail(tokenizer, ids), "conversation") == whole
+    rendered = render_messages(tokenizer, [asked], "conversation")
+    assert ids + encode_continuation(tokenizer, rendered) == whole
 
 
 def test_answers_are_those_of_the_stock_model_that_sees_what_is_kept(parts, tmp_path):
