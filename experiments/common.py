@@ -16,6 +16,7 @@ from experiments.bootstrap import bootstrap
 from experiments.journal import open_journal
 from experiments.report.names import method_label
 from experiments.result_file import write_results
+from experiments.samples import keep_samples
 from lkv.errors import DataError, LkvError, PolicyMismatchError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.hf.loading import DEFAULT, load_model
@@ -156,9 +157,9 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Call `measure` with each case that an interrupted run has not measured, and write the rows of `summarise`.
 
-    The samples go to a journal beside `options.out`, which a finished run deletes. An interrupted run resumes with the
-    same options, except `growing` ones, of which there may be more, the same files and the same versions of packages.
-    `details` go into the result beside the policy's digest, and must be the same too.
+    The samples go to a journal beside `options.out`; a finished run keeps them as `samples_path` instead. An
+    interrupted run resumes with the same options, except `growing` ones, of which there may be more, the same files and
+    the same versions of packages. `details` go into the result beside the policy's digest, and must be the same too.
     """
     details = {"policy": policy.digest(), **(details or {})}
     settings = settings_of(options, growing) | details | files_of(options)
@@ -167,9 +168,10 @@ def run_cases(
         for key, case in tqdm(cases.items(), desc=name):
             if key not in journal:
                 journal.add(key, measure(*case))
-        rows = summarise({key: journal[key] for key in cases})
+        samples = {key: journal[key] for key in cases}
+        rows = summarise(samples)
         # Versions as the run began: its environment may have changed since.
-        measured = details | {"versions": settings["versions"]}
+        measured = details | {"samples": keep_samples(options.out, samples), "versions": settings["versions"]}
         write_results(options.out, name, rows, options.seed, command_of(module, options), measured)
     return rows
 
