@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -127,7 +128,6 @@ class _Renderer:
 
         parser = LexborHTMLParser(page.replace("\0", ""))
         self._sheets = StyleSheets(parser, page)
-        self.left_out["style rule"] += self._sheets.unread
         root = parser.root
         steps: list[_Step] = [root] if root is not None else []
         while steps:
@@ -138,6 +138,7 @@ class _Renderer:
                 self._write(step.text_content or "")
             elif step.is_element_node:
                 steps.extend(reversed(self._enter(step)))
+        self.left_out["style rule"] += self._sheets.unread
 
     def _write(self, text: str) -> None:
         if not self._is_visible:
@@ -222,6 +223,9 @@ class _Renderer:
             if display == "table-row" and self._tables:
                 self._tables[-1].append([])
             content = self._render_content(node, display, style)
+            before, after = (self._sheets.content(node, place) for place in ("before", "after"))
+            content = [partial(self._write, before), *content] if before else content
+            content = [*content, partial(self._write, after)] if after else content
             if not display.startswith("table-row") and _is_struck(node, style):
                 # Marked as in Markdown, so that it is not read as valid, nor as one with what replaces it.
                 content = [lambda: self._write("~~"), *content, lambda: self._write("~~")]

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
 
-# Of a sheet: parts that end with a mark; comments and strings with such marks.
+# Of a sheet: parts that end with a mark; comments, and strings, which may have such marks.
 _PART = re.compile(r"([^{};]*)([{};]?)")
-_NO_PARTS = re.compile(r"""/\*.*?(?:\*/|\Z)|<!--|-->|"[^"\n]*[{};][^"\n]*"|'[^'\n]*[{};][^'\n]*'""", re.DOTALL)
+_NO_PARTS = re.compile(r"""/\*.*?(?:\*/|\Z)|<!--|-->|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""", re.DOTALL)
 _USED = re.compile(r"\b(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align)\s*:")
+# Text before and after elements, but no icons, whose characters are for private use.
+_PSEUDO_ELEMENT = re.compile(r"::?(before|after)$", re.IGNORECASE)
+_ICON = r"""\s*["'](?:\\[ef][0-9a-f]{3}|[\ue000-\uf8ff])"""
+_GENERATES = re.compile(rf"""(?:^|;)\s*content\s*:(?!{_ICON})([^;]*["'(][^;]*)""", re.IGNORECASE)
+_CONTENT_PART = re.compile(r"""(["'])(.*?)(?<!\\)\1|attr\(\s*([\w-]+)\s*\)|!.*|([^\s"']+)""", re.DOTALL)
+_ESCAPE = re.compile(r"\\(?:([0-9a-fA-F]{1,6})\s?|(.))")
 _HIDES = re.compile(r"\b(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse))")
 _WIDTH = 1280  # pixels of the window
 _FEATURE = re.compile(r"\(\s*(?:(min-|max-)width\s*:|width\s*([<>])=?)\s*([\d.]+)(px|r?em)\s*\)")
@@ -40,16 +46,22 @@ class StyleSheets:
         self.doubtful: set[int] = set()
         self.unread = 0
         self._styles: dict[int, tuple[Style, Style]] = {}
-        rules = [rule for rule in _page_rules(parser) if _USED.search(rule[1])]
+        self._contents: dict[tuple[int, str], str] = {}
+        rules = [rule for rule in _page_rules(parser) if _is_used(*rule)]
         most = min(_MAX_RULES, _MAX_SEARCHED // len(page or " "))
         self.unread += len(rules[most:])
         for selector, declarations in sorted(rules[:most], key=lambda rule: _specificity(rule[0])):
+            pseudo = _PSEUDO_ELEMENT.search(selector)
+            own = selector[: pseudo.start()] if pseudo else selector
             try:
-                nodes = parser.css(_NOT_MOMENTS.sub("", selector))
+                nodes = parser.css(_NOT_MOMENTS.sub("", own) or "*")
             except SelectolaxError:
-                self.unread += bool(_HIDES.search(declarations)) and not _OTHER_TIMES.search(selector)
+                self.unread += bool(_HIDES.search(declarations.lower())) and not _OTHER_TIMES.search(selector)
                 continue
             for node in nodes:
+                if pseudo:
+                    self._contents[node.mem_id, pseudo[1].lower()] = declarations
+                    continue
                 styles = self._styles.setdefault(node.mem_id, ({}, {}))
                 for style, more in zip(styles, _parse(declarations), strict=True):
                     style.update(more)
@@ -59,6 +71,17 @@ class StyleSheets:
                     for name in [name for name, value in style.items() if _HIDES.fullmatch(f"{name}:{value}")]:
                         del style[name]
                         self.doubtful.add(number)
+
+    def content(self, node: "LexborNode", place: str) -> str:
+        """Return the text that rules draw "before" or "after" an element's own."""
+        declarations = self._contents.get((node.mem_id, place), "")
+        if not (generated := _GENERATES.search(declarations)) or _HIDES.search(declarations.lower()):
+            return ""
+        text = ""
+        for _, string, attribute, other in _CONTENT_PART.findall(generated[1]):
+            self.unread += bool(other)  # such as a counter or an image
+            text += _ESCAPE.sub(_unescaped, string) if not attribute else node.attributes.get(attribute.lower()) or ""
+        return text if not _USED.search(declarations) else f" {text} "
 
     def style(self, node: "LexborNode") -> Style:
         """Return an element's declarations, its attribute `style` included."""
@@ -70,10 +93,28 @@ class StyleSheets:
 def _page_rules(parser: "LexborHTMLParser") -> Iterator[tuple[str, str]]:
     """Yield each selector and its declarations, in the order of the page."""
     for node in parser.css("style"):
-        css, media = _NO_PARTS.sub("", node.text()), node.attributes.get("media")
+        if (node.attributes.get("type") or "text/css").lower() != "text/css":
+            continue
+        css, media = _NO_PARTS.sub(_without_marks, node.text()), node.attributes.get("media")
         for selectors, declarations in _rules(f"@media {media} {{{css}}}" if media else css):
             for selector in re.split(r",(?![^(\[]*[)\]])", selectors):
-                yield selector.strip(), declarations.lower()
+                yield selector.strip(), declarations
+
+
+def _without_marks(part: re.Match[str]) -> str:
+    """Return a string with escapes for the marks that end parts of a sheet, and nothing of a comment."""
+    return re.sub("[{};]", lambda mark: f"\\{ord(mark[0]):x} ", part[1] or "")
+
+
+def _is_used(selector: str, declarations: str) -> bool:
+    if _PSEUDO_ELEMENT.search(selector):
+        return _GENERATES.search(declarations) is not None
+    return _USED.search(declarations.lower()) is not None
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    code = int(escape[1] or "0", 16)
+    return escape[2] or (chr(code) if 0 < code < 0xD800 or 0xDFFF < code < 0x110000 else "\ufffd")
 
 
 def _rules(css: str) -> list[tuple[str, str]]:
