@@ -34,7 +34,6 @@ _KVPRESS_NAMES = {  # kvpress's names, letters and digits only, if they differ f
     "expectedattentione2": "expected-e2",
 }
 
-
 T = TypeVar("T", bound=type[Any])
 
 
