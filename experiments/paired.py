@@ -9,7 +9,7 @@ Student's t below 20 contexts, else BCa.
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,19 +57,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     named = Path(options.result)
     path = named if named.suffix == ".json" else RESULTS / f"{named.name}.json"
     try:
-        samples = read_kept_samples(path)
-        rows = [
-            (key, baseline, compare(own, other, options.times))
-            for baseline in options.baselines
-            for key, (own, other) in paired_means(samples.values(), options.method, baseline).items()
-        ]
+        rows = compare_all(read_kept_samples(path).values(), options.method, options.baselines, options.times)
     except DataError as error:
         parser.error(str(error))
-    adjusted = holm([paired.p for *_, paired in rows])
-    for (budget, baseline, paired), p in zip(rows, adjusted, strict=True):
+    times = "" if options.times == 1 else f"{options.times:g} x "
+    for budget, baseline, paired, p in rows:
         interval = f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
-        times = "" if options.times == 1 else f"{options.times:g} x "
         print(f"{budget:6} {options.method} - {times}{baseline}: {interval} p {p:.4f} n {paired.n} {paired.verdict(p)}")
+
+
+def compare_all(
+    samples: Collection[Record], method: str, baselines: Sequence[str], times: float = 1.0
+) -> list[tuple[float, str, Paired, float]]:
+    """Compare `method` with each baseline at each budget: (budget, baseline, difference, adjusted p-value).
+
+    Raises:
+        DataError: As `paired_means` and `compare`.
+    """
+    rows = [
+        (budget, baseline, compare(own, other, times))
+        for baseline in baselines
+        for budget, (own, other) in paired_means(samples, method, baseline).items()
+    ]
+    adjusted = holm([paired.p for *_, paired in rows])
+    return [(*row, p) for row, p in zip(rows, adjusted, strict=True)]
 
 
 def paired_means(samples: Iterable[Record], method: str, baseline: str) -> dict[float, tuple[list[float], list[float]]]:

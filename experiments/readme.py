@@ -21,7 +21,9 @@ from typing import Any
 from experiments.common import RESULTS, row_label
 from experiments.evaluations import ABLE
 from experiments.memory import best_precisions
+from experiments.paired import compare_all
 from experiments.report.names import FULL, part_label
+from experiments.samples import read_kept_samples
 from lkv.methods.targets import KVShape
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
@@ -232,6 +234,15 @@ def by_memory(file: str, tokens: int) -> str:
     return table(cells, columns=[f"{budget:.0%}" for budget in budgets])
 
 
+def paired(file: str, baselines: str) -> str:
+    """Return LKV's KL minus that of each baseline in the same contexts, and what follows, a column for each budget."""
+    samples, cells = read_kept_samples(RESULTS / f"{file}.json"), {}
+    for budget, baseline, test, p in compare_all(samples.values(), "lkv", baselines.split(",")):
+        difference = f"{test.difference:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
+        cells[name_of(baseline), f"{budget:.0%}"] = f"{difference}, p {p:.3f}: {test.verdict(p)}"
+    return table(cells, "LKV minus")
+
+
 def by_length(file: str, retention: float) -> str:
     """Return KL and agreement, a column for each length, without methods that cannot read all its contexts."""
     rows = sorted(read(file, task="all"), key=lambda row: row["tokens"])
@@ -333,7 +344,7 @@ def ruler_tasks(file: str) -> str:
 TABLES: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
-        main_table, by_memory, by_length, needles, ruler, fidelity, grid, fits, ruler_tasks,
+        main_table, by_memory, paired, by_length, needles, ruler, fidelity, grid, fits, ruler_tasks,
     )
 }  # fmt: skip
 
