@@ -197,7 +197,9 @@ def _describe_size(context: "Context", budget: str = "") -> str:
     from lkv.utils.devices import dtype_name
 
     size, full, dtype = context.nbytes() / 1e6, context.full_nbytes() / 1e6, dtype_name(context.model.dtype)
-    return f"KV cache {size:.1f} MB ({full:.1f} MB in {dtype} without compression{budget})"
+    other = getattr(context.cache, "other_nbytes", int)() / 1e6  # 0 in a full cache
+    others = f", {other:.1f} MB of it windows and states" if other else ""
+    return f"KV cache {size:.1f} MB{others} ({full:.1f} MB in {dtype} without compression{budget})"
 
 
 def _warn_if_truncated(answers: "Context | Chat") -> None:

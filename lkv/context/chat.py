@@ -46,13 +46,12 @@ class Chat:
         """Start a chat about a context, without changing the context.
 
         Raises:
-            CacheError: For a context that is not compressed, or whose cache cannot be cropped (sliding layers,
-                decode_eviction).
+            CacheError: For a context that is not compressed, or whose cache evicts while decoding.
         """
         self._context = context.fork()
         self._model, self._tokenizer, self._ids = context.model, context.tokenizer, list(context.ids)
         self.cache = self._context.cache
-        if not self.cache.is_shareable:
+        if not self.cache.is_rewindable:
             raise CacheError("turns about this context could not be removed again; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
         self.answer_tokens, self.is_truncated = 0, False
@@ -77,6 +76,8 @@ class Chat:
     def undo(self, turns: int = 1) -> None:
         """Remove the last `turns` turns.
 
+        In models with sliding-window or recurrent layers, the next answer reads the turns before them again.
+
         Raises:
             CacheError: If there are fewer.
         """
@@ -85,7 +86,7 @@ class Chat:
         if turns:
             start = self.turns[-turns].start
             del self.turns[-turns:], self._ids[start:]
-            crop_to(self.cache, start)
+            self._crop(start)
 
     def nbytes(self) -> int:
         """Return the bytes of k and v of the text and all turns."""
@@ -104,7 +105,7 @@ class Chat:
         try:
             answer = generate(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
         except BaseException:
-            crop_to(self.cache, length)
+            self._crop(length)
             raise
         self.answer_tokens = len(answer)
         self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
@@ -113,6 +114,13 @@ class Chat:
         self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
         self.turns.append(Turn(question, text, start))
         return text
+
+    def _crop(self, length: int) -> None:
+        """Remove all tokens after the first `length`; windows and states cannot be cropped, only restored."""
+        if self.cache.is_shareable:
+            crop_to(self.cache, length)
+        else:
+            self.cache.rewind()
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self.turns)} turns, {len(self._ids):,} tokens, about {self._context!r}>"

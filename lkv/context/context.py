@@ -88,7 +88,7 @@ class Context:
         return self.metadata.get("kind", "text")
 
     def nbytes(self) -> int:
-        """Return the bytes of the k and v tensors, free slots included."""
+        """Return the bytes of the k and v tensors, free slots, windows and states included."""
         return self.cache.nbytes()
 
     def full_nbytes(self) -> int:

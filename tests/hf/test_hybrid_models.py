@@ -5,6 +5,8 @@ The stock model reads the same tokens in the same passes: its recurrent layers c
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.tiered_store import TieredStore
+from lkv.cli.ask import _describe_size
 from lkv.context import saved_context
 from lkv.context.chat import Chat
 from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
+from lkv.context.generation import decode_answer
 from lkv.errors import CacheError, ContextFileError, TrainingError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
@@ -30,11 +35,15 @@ from lkv.policy.policy import Policy
 from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
+from lkv.utils import devices
+from lkv.utils.prompts import encode, encode_next_question, render_messages
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
 from tests.families import HYBRIDS, MIXED, Family
 from tests.hf.test_families import check_training, scorer_inputs
+from tests.serving.server import KNORM, serving, tiny
+from tests.serving.server import TEXT as SERVED
 
 PROMPT = 40
 
@@ -202,9 +211,11 @@ def test_a_batch_padded_on_the_left_equals_its_rows_alone(mixed):
 
 def test_streaming_and_eviction_of_answers_equal_the_masked_model(mixed, monkeypatch):
     method, text, tail = method_of(mixed), ids(1, PROMPT + 8), [1] * 8
-    if not any(kind.is_stepwise for kind in patch_attention(mixed).kinds):
-        streamed = RaggedCache(mixed, method=method, streaming=True, prompt_tokens=PROMPT)
-        chunks = [17, 17, 6, *tail]
+    streamed, chunks = RaggedCache(mixed, method=method, streaming=True, prompt_tokens=PROMPT), [17, 17, 6, *tail]
+    if streamed.is_stepwise:
+        with pytest.raises(CacheError, match="several tokens after a text wrongly in this model"):
+            read(mixed, streamed, text, chunks)
+    else:
         expected = masked(mixed, method, text, chunks, [17, 34, PROMPT], monkeypatch)
         assert_close(read(mixed, streamed, text, chunks), expected)
         streamed.rewind()
@@ -231,9 +242,8 @@ def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path, monkeypat
         patch.setattr(saved_context.transformers, "__version__", "5.99.1")
         with pytest.raises(ContextFileError, match=r"states of transformers .*, which 5\.99 may lay out"):
             Context.load(tmp_path / "text.kv", model, Words())
-    with pytest.raises(CacheError, match="turns about this context could not be removed"):
-        Chat(context)
     states = context.cache.other_nbytes()
+    assert f", {states / 1e6:.1f} MB of it windows and states (" in _describe_size(context)
     assert 0 < states < context.nbytes() == states + sum(layer.nbytes() for layer in context.cache.ragged_layers)
     if options == {"retention": 0.4}:
         full = compress(model, Words(), TEXT, method="full")
@@ -241,6 +251,67 @@ def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path, monkeypat
         everything = compress(model, Words(), TEXT, method="knorm", retention=1.0)
         for _ in range(2):
             assert full.ask(questions[0], 6, eos_token_id=None) == everything.ask(questions[0], 6, eos_token_id=None)
+
+
+@pytest.mark.slow
+def test_lkv_serve_answers_several_clients(family, tmp_path):
+    """Each as the context itself, also from a file of the store; without a context as the stock model."""
+    sizes = {"vocab_size": 259, "max_position_embeddings": 2048}
+    model, (_, tokenizer) = (
+        replace(family, changes=family.changes | sizes).build(torch.float32),
+        tiny(tmp_path / "tiny"),
+    )
+    own, questions = compress(model, tokenizer, SERVED, **KNORM), ["Who?", "How many boats are there?", "And then?"]
+    expected = [own.ask(question, 8) for question in questions]
+    with serving(model, tokenizer, tmp_path / "store") as server, ThreadPoolExecutor(3) as pool:
+        context = server.compressed(SERVED)
+        assert [*pool.map(lambda question: server.answer(question, context), questions)] == expected
+        alone = server.answer("Who?")
+    ids = encode(tokenizer, render_messages(tokenizer, [{"role": "user", "content": "Who?"}]))
+    out = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(ids) :]
+    assert alone == decode_answer(tokenizer, out.tolist())
+    with serving(model, tokenizer, tmp_path / "store") as server:
+        assert server.answer(questions[1], context) == expected[1]
+
+
+@pytest.mark.slow
+def test_everything_kept_in_8_bits_is_near_the_stock_model(mixed):
+    model, text, chunks = mixed.float(), ids(2, PROMPT + 6), [PROMPT, *turns(mixed)]
+    stock = read(model, DynamicCache(config=model.config), text, chunks)
+    cache = RaggedCache(model, method="knorm", retention=1.0, bits=8)
+    error = (read(model, cache, text, chunks) - stock).abs().mean()
+    assert isinstance(cache.ragged_layers[0].store, TieredStore) and 0 < error < 0.1 * stock.abs().mean()
+
+
+def test_steps_are_not_replayed_as_a_cuda_graph_and_the_reason_is_logged(monkeypatch, caplog):
+    model = present(HYBRIDS[3]).build(torch.float32)
+    monkeypatch.setattr(devices, "can_capture", lambda device: True)
+    text, options = ids(1, PROMPT), {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    caches = [RaggedCache(model, method="knorm", retention=0.4) for _ in range(2)]
+    with caches[0].graphed(model, max_new_tokens=4):
+        found = model.generate(text, past_key_values=caches[0], **options)
+    assert "the model has sliding-window or recurrent layers, which lie elsewhere after every token" in caplog.text
+    assert torch.equal(found, model.generate(text, past_key_values=caches[1], **options))
+
+
+@pytest.mark.slow
+def test_turns_of_a_chat_are_taken_back(mixed):
+    """A later turn sees the earlier ones: with everything kept, it is the stock model on the whole conversation."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "eos_token_id": None}
+    chat, tokenizer = Chat(compress(mixed, Words(), TEXT, method="knorm", retention=1.0)), Words()
+    answers = [chat.ask(question, **options) for question in ("what is one ?", "and two", "and three")]
+    ids = chat._ids[: chat.turns[2].start] + encode_next_question(tokenizer, "and three")
+    stock = mixed.generate(torch.tensor([ids]), do_sample=False, **options)[0, len(ids) :]
+    assert answers[2] == decode_answer(tokenizer, stock.tolist())
+    chat.undo()
+    assert chat.ask("and three", **options) == answers[2]
+    with pytest.raises(ValueError, match="bad_words_ids"):
+        chat.ask("and four", bad_words_ids="x", **options)
+    chat.undo(2)
+    assert [chat.ask(question, **options) for question in ("and two", "and three")] == answers[1:]
+    kept = compress(mixed, Words(), TEXT, method="knorm", retention=1.0, decode_eviction=True)
+    with pytest.raises(CacheError, match="turns about this context could not be removed"):
+        Chat(kept)
 
 
 def test_policies_are_trained_as_the_cache_computes(family, model):
