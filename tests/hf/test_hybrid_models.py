@@ -24,13 +24,14 @@ from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.context.generation import decode_answer
-from lkv.errors import CacheError, ContextFileError, TrainingError, UnsupportedModelError
+from lkv.errors import CacheError, ContextFileError, LkvError, TrainingError, UnsupportedModelError
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
+from lkv.methods.selectors.kvzip import replay
 from lkv.policy.policy import Policy
 from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
@@ -40,6 +41,7 @@ from lkv.utils.prompts import encode, encode_next_question, render_messages
 from tests.cache.helpers import RATIOS, OwnScores, ids, padded, score
 from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
+from tests.context.test_images import NoRecord
 from tests.families import HYBRIDS, MIXED, Family
 from tests.hf.test_families import check_training, scorer_inputs
 from tests.serving.server import KNORM, serving, tiny
@@ -337,6 +339,31 @@ def test_policies_are_trained_as_the_cache_computes(family, model):
         check_batching(TrainingConfig(student="full"), model, 1)
     torch.manual_seed(1)
     check_training(family.build(torch.float32), Policy(patch_attention(model).spec, inputs=scorer_inputs(family)))
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_kvzip_expected_and_compensation(mixed):
+    """KVzip's second pass is the stock model that reads on; the others need to un-rotate keys."""
+    text, request = ids(1, PROMPT), torch.tensor([[20, 21, 22]])
+    prompt, more = read_prompt(mixed, text), torch.cat([request, text], 1)
+    if any(kind.is_stepwise for kind in patch_attention(mixed).kinds):
+        with pytest.raises(CacheError, match="several tokens after a text wrongly in this model"):
+            compress(mixed, Words(), TEXT, method="kvzip")
+    else:
+        found = replay(mixed, prompt, [NoRecord(layer) for layer in prompt], more[0].tolist()).last_hidden_state
+        stock = DynamicCache(config=mixed.config)
+        mixed.model(text, past_key_values=stock)
+        assert_close(found, mixed.model(more, past_key_values=stock).last_hidden_state)
+        assert compress(mixed, Words(), TEXT, method="kvzip", retention=0.5).ask("what is one ?", 4)
+    for method in ("expected", "snapkv+compensation"):
+        if any(layer.rotation is None for layer in prompt):
+            with pytest.raises(LkvError, match="un-rotate"):
+                compress(mixed, Words(), TEXT, method=method)
+            continue
+        context = compress(mixed, Words(), TEXT, method=method, retention=0.5)
+        assert context.realised_retention() == pytest.approx(0.5, abs=0.02)
+        assert context.fork().ask("what is one ?", 4) == context.ask("what is one ?", 4)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ Several questions about each text, answers included, make a model learn it in a 
 """
 
 import random
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,10 +12,17 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
+from lkv.errors import LkvError
+from lkv.hf.attention import patch_attention
 from lkv.training.fitting import fit
+from tests.conftest import present
+from tests.families import HYBRIDS, MIXED
+from tests.families import SHAPE as TINY
+from tests.training.fit.helpers import ids
 
 KEYS, VALUES, WORDS = ([f"{kind}{number}" for number in range(48)] for kind in "kvw")
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
@@ -25,8 +33,18 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2,
     "pad_token_id": 0, "tie_word_embeddings": False,
 }  # fmt: skip
-HYBRIDS: dict[str, dict[str, Any]] = {
+LONG = {"vocab_size": 259, "vocab_size_per_layer_input": 259, "max_position_embeddings": 1024}
+REPORTS = "statistics: held-out KL", "of the variance: held-out KL", " contexts: held-out KL"  # of each stage of a fit
+# States, states that are left out, sinks, shared keys.
+FITTED = [
+    family for family in [*MIXED, *HYBRIDS] if family.name in ("Lfm2", "Jamba", "GptOss") or "E2B" in family.variant
+]
+TOYS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
 }  # fmt: skip
 
 
@@ -77,7 +95,7 @@ def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
     """Train a model of the family until it answers questions about such texts."""
     torch.manual_seed(0)
     rng = random.Random(0)
-    settings = SHAPE | HYBRIDS[family] | {"vocab_size": len(tokenizer)}
+    settings = SHAPE | TOYS[family] | {"vocab_size": len(tokenizer)}
     config = getattr(transformers, f"{family}Config")(**settings)
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
@@ -102,7 +120,7 @@ def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", TOYS)
 def test_lkv_answers_as_the_full_cache_at_a_tenth_of_the_memory_and_snapkv_does_not(family, tmp_path, monkeypatch):
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
@@ -119,3 +137,25 @@ def test_lkv_answers_as_the_full_cache_at_a_tenth_of_the_memory_and_snapkv_does_
             context = compress(model, tokenizer, text, method=method, **options)
             right[method] += sum(context.ask(key, max_new_tokens=1).strip() == value for key, value in asked)
     assert right["full"] >= 39 and right["lkv"] >= right["full"] - 1 and right["snapkv"] <= 20
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize("family", FITTED, ids=lambda family: family.label)
+def test_all_stages_of_a_fit_run_with_states_caps_sinks_and_shared_keys(family, folder, capsys):
+    """What they compute is checked in tests/hf and, for caps and sinks, in tests/training."""
+    present(family)
+    sizes = {name: value for name, value in LONG.items() if name in TINY | family.changes}
+    model = replace(family, changes=family.changes | sizes).build(torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not family.fits:
+        with pytest.raises(LkvError, match="several tokens after a text wrongly in this model"):
+            fit(model, tokenizer, minutes=0.06)
+        return
+    policy = fit(model, tokenizer, minutes=0.06)
+    log = capsys.readouterr().err
+    assert all(report in log for report in REPORTS), log
+    assert policy.spec == patch_attention(model).spec
+    cache = RaggedCache(model, policy=policy, retention=0.3)
+    model(torch.tensor([ids(1, 60)]), past_key_values=cache, use_cache=True)
+    assert cache.realised_retention() == pytest.approx(0.3, abs=0.03)
