@@ -120,7 +120,7 @@ class Chat:
         if self.cache.is_shareable:
             crop_to(self.cache, length)
         else:
-            self.cache.rewind()
+            self._context.rewind()
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self.turns)} turns, {len(self._ids):,} tokens, about {self._context!r}>"
