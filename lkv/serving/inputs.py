@@ -18,6 +18,7 @@ from lkv.serving.settings import ContextSettings
 from lkv.utils.prompts import (
     ContextKind,
     Conversation,
+    Tools,
     context_text,
     encode,
     encode_context,
@@ -44,6 +45,7 @@ class CompressionSettings(NamedTuple):
     memory: str | None = None  # a share of the 16-bit cache's bytes, or bytes
     protect: tuple[Span, ...] | None = None  # what every head keeps
     kind: ContextKind = "text"
+    tools: Tools | None = None  # what the model may call, before the text
 
     @classmethod
     def of_server(
@@ -69,6 +71,7 @@ class CompressionSettings(NamedTuple):
         system: str | None,
         protect: Sequence[Span] = (),
         kind: ContextKind = "text",
+        tools: Tools | None = None,
     ) -> Self:
         """Return the settings of one text.
 
@@ -79,6 +82,7 @@ class CompressionSettings(NamedTuple):
             system: A system prompt before the text.
             protect: What every head keeps.
             kind: What the text is.
+            tools: What the model may call.
 
         Raises:
             PromptError: If both a memory and a retention are given.
@@ -93,7 +97,9 @@ class CompressionSettings(NamedTuple):
             target = MemoryTarget.parse(memory)
             budget = f"{target.nbytes}B" if target.share is None else str(target.share), None
         own = tuple(protect) or None
-        return self._replace(system=system, memory=budget[0], retention=budget[1], protect=own, kind=kind)
+        return self._replace(
+            system=system, memory=budget[0], retention=budget[1], protect=own, kind=kind, tools=tools or None
+        )
 
     def request(self, policy: Policy | None, protected: Sequence[int] = ()) -> CompressionRequest:
         """Return the request that compresses a text with these settings; `protected` are positions of its tokens."""
@@ -137,7 +143,7 @@ def encode_text(
         tokenizer: The model's tokenizer.
         max_positions: The longest text of the model, in tokens.
         text: The text, or the messages of a conversation.
-        settings: What it is compressed with; its system prompt comes before the text.
+        settings: What it is compressed with; its system prompt and tools come before the text.
 
     Raises:
         PromptError: For an empty or too long text, and for protected spans that are not in it.
@@ -146,20 +152,25 @@ def encode_text(
     characters = len(text) if isinstance(text, str) else len(json.dumps(text))
     if settings.system is not None:
         check_text(settings.system, "the system prompt", "give some text, or leave it out")
-    check_characters(characters + len(settings.system or ""), "the text", max_positions, CHARACTERS_PER_TOKEN)
-    ids = encode_context(tokenizer, strip_end(tokenizer, text), settings.system)
+    characters += len(settings.system or "") + (len(json.dumps(settings.tools)) if settings.tools else 0)
+    check_characters(characters, "the text", max_positions, CHARACTERS_PER_TOKEN)
+    ids = encode_context(tokenizer, strip_end(tokenizer, text), settings.system, settings.tools)
     if len(ids) >= max_positions:
         raise PromptError(
             f"the text has {len(ids)} tokens, but the model reads at most {max_positions}, question and answer "
             "included; shorten it."
         )
-    protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system, len(ids))
-    rendered = context_text(tokenizer, text)
+    protected = protected_tokens(tokenizer, text, settings.protect or (), settings.system, len(ids), settings.tools)
+    rendered = context_text(tokenizer, text, settings.tools)
     return EncodedText(context_id(rendered, settings), rendered, ids, protected)
 
 
 def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, max_positions: int, messages: list[dict[str, Any]], after: ContextKind | None
+    tokenizer: PreTrainedTokenizerBase,
+    max_positions: int,
+    messages: list[dict[str, Any]],
+    after: ContextKind | None,
+    **options: Any,
 ) -> list[int]:
     """Check and tokenise a conversation whose last message is answered.
 
@@ -168,18 +179,28 @@ def encode_conversation(
         max_positions: The longest text of the model, in tokens.
         messages: The turns, with `role`, `content` and, of assistants, `tool_calls`.
         after: The kind of context that they follow, if any.
+        **options: Tools and thinking, as `render_messages` takes them.
 
     Raises:
         PromptError: For a conversation that cannot be answered.
     """
     characters = sum(len(message["content"]) + len(str(message.get("tool_calls", ""))) for message in messages)
+    characters += len(json.dumps(options["tools"])) if options.get("tools") else 0
     check_characters(characters, "the conversation", max_positions, CHARACTERS_PER_TOKEN)
-    check_text(messages[-1]["content"], "the question", "ask something")
-    for message in messages[:-1]:
+    for message in messages:
         # Empty messages are harmless, but not what no tokenizer can read.
         check_text(message["content"] + ".", "a message", "give text")
-    text = render_messages(tokenizer, messages, after)
-    silent = without_calls(messages)
-    if silent != messages and render_messages(tokenizer, silent, after) == text:
-        raise PromptError("this model's chat template leaves tool_calls out; leave these messages out.")
+    if messages[-1]["role"] == "user":
+        check_text(messages[-1]["content"], "the question", "ask something")
+    text = render_messages(tokenizer, messages, after, **options)
+    for name, other in (("tool_calls", without_calls(messages)), ("tools' results", _without_results(messages))):
+        if other != messages and render_messages(tokenizer, other, after, **options) == text:
+            raise PromptError(f"this model's chat template leaves {name} out; leave these messages out.")
     return encode_continuation(tokenizer, text) if after else encode(tokenizer, text)
+
+
+def _without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with other results of tools."""
+    return [
+        {**each, "content": "-" * bool(not each["content"])} if each["role"] == "tool" else each for each in messages
+    ]

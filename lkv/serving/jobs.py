@@ -46,6 +46,7 @@ class Job:
             "memory": self.settings.memory,
             "retention": self.settings.retention,
             "skipped": self.skipped,
+            "tools": self.settings.tools,
             **sizes,
         }
 

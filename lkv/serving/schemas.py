@@ -1,9 +1,11 @@
 """Request and response schemas in the format of OpenAI's API."""
 
+import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -84,6 +86,7 @@ _STATUS: dict[type[LkvError], tuple[int, str]] = {
     MissingPackageError: (400, "invalid_request_error"),
 }
 _MAX_TOKENS = 2**31
+_MAX_TOOLS = 100_000  # characters
 
 
 def _check_memory(value: Any) -> str | float:
@@ -92,6 +95,16 @@ def _check_memory(value: Any) -> str | float:
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 2**60):
         return value
     raise PydanticCustomError("memory", "Expected a share such as 0.1 or '10%', or bytes such as '2MB'")
+
+
+def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools unchanged, in which all that chat templates need is there."""
+    functions = [tool.get("type") == "function" and tool.get("function") for tool in tools]
+    if not all(isinstance(each, dict) and each.get("name") and isinstance(each["name"], str) for each in functions):
+        raise PydanticCustomError("tools", 'Expected tools such as {"type": "function", "function": {"name": "..."}}')
+    if len(json.dumps(tools)) > _MAX_TOOLS:
+        raise PydanticCustomError("tools", "Expected at most 100,000 characters of tools")
+    return tools
 
 
 Name = Annotated[StrictStr, Field(max_length=300)]
@@ -106,7 +119,7 @@ Memory = Annotated[str | float, PlainValidator(_check_memory)]
 _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 _MAX_SKIPPED, _MAX_SKIPPED_TEXT = 50, 200  # descriptions of skipped content, characters of each
 
-_Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest")
+_Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest", "Turns")
 _SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
 
 
@@ -120,6 +133,7 @@ class ToolFunction(BaseModel):
 class ToolCall(BaseModel):
     """A call of an earlier turn, as chat templates read it."""
 
+    id: Name | None = None
     type: Literal["function"] = "function"
     function: ToolFunction
 
@@ -130,6 +144,8 @@ class Message(BaseModel):
     role: Role
     content: StrictStr | Parts | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
     function_call: object = None
 
     @model_validator(mode="after")
@@ -154,8 +170,8 @@ class Message(BaseModel):
             parts = "".join(map(str, texts))
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": parts}
         if self.tool_calls:
-            plain["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-        return plain
+            plain["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        return plain | self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
 
 
 class StreamOptions(BaseModel):
@@ -165,6 +181,7 @@ class StreamOptions(BaseModel):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True), AfterValidator(_check_tools)]
 
 
 class ProtectedRole(BaseModel):
@@ -175,11 +192,20 @@ class ProtectedRole(BaseModel):
     role: Role
 
 
+class Turns(BaseModel):
+    """What a chat template renders of a chat."""
+
+    example: ClassVar[str] = 'send JSON such as {"messages": [{"role": "user", "content": "..."}]}'
+
+    messages: Messages
+    tools: Tools | None = None
+
+
 class ChatRequest(BaseModel):
     """The body of a chat completion; `context` is the one field that OpenAI's API does not have."""
 
     model_config = ConfigDict(extra="allow")
-    example: ClassVar[str] = 'send JSON such as {"messages": [{"role": "user", "content": "..."}]}'
+    example: ClassVar[str] = Turns.example
 
     model: Name = ""
     messages: Messages
@@ -220,6 +246,7 @@ class ContextRequest(BaseModel):
     text: Annotated[StrictStr | None, Field(validate_default=True)] = None
     name: Annotated[StrictStr, Field(max_length=200)] = ""
     system: Words | None = None
+    tools: Tools | None = None
     retention: Number | None = None
     memory: Memory | None = None
     protect: Annotated[list[Words | ProtectedRole], Field(max_length=64, fail_fast=True)] = []
@@ -241,7 +268,7 @@ class ContextRequest(BaseModel):
         """Return the settings of this text. Raises PromptError or RetentionError for a budget that cannot be."""
         protect = [each if isinstance(each, str) else each.model_dump() for each in self.protect]
         kind: ContextKind = "text" if self.messages is None else "conversation"
-        return defaults.for_text(self.retention, self.memory, self.system, protect, kind)
+        return defaults.for_text(self.retention, self.memory, self.system, protect, kind, self.tools)
 
 
 def parse_chat(body: bytes) -> ChatRequest:

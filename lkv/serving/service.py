@@ -224,9 +224,10 @@ class Service:
             BusyError: If too many requests are open.
             StoreError: As `context` raises.
         """
-        kind = self.store.kind(name) if name else None  # not under the lock: a store may be slow
+        stored = self.registry.find_ready(name) if name else None  # not under the lock: a store may be slow
+        kind, tools = (stored.kind, stored.tools) if stored else (None, None)
         with self._tokenizing:
-            ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, kind)
+            ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, kind, context_tools=tools)
             if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
         # Last, so that no request has a context in memory while it waits, or is refused.

@@ -24,10 +24,9 @@ from lkv.hf.attention import patch_attention
 from lkv.serving.stored_context import StoredContext
 from lkv.utils.devices import is_out_of_memory
 from lkv.utils.files import error_reason, write_text
-from lkv.utils.prompts import ContextKind
 
 _CONTEXT, _DESCRIPTION, _TEMPORARY = ".kv", ".json", ".tmp"
-_MAX_DESCRIPTION = 2**16  # bytes
+_MAX_DESCRIPTION = 2**19  # bytes, of which the tools take most
 _HOUR = 3600.0  # seconds in which the use of a context is recorded once
 _DAY = 86400.0  # seconds after which files of a write that never ended are deleted
 _SPACE = "free some space, or give another place for contexts"
@@ -171,11 +170,6 @@ class ContextStore:
         if is_deleted:  # meanwhile, by another request or process
             self.delete(stored.id)
             raise unknown_context(stored.id)
-
-    def kind(self, name: str) -> ContextKind:
-        """Return the kind of a context; "text" for an unknown one."""
-        stored = self.describe(name)
-        return "text" if stored is None else stored.kind
 
     def describe(self, name: str) -> StoredContext | None:
         """Return the description of a context; None if there is none, or it is damaged or not for this user."""

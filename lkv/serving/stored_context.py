@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from lkv.context.context import Context
 from lkv.serving.inputs import CompressionSettings
-from lkv.utils.prompts import ContextKind
+from lkv.utils.prompts import ContextKind, Tools
 
 
 class StoredContext(BaseModel):
@@ -28,6 +28,7 @@ class StoredContext(BaseModel):
     model: str = ""  # digest of its fingerprint
     skipped: list[str] | None = None  # parts of an uploaded file that its text leaves out
     kind: ContextKind = "text"
+    tools: Tools | None = None  # what the model may call, before the text
 
     @classmethod
     def describe(
@@ -62,6 +63,7 @@ class StoredContext(BaseModel):
             realised_retention=round(context.realised_retention(), 6),
             skipped=skipped,
             kind=settings.kind,
+            tools=settings.tools,
         )
 
     def as_object(self) -> dict[str, Any]:
@@ -82,4 +84,5 @@ class StoredContext(BaseModel):
             "realised_retention": self.realised_retention,
             "error": None,
             "skipped": self.skipped,
+            "tools": self.tools,
         }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 # Messages, each with a `role`, a `content` (a text, or texts and images as parts) and, in assistants', `tool_calls`.
 Conversation = Sequence[Mapping[str, Any]]
+Tools = list[dict[str, Any]]  # functions that a model may call, in OpenAI's form
 ContextKind = Literal["text", "conversation"]
 
 _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answer\x02"
@@ -24,7 +25,7 @@ _PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers
 
 
 def chat_template_parts(
-    tokenizer: "PreTrainedTokenizerBase", system: str | None = None, images: int = 0
+    tokenizer: "PreTrainedTokenizerBase", system: str | None = None, images: int = 0, tools: Tools | None = None
 ) -> tuple[str, str, str]:
     """Split the chat template around one user turn into its texts before the context, before the question and after it.
 
@@ -36,14 +37,17 @@ def chat_template_parts(
         tokenizer: The model's tokenizer.
         system: A system prompt before the context.
         images: The number of images that begin the user turn.
+        tools: What the model may call.
 
     Raises:
-        PromptError: If the template takes no system prompt, or changes the text of the turn.
+        PromptError: If the template takes no system prompt or tools, or changes the text of the turn.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not _has_template(tokenizer, tools):
         return f"{system}\n\n" if system else "", _PLAIN_QUESTION, _PLAIN_ANSWER
     turns = [{"role": "system", "content": system}] if system else []
-    text = _apply_template(tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}], images)
+    text = _apply_template(
+        tokenizer, [*turns, {"role": "user", "content": f"{_CONTEXT}\n\n{_QUESTION}"}], images, tools
+    )
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1:
         raise PromptError(
             "the tokenizer's chat template does not carry the user's text exactly once, so its context cannot be "
@@ -58,7 +62,7 @@ def chat_template_parts(
 
 def next_turn_parts(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
     """Return the chat template's texts between an answer and the next question, and after that question."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not _has_template(tokenizer):
         return _PLAIN_QUESTION, _PLAIN_ANSWER
     turns = [
         {"role": "user", "content": _CONTEXT},
@@ -86,11 +90,30 @@ def content_texts(message: Mapping[str, Any]) -> list[str]:
     return [part["text"].strip() for part in content_parts(message) if part["type"] == "text"]
 
 
-def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Mapping[str, Any]], images: int = 0) -> str:
+def _has_template(tokenizer: "PreTrainedTokenizerBase", tools: Tools | None = None) -> bool:
+    """Return whether there is a chat template. Raises PromptError if there is none for `tools`."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if tools and not has_template:
+        raise PromptError("this model has no chat template, which tools need; leave tools out.")
+    return has_template
+
+
+def _apply_template(
+    tokenizer: "PreTrainedTokenizerBase",
+    turns: Sequence[Mapping[str, Any]],
+    images: int = 0,
+    tools: Tools | None = None,
+    has_thinking: bool = False,
+) -> str:
     """Render `turns`; `images` begin the last one."""
+    options = {"tools": tools, "enable_thinking": has_thinking}
+    if tools and _render_template(tokenizer, turns, options) == _render_template(
+        tokenizer, turns, options | {"tools": None}
+    ):
+        raise PromptError("this model's chat template leaves tools out; leave them out.")
     has_parts = images > 0 or any(isinstance(turn.get("content"), list) for turn in turns)
     if not has_parts:
-        text = _render_template(tokenizer, turns)
+        text = _render_template(tokenizer, turns, options)
         contents = [own for turn in turns for own in content_texts(turn)]
         if all(content in text for content in contents):
             return text
@@ -98,15 +121,14 @@ def _apply_template(tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Mappin
     parts = [[part if part["type"] == "text" else {"type": "image"} for part in content_parts(turn)] for turn in turns]
     parts[-1] = [{"type": "image"}] * images + parts[-1]
     lists = [{**turn, "content": own} for turn, own in zip(turns, parts, strict=True)]
-    in_parts = _render_template(tokenizer, lists)
+    in_parts = _render_template(tokenizer, lists, options)
     return in_parts if has_parts or all(content in in_parts for content in contents) else text
 
 
-def _render_template(tokenizer: "PreTrainedTokenizerBase", turns: Any) -> str:
+def _render_template(tokenizer: "PreTrainedTokenizerBase", turns: Any, options: dict[str, Any]) -> str:
+    options = {"enable_thinking": False} | options
     try:
-        return str(
-            tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-        )
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
     # Templates refuse with errors of Jinja's that have any message.
     except Exception as error:
         roles = ", ".join(turn["role"] for turn in turns)
@@ -181,36 +203,39 @@ def strip_end(tokenizer: "PreTrainedTokenizerBase", text: str | Conversation) ->
 
 
 def context_parts(
-    tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, system: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    context: str | Conversation,
+    system: str | None = None,
+    tools: Tools | None = None,
 ) -> tuple[str, str]:
     """Return the chat template's text before a context, and the context as text.
 
     A text begins the user turn that its question ends. A conversation is rendered up to where the next user turn's
-    content begins; nothing comes before it.
+    content begins; nothing comes before it. The template says where `tools` are.
 
     Raises:
         PromptError: For a conversation that the template refuses or changes, and for a system prompt beside one.
     """
     if isinstance(context, str):
-        return chat_template_parts(tokenizer, system)[0], context
+        return chat_template_parts(tokenizer, system, tools=tools)[0], context
     if system is not None:
         raise PromptError("a conversation has its system prompt among its messages; leave system out.")
-    return "", context_text(tokenizer, context)
+    return "", context_text(tokenizer, context, tools)
 
 
-def context_text(tokenizer: "PreTrainedTokenizerBase", context: str | Conversation) -> str:
+def context_text(tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, tools: Tools | None = None) -> str:
     """Return a context as text: itself, or a conversation as `context_parts` renders it, with the same errors."""
     if isinstance(context, str):
         return context
     turns = [{**message, "content": message["content"] or ""} for message in context]
-    if not getattr(tokenizer, "chat_template", None):
+    if not _has_template(tokenizer, tools):
         if any(isinstance(message["content"], list) for message in turns):
             raise PromptError("messages in parts need a chat template, but the tokenizer has none; give texts.")
         return _render_plainly(turns, after_context=False).removesuffix(_PLAIN_ANSWER)
-    text = _apply_template(tokenizer, _with_question(turns))
+    text = _apply_template(tokenizer, _with_question(turns), tools=tools)
     silent = without_calls(turns)
     is_whole = text.count(_QUESTION) == 1 and all(own in text for message in turns for own in content_texts(message))
-    if not is_whole or (silent != turns and _apply_template(tokenizer, _with_question(silent)) == text):
+    if not is_whole or (silent != turns and _apply_template(tokenizer, _with_question(silent), tools=tools) == text):
         raise PromptError("this model's chat template leaves messages out of a conversation; send it as one text.")
     return text.split(_QUESTION)[0]
 
@@ -230,12 +255,15 @@ def without_calls(messages: Conversation) -> list[dict[str, Any]]:
 
 
 def encode_context(
-    tokenizer: "PreTrainedTokenizerBase", context: str | Conversation, system: str | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    context: str | Conversation,
+    system: str | None = None,
+    tools: Tools | None = None,
 ) -> list[int]:
-    """Tokenise everything up to the end of the context."""
-    ids = encode(tokenizer, "".join(context_parts(tokenizer, context, system)))
+    """Tokenise everything up to the end of the context, the system prompt and the tools before it included."""
+    ids = encode(tokenizer, "".join(context_parts(tokenizer, context, system, tools)))
     # A chat template writes the first token itself.
-    return ids if getattr(tokenizer, "chat_template", None) else bos_ids(tokenizer) + ids
+    return ids if _has_template(tokenizer) else bos_ids(tokenizer) + ids
 
 
 def encode_question(
@@ -243,7 +271,7 @@ def encode_question(
 ) -> list[int]:
     """Tokenise everything from the end of a context of this kind, the text `before`, to where the answer begins."""
     _, between, after = chat_template_parts(tokenizer)
-    if kind == "conversation" and getattr(tokenizer, "chat_template", None):  # the user's turn has begun
+    if kind == "conversation" and _has_template(tokenizer):  # the user's turn has begun
         between, question = "", _strip_start(tokenizer, before, question)
     return encode_continuation(tokenizer, between + question + after, before)
 
@@ -263,38 +291,59 @@ def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str, be
 
 
 def render_messages(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, str]], after: ContextKind | None = None
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: list[dict[str, Any]],
+    after: ContextKind | None = None,
+    tools: Tools | None = None,
+    context_tools: Tools | None = None,
+    has_thinking: bool = False,
 ) -> str:
     """Render `messages`, each with a `role` and a `content`, up to where the answer begins.
 
     Args:
         tokenizer: The model's tokenizer.
-        messages: The turns; the last one is the user's.
+        messages: The turns; the last one is the user's or a tool's.
         after: Return only what follows a context of this kind. A text begins the first user turn, a conversation ends
             where that turn's content begins. System messages, which can no longer come before the context, begin that
             turn.
+        tools: What the model may call; after a context, by default what that was made with.
+        context_tools: The tools of the context.
+        has_thinking: Whether the template lets the model think before its answer.
 
     Raises:
-        PromptError: For turns that the template refuses or changes.
+        PromptError: For turns that the template refuses or changes, and for tools that it puts before the context.
     """
     turns = [dict(message) for message in messages]
-    if not turns or turns[-1]["role"] != "user":
-        raise PromptError("the last message must be one of the user; put the question there.")
+    if not turns or turns[-1]["role"] not in ("user", "tool"):
+        raise PromptError("the last message must be one of the user, or a tool's result; put the question there.")
+    has_template = _has_template(tokenizer, tools)
+    options: dict[str, Any] = {"tools": tools or context_tools or None, "has_thinking": has_thinking}
     if after:
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         turns = [turn for turn in turns if turn["role"] != "system"]
-        first = next(turn for turn in turns if turn["role"] == "user")
-        first["content"] = "\n\n".join([*system, first["content"]])
-    if not getattr(tokenizer, "chat_template", None):
+        if turns[0]["role"] != "user":
+            raise PromptError("the first message after the system's must be one of the user: it follows the context.")
+        turns[0]["content"] = "\n\n".join([*system, turns[0]["content"]])
+    if not has_template:
         return _render_plainly(turns, bool(after))
     if not after:
-        return _apply_template(tokenizer, turns)
-    start = f"{_CONTEXT}\n\n" if after == "text" else _CONTEXT
-    text = _apply_template(tokenizer, [turns[0] | {"content": start + turns[0]["content"]}, *turns[1:]])
-    if turns[0]["role"] != "user" or text.count(_CONTEXT) != 1:
-        raise PromptError("the first message after the system's must be one of the user: it follows the context.")
-    before, rest = text.split(_CONTEXT)
-    return _strip_start(tokenizer, before, rest) if after == "conversation" else rest
+        return _apply_template(tokenizer, turns, **options)
+    turns[0]["content"] = (f"{_CONTEXT}\n\n" if after == "text" else _CONTEXT) + turns[0]["content"]
+    before, *rest = _apply_template(tokenizer, turns, **options).split(_CONTEXT)
+    if len(rest) != 1:
+        raise PromptError("this model's chat template does not carry the messages after a context; send one question.")
+    if before != _apply_template(tokenizer, turns, tools=context_tools).split(_CONTEXT)[0]:
+        request = _names(tools) + (" and enable_thinking" if has_thinking else "")
+        raise PromptError(
+            f"this model's chat template writes before a context what the model may call, here "
+            f"{_names(context_tools)}, but the request has {request}; leave that out, or create the context with these "
+            "tools."
+        )
+    return _strip_start(tokenizer, before, rest[0]) if after == "conversation" else rest[0]
+
+
+def _names(tools: Tools | None) -> str:
+    return ", ".join(str(tool["function"]["name"])[:60] for tool in tools or ()) or "no tools"
 
 
 def _render_plainly(turns: list[dict[str, str]], after_context: bool) -> str:

@@ -34,6 +34,18 @@ TURNS = [
     {"role": "assistant", "content": "The sea was calm."},
 ]
 QUESTION = "When was the lamp lit?"
+TOOLS = [{"type": "function", "function": {"name": name, "description": "high water"}} for name in ("tide", "lamp")]
+_TOOLS = "{% for t in tools or [] %}<tool>{{ t.function.name }}: {{ t.function.description }}</tool>{% endfor %}"
+_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}<call>{% endfor %}<|im_end|>\n"
+# Where chat templates put tools: before all turns, in the first or the last turn of the user, behind all turns.
+TOOL_TEMPLATES = {
+    "first": _TOOLS + "{% for m in messages %}" + _TURN + "{% endfor %}",
+    "user": "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+    "{% if m == users[0] %}" + _TOOLS + "{% endif %}" + _TURN + "{% endfor %}",
+    "last user": "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}{% for m in messages %}"
+    "{% if m == users[-1] %}" + _TOOLS + "{% endif %}" + _TURN + "{% endfor %}",
+    "behind": "{% for m in messages %}" + _TURN + "{% endfor %}" + _TOOLS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +135,72 @@ def test_a_role_is_protected_in_all_of_its_messages_and_nowhere_else(parts):
     context = compress(model, tokenizer, turns, protect=[{"role": "assistant"}], policy=policy, retention=0.5)
     kept = kept_positions(context, read_prompt(model, torch.tensor([ids])))
     assert all(set(places) <= own for heads in kept for own in heads)
+
+
+CALLED = [
+    {"role": "user", "content": "How high is the water?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "tide"}}]},
+    {"role": "tool", "content": "41 feet"},
+]
+
+
+@pytest.mark.parametrize("place", TOOL_TEMPLATES)
+def test_tools_of_a_context_are_where_its_template_has_them(parts, place):
+    tokenizer = parts[1]
+    tokenizer.chat_template = TOOL_TEMPLATES[place]
+    prompt = {"tokenize": False, "add_generation_prompt": True, "tools": TOOLS}
+    ids = encode_context(tokenizer, TURNS, tools=TOOLS)
+    for tools in (TOOLS, None):  # in each request, as agents send them, or in none
+        following = render_messages(tokenizer, CALLED, "conversation", tools, TOOLS)
+        whole = tokenizer.apply_chat_template([*TURNS, *CALLED], **prompt)
+        assert ids + tokenizer(following)["input_ids"] == tokenizer(whole)["input_ids"]
+    text = encode_context(tokenizer, "The lamp was lit.", tools=TOOLS)
+    following = render_messages(tokenizer, CALLED, "text", TOOLS, TOOLS)
+    turns = [CALLED[0] | {"content": f"The lamp was lit.\n\n{CALLED[0]['content']}"}, *CALLED[1:]]
+    whole = tokenizer.apply_chat_template(turns, **prompt)
+    assert text + tokenizer(following)["input_ids"] == tokenizer(whole)["input_ids"]
+    # Tools that the context does not have.
+    for own in (None, TOOLS[:1]):
+        if place == "behind":
+            assert render_messages(tokenizer, CALLED, "text", TOOLS, own) == following
+        else:
+            with pytest.raises(PromptError, match=r"the request has tide, lamp; leave that out, or create the context"):
+                render_messages(tokenizer, CALLED, "text", TOOLS, own)
+
+
+def test_tools_and_thinking_that_a_template_leaves_out_or_has_elsewhere_are_refused(parts):
+    tokenizer = parts[1]
+    tokenizer.chat_template = CHATML
+    for refused in (
+        lambda: encode_context(tokenizer, TURNS, tools=TOOLS),
+        lambda: render_messages(tokenizer, CALLED, "text", TOOLS),
+    ):
+        with pytest.raises(PromptError, match="chat template leaves tools out"):
+            refused()
+    tokenizer.chat_template = None
+    for text in ("a text", TURNS[1:2]):
+        with pytest.raises(PromptError, match="has no chat template, which tools need"):
+            encode_context(tokenizer, text, tools=TOOLS)
+    tokenizer.chat_template = CHATML + "{{ '' if enable_thinking else '<think></think>' }}"
+    silent = render_messages(tokenizer, CALLED, "conversation")
+    assert silent == render_messages(tokenizer, CALLED, "conversation", has_thinking=True) + "<think></think>"
+    tokenizer.chat_template = "{{ enable_thinking }}" + CHATML
+    with pytest.raises(PromptError, match="but the request has no tools and enable_thinking; leave that out"):
+        render_messages(tokenizer, CALLED, "conversation", has_thinking=True)
+    for messages in (CALLED[1:], [{"role": "system", "content": "a"}, *CALLED[2:]]):
+        with pytest.raises(PromptError, match="the first message after the system's must be one of the user"):
+            render_messages(tokenizer, messages, "conversation")
+
+
+def test_a_role_is_protected_in_its_messages_and_not_in_the_tools(parts):
+    tokenizer = parts[1]
+    tokenizer.chat_template = TOOL_TEMPLATES["first"]
+    turns = [{"role": "user", "content": "high water"}, TURNS[-1]]
+    ids = encode_context(tokenizer, turns, tools=TOOLS)
+    places = protected_tokens(tokenizer, turns, [{"role": "user"}], tools=TOOLS)
+    assert [ids[place] for place in places] == tokenizer("high water")["input_ids"]
+    start = tokenizer("<|im_start|>user\n")["input_ids"]
+    assert ids[places[0] - len(start) : places[0]] == start
 
 
 @pytest.mark.parametrize(

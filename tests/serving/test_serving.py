@@ -27,6 +27,7 @@ from tests.serving.server import KNORM, OTHER, TEXT, field, form, serving, slow_
 QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
 WHO, SURE = {"role": "user", "content": "Who?"}, {"role": "user", "content": "Sure?"}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
 RESULT = {"content": "41", "role": "tool", "tool_call_id": "call_1"}
 USAGE = {"include_usage": True}
 # A chat template that renders calls and results, beside the one of the server's tokenizer, which does not.
@@ -151,9 +152,33 @@ def test_a_conversation_is_folded_and_continues(server, parts):
     assert server.compressed(tokenizer.decode(own.ids)) != name
 
 
+def test_a_conversation_with_tools_is_folded_with_them(server, monkeypatch):
+    tokenizer = server.service.tokenizer
+    turns = [WHO, {"role": "assistant", "tool_calls": [CALL]}, RESULT, {"role": "assistant", "content": "Nobody."}]
+    status, said = server.problem("/v1/contexts", {"messages": turns[::3], "tools": TOOLS})
+    assert status == 400 and "chat template leaves tools out" in said
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for t in tools or [] %}{{ t }}{% endfor %}" + TOOLS_TEMPLATE)
+    name = server.compressed(None, messages=turns, tools=TOOLS, retention=1.0)
+    assert server.ask(f"/v1/contexts/{name}")[1]["tools"] == server.service.store.describe(name).tools == TOOLS
+    assert server.compressed(None, messages=turns, retention=1.0) != name
+    more = [SURE, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    ids = tokenizer(
+        f"{TOOLS[0]}[user]Who?</s>[assistant]<search x></s>[tool]41</s>[assistant]Nobody.</s>[user]Sure?</s>"
+        "[assistant]<search x></s>[tool]41</s>[assistant]",
+        return_tensors="pt",
+        add_special_tokens=False,
+    )["input_ids"]
+    assert server.answer("", name, messages=more, max_tokens=6) == stock_answer(server.service.model, tokenizer, ids)
+    status, said = server.problem("/v1/chat/completions", {"messages": [SURE], "tools": TOOLS, "context": name})
+    assert status == 400 and "tools is not offered by this server" in said
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"text": "a", "tools": [{"type": "function", "function": {"name": ""}}]}, "tools: Expected tools such as {"),
+        ({"text": "a", "tools": [{"name": "f"}]}, "tools: Expected tools such as {"),
+        ({"text": "a", "tools": [TOOLS[0] | {"x": "a" * 100_000}]}, "tools: Expected at most 100,000 characters"),
         ({"messages": [WHO]}, "the conversation must end with an answer of the assistant"),
         ({"messages": [WHO], "text": "a"}, "a context is made of a text or of messages, not of both"),
         ({"messages": []}, "messages: List should have at least 1 item"),
@@ -262,6 +287,12 @@ def test_calls_of_tools_in_a_history_are_rendered_or_refused_by_name(server, mon
         "", messages=[{"role": "user", "content": "Who?</s>[assistant]<search x></s>[tool]41</s>[user]Sure?"}]
     )
     assert server.answer("", messages=messages) == plain
+    # The last message may be a tool's result, which the template has to read.
+    shorter = [{"role": "user", "content": "Who?</s>[assistant]<search x></s>[tool]41"}]
+    assert server.answer("", messages=messages[:-1]) == server.answer("", messages=shorter)
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS_TEMPLATE.replace("messages", "messages if m.role != 'tool'"))
+    status, said = server.problem("/v1/chat/completions", {"messages": messages[:-1]})
+    assert status == 400 and "chat template leaves tools' results out" in said
 
 
 def test_sampling_seeds_and_stops(server, context, expected):

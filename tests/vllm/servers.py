@@ -13,6 +13,8 @@ import httpx
 
 from tests.ports import free_port
 
+SECOND_RUNNER = "takes the second model runner"  # what startup/sitecustomize.py prints
+
 
 @contextmanager
 def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[tuple[str, subprocess.Popen]]:
@@ -21,10 +23,13 @@ def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[t
     The port is a free one: the server of a test run that was killed would answer at a fixed one.
     """
     port = free_port()
-    # The first model runner: Triton's stand-in on a CPU (triton_cpu.py) is in the process of the tests alone.
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
-    for name in ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET", "TORCHDYNAMO_DISABLE"):
-        environment.pop(name, None)
+    has_second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    if has_second_runner:
+        startup = Path(__file__).with_name("startup")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(startup), str(startup.parents[2]), environment.get("PYTHONPATH", "")]
+        )
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:
         # A group of its own: also what outlives the server is ended.
@@ -38,6 +43,7 @@ def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[t
                     break
             except httpx.TransportError:
                 time.sleep(0.5)
+        assert has_second_runner == (SECOND_RUNNER in log.read_text())
         yield url, process
     finally:
         process.terminate()

@@ -51,6 +51,10 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "v1/attention/backends/flash_attn:FlashAttentionImpl.forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output",
     ),
+    "vllm_flash_attn/flash_attn_interface:flash_attn_varlen_func": (
+        "q", "k", "v", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "seqused_k", "softmax_scale", "causal",
+        "block_table", "return_softmax_lse", "fa_version",
+    ),
     "plugins/endpoint_plugins/interface:EndpointPlugin.attach_router": ("app",),
     "plugins/endpoint_plugins/interface:EndpointPlugin.init_state": ("engine_client", "state", "args"),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from tests.vllm.lab import Lab, ask, asked, forget
 def same_entries(lab, name, context):
     """The stored context `name` has the entries of `context`: equal counts, and equal keys up to rounding."""
     stored = Context.load(lab.store / f"{name}.kv", lab.model, lab.tokenizer)
-    assert stored.ids == context.ids and stored.metadata == context.metadata
+    assert stored.ids == context.ids and stored.metadata == context.metadata | {"stored_id": name}
     for own, other in zip(stored.cache.ragged_layers, context.cache.ragged_layers, strict=True):
         assert torch.equal(own.store.lens, other.store.lens)
         is_tiered = isinstance(other.store, TieredStore)

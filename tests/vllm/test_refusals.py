@@ -99,7 +99,7 @@ def test_contexts_of_another_model_and_policy_are_refused(lab, tmp_path):
 
 def put(lab, number, context):
     """Store a context of `lkv.compress`, as `lkv serve` does; returns its id."""
-    name = f"{number:032x}-{0:016x}"
+    name = f"{context.metadata['text_sha256'][:32]}-{number:016x}"
     settings = CompressionSettings("lkv", RETENTION, lab.policy.digest(), "", "")
     ContextStore(str(lab.store), lab.model, lab.tokenizer, lab.policy.digest(), 0).put(
         StoredContext.describe(name, "", context, settings), context
@@ -189,7 +189,7 @@ def test_a_context_that_is_lost_while_a_request_waits_leaves_no_pages(lab):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "specul"),
+        ({"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "draft"),
         ({"enable_lora": True}, "LoRA"),
     ],
 )

@@ -1,7 +1,8 @@
 """vLLM's second model runner on a CPU whose Triton has no backend for it: Triton's interpreter runs the kernels.
 
 The interpreter takes 20 ms a call, so that torch computes the kernels of every step here; all others, such as those of
-sampling, are vLLM's own. Call `install` before the rest of vLLM is imported.
+sampling, are vLLM's own. Call `install` before the rest of vLLM is imported. In the processes of a server
+`startup/sitecustomize.py` does the same.
 """
 
 import ctypes
@@ -41,18 +42,28 @@ class _Driver(DriverBase):
 
 def install() -> None:
     """Have vLLM take the second runner."""
+    add_backend()
+    register_kernels()
+
+
+def add_backend() -> None:
+    """Have vLLM find Triton; called before vLLM is imported."""
     # Inductor would ask this backend for a compiler.
     os.environ.update(TRITON_INTERPRET="1", VLLM_USE_V2_MODEL_RUNNER="1", TORCHDYNAMO_DISABLE="1")
     backends["cpu"] = Backend(compiler=None, driver=_Driver)
+
+
+def register_kernels() -> None:
+    """Replace kernels; called before the second runner is imported."""
     import vllm.v1.worker.cpu.shm  # noqa: F401  (vLLM wants it first)
-    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.triton_utils import dispatcher
 
     overrides = {}
     for module, kernels in _KERNELS.items():
         module = f"vllm.v1.worker.gpu.{module}"
         for name, compute in kernels.items():
             overrides[f"{module}.{name}"] = _named(getattr(import_module(module), name), compute)
-    register_kernels(overrides)
+    dispatcher.register_kernels(overrides)
 
 
 def _named(kernel: Any, compute: Any) -> Any:
@@ -157,6 +168,17 @@ def _sample(x, kernel):
     x.local_max_ptr[:, 0], x.local_argmax_ptr[:, 0] = x.logits_ptr.float().max(1)
 
 
+def _finalize_n_grams(x, kernel):
+    """The interpreter refuses a mask of this kernel."""
+    for number, row in enumerate(x.idx_mapping_ptr.tolist()):
+        score, last = int(x.scratch_ptr[number, : x.N_BLOCKS].max()), x.last_sampled_ptr[row]
+        x.drafts_ptr[number] = last
+        if score > 0 and x.num_sampled_ptr[number] > 0:
+            start = sum(divmod(score - 1, x.L + 1))
+            found = x.token_ids_ptr[row, start : int(x.total_len_ptr[row])][: x.K]
+            x.drafts_ptr[number, : len(found)] = found
+
+
 def _apply_grammar_bitmask(x, kernel):
     """The interpreter refuses the types of this kernel."""
     for bits, place in zip(x.bitmask_ptr, x.logits_indices_ptr.tolist(), strict=True):
@@ -180,5 +202,6 @@ _KERNELS = {
         "_post_update_kernel": _post_update,
     },
     "sample.gumbel": {"_gumbel_sample_kernel": _sample},
+    "spec_decode.ngram.speculator": {"_ngram_finalize_kernel": _finalize_n_grams},
     "structured_outputs": {"_apply_grammar_bitmask_kernel": _apply_grammar_bitmask},
 }

@@ -35,7 +35,7 @@ from lkv.serving.schemas import first_problem
 from lkv.serving.settings import ContextSettings
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
-from lkv.utils.prompts import ContextKind, Conversation
+from lkv.utils.prompts import ContextKind, Conversation, Tools
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -138,6 +138,7 @@ class VllmContexts:
             retention=settings.retention,
             memory=settings.memory,
             kind=settings.kind,
+            tools=settings.tools,
             sha256=hashlib.sha256(encoded.text.encode()).hexdigest(),
             ids=encoded.ids,
             protected=encoded.protected,
@@ -149,7 +150,7 @@ class VllmContexts:
     def settings_of(self, new_context: "NewContext") -> CompressionSettings:
         """Return the settings of a text."""
         own = new_context
-        return self.compression._replace(retention=own.retention, memory=own.memory, kind=own.kind)
+        return self.compression._replace(retention=own.retention, memory=own.memory, kind=own.kind, tools=own.tools)
 
     def method_of(self, new_context: "NewContext") -> Method:
         """Return the method that compresses a text."""
@@ -225,6 +226,7 @@ class NewContext(BaseModel):
     retention: float | None = None
     memory: str | None = None  # instead of the retention
     kind: ContextKind = "text"
+    tools: Tools | None = None  # what the model may call, before the text
     sha256: str
     protected: list[int] = Field(default_factory=list)  # positions of tokens that every head keeps
     name: str = Field(default="", max_length=200)
@@ -291,13 +293,18 @@ class Compression:
 def unsupported_reason(vllm_config: "VllmConfig") -> str | None:
     """Return why contexts cannot be used with these settings of vLLM, in one sentence; None if they can."""
     parallel, cache, model = vllm_config.parallel_config, vllm_config.cache_config, vllm_config.model_config
+    speculation = vllm_config.speculative_config
     change = frequency_change(model.hf_text_config)
     has_overrides = bool(getattr(model, "hf_overrides", None) or getattr(model, "hf_config_path", None))
     sizes = [
         getattr(parallel, f"{kind}_parallel_size", 1) for kind in ("pipeline", "decode_context", "prefill_context")
     ]
     problems = [
-        (vllm_config.speculative_config is not None, "speculative decoding is on; start vLLM without it."),
+        (
+            speculation is not None and speculation.method not in ("ngram", "suffix"),
+            "a draft model proposes tokens without reading the context, and passes are planned before it is known how "
+            "many are accepted; use speculative decoding with the method ngram.",
+        ),
         (
             vllm_config.lora_config is not None,
             "LoRA is on, and entries computed with different adapters do not go together; start vLLM without it.",

@@ -16,7 +16,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from prometheus_client import REGISTRY
-from pydantic import ValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,20 +23,21 @@ from lkv.errors import LkvError, PromptError
 from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, VllmContexts, plugin_settings
 from lkv.integrations.vllm.requests import salt_of, split_salt
 from lkv.integrations.vllm.server import EngineContextServer
-from lkv.serving import LOOPBACK, schemas
+from lkv.serving import LOOPBACK
 from lkv.serving.inputs import encode_conversation
 from lkv.serving.middleware import refusal, refuse_foreign
 from lkv.serving.routes import add_context_routes, add_error_handlers, describe_contexts, read_body
-from lkv.serving.schemas import error_response, first_problem
-from lkv.utils.prompts import ContextKind
+from lkv.serving.schemas import Turns, error_response, parse
+from lkv.serving.stored_context import StoredContext
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PREFIX = "lkv_"  # of all that names contexts
-# Refused in chats about contexts, for which vLLM would ignore them.
+# Refused in requests about contexts, for which vLLM would ignore them.
 _UNSUPPORTED_FIELDS = (
     "tools functions prompt_embeds echo chat_template chat_template_kwargs documents continue_final_message "
     "reasoning_effort truncate_prompt_tokens kv_transfer_params"
 ).split()
+_CHAT_FIELDS = ("tools", "chat_template_kwargs")  # which chats can have
 _MAX_BODY = 64 * 2**20  # bytes of a request to vLLM's routes, images and sound included
 _RESEMBLANCE = 0.8  # of a misspelt field, as difflib measures it
 _MAX_FIELDS = 256  # of a request; each is compared with those that name a context
@@ -268,7 +268,8 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
     stored = await asyncio.to_thread((await server.open_registry()).find_ready, name)
     tokens = await asyncio.to_thread(contexts.tokens, name)
     contexts.remember_tokens(name, tokens)
-    unused = [field for field in _UNSUPPORTED_FIELDS if body.get(field)]
+    own = _CHAT_FIELDS if path == CHAT else ()
+    unused = [field for field in _UNSUPPORTED_FIELDS if body.get(field) and field not in own]
     if body.get("add_generation_prompt") is False:
         unused.append("add_generation_prompt")
     if unused:
@@ -279,7 +280,7 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
         body.setdefault("add_special_tokens", False)
         return tokens
     # Plain text only: if a content part mentions an image, even a null one, vLLM renders the messages itself.
-    body["messages"], ids = await asyncio.to_thread(_encode_messages, contexts, stored.kind, body.get("messages"))
+    body["messages"], ids = await asyncio.to_thread(_encode_chat, contexts, stored, body)
     free = min(contexts.max_positions + 1 - tokens, server.max_length) - len(ids)
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None and free > 0:
         body["max_completion_tokens"] = min(free, server.settings.max_tokens)
@@ -288,26 +289,31 @@ async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], 
     return tokens
 
 
-def _encode_messages(
-    contexts: VllmContexts, kind: ContextKind, messages: object
+def _encode_chat(
+    contexts: VllmContexts, stored: StoredContext, body: dict[str, Any]
 ) -> tuple[list[dict[str, str]], list[int]]:
-    """Return the messages of a chat, role and text alone, and the tokens that follow a context of this kind.
+    """Return the messages of a chat, role and text alone, and the tokens that follow the context.
 
-    Raises PromptError for messages that cannot be answered.
+    Raises PromptError for messages that cannot be answered, and for tools that cannot follow the context.
     """
-    if not isinstance(messages, list) or not messages:
-        raise PromptError("messages: give a list with at least one message of the user.")
-    plain = []
-    for number, message in enumerate(messages):
-        try:
-            plain.append(schemas.Message.model_validate(message).plain())
-        except ValidationError as error:
-            place, problem = first_problem(error)
-            example = 'such as {"role": "user", "content": "..."}'
-            where = f"messages.{number}.{place}".rstrip(".")
-            raise PromptError(f"{where}: {problem}; a message has a role and a text, {example}.") from None
-    ids = encode_conversation(contexts.tokenizer, contexts.max_positions, plain, kind)
-    return [{"role": message["role"], "content": message["content"]} for message in plain], ids
+    options = body.get("chat_template_kwargs") or {}
+    has_thinking = options.get("enable_thinking", False) if isinstance(options, dict) else None
+    if not isinstance(has_thinking, bool) or set(options) - {"enable_thinking"}:
+        raise PromptError("with a context, chat_template_kwargs takes enable_thinking alone, which is true or false.")
+    # Without it vLLM's reasoning parsers expect thoughts.
+    body["chat_template_kwargs"] = {"enable_thinking": has_thinking}
+    chat = parse(Turns, {field: body[field] for field in ("messages", "tools") if field in body})
+    messages = [message.plain() for message in chat.messages]
+    ids = encode_conversation(
+        contexts.tokenizer,
+        contexts.max_positions,
+        messages,
+        stored.kind,
+        tools=chat.tools,
+        context_tools=stored.tools,
+        has_thinking=has_thinking,
+    )
+    return [{"role": message["role"], "content": message["content"]} for message in messages], ids
 
 
 class AnswerEditor:

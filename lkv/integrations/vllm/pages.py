@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lkv.errors import IntegrationError
 from lkv.integrations.vllm.passes import Batch, Row
+from lkv.utils.devices import copy_to_device
 
 _MAX_SCORES = 2**23  # of one product
 
@@ -131,7 +132,7 @@ class FlashPages:
 
         if "rows" not in batch.work:
             numbers = [[row.index, row.length, row.column + row.tokens] for row in batch.rows]
-            table = torch.tensor(numbers, dtype=torch.int32).to(query.device)
+            table = copy_to_device(torch.tensor(numbers, dtype=torch.int32, device="cpu"), query.device)
             ends = torch.nn.functional.pad(table[:, 2], (1, 0))
             longest = max(row.tokens for row in batch.rows), max(row.length for row in batch.rows)
             batch.work["rows"] = block_table[table[:, 0].long()], table[:, 1].contiguous(), ends, longest

@@ -16,6 +16,7 @@ from lkv.context.context import Context
 from lkv.errors import ContextFileError, LkvError
 from lkv.integrations.vllm.contexts import COMPRESS, CONTEXT, Compression, NewContext, VllmContexts
 from lkv.kernels.ragged_attention import merge_attention
+from lkv.utils.devices import copy_to_device
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,7 +79,7 @@ class Batch:
     Attributes:
         rows: Those that follow contexts, in the order of `tokens`.
         tokens: The places of their new tokens in the pass.
-        groups: The tokens of each context and their indices in `tokens`: all queries of a context attend at once.
+        groups: Each context and the indices of its tokens in `tokens`: all queries of a context attend at once.
         compressions: Texts whose last token is read in this pass.
         total_heads: KV heads of all ranks of tensor parallelism.
     """
@@ -86,28 +87,25 @@ class Batch:
     total_heads: int
     rows: list[Row] = field(default_factory=list)
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    groups: list[tuple[Context, Tensor, slice]] = field(default_factory=list)
+    groups: list[tuple[Context, slice]] = field(default_factory=list)
     compressions: list[tuple[Row, RequestWork]] = field(default_factory=list)
     work: dict[Any, Any] = field(default_factory=dict)  # of the backend, for all layers of the pass
 
     def add_followers(self, followers: dict[int, tuple[Context, list[Row]]], device: torch.device) -> None:
         """Add the rows that follow each context."""
-        column = 0
-        places: list[Tensor] = []
+        places: list[int] = []
         for context, rows in followers.values():
-            tokens = torch.cat([torch.arange(row.start, row.stop) for row in rows]).to(device)
-            self.groups.append((context, tokens, slice(column, column + len(tokens))))
-            places.append(tokens)
+            first = len(places)
             for row in rows:
-                self.rows.append(Row(row.index, row.start, row.stop, row.length, column))
-                column += row.tokens
-        if places:
-            self.tokens = torch.cat(places)
+                self.rows.append(Row(row.index, row.start, row.stop, row.length, len(places)))
+                places += range(row.start, row.stop)
+            self.groups.append((context, slice(first, len(places))))
+        self.tokens = copy_to_device(torch.tensor(places, dtype=torch.long, device="cpu"), device)
 
     def shift(self, positions: Tensor, sign: int = 1) -> None:
         """Move the positions of questions behind their contexts, in place; `sign` -1 moves them back."""
-        for context, tokens, _ in self.groups:
-            positions[tokens] += sign * context.tokens
+        for context, columns in self.groups:
+            positions[self.tokens[columns]] += sign * context.tokens
 
     def add_contexts(self, layer: int, query: Tensor, output: Tensor, lse: Tensor, scale: float) -> None:
         """Complete the attention of tokens that follow contexts, in place.
@@ -120,7 +118,7 @@ class Batch:
             scale: The scale of attention scores.
         """
         rows, parts = query[self.tokens].transpose(0, 1)[None], []
-        for context, _, columns in self.groups:
+        for context, columns in self.groups:
             cache: Any = context.cache
             # One call for all requests that ask a context: its entries are read once.
             part = rows[:, :, columns].contiguous()

@@ -117,8 +117,9 @@ def _check(processor: "InputProcessor", request: "EngineCoreRequest", max_tokens
         raise PromptError(f"{CONTEXT} is {name!r}; give the id of a context.")
     if salted not in (None, name):
         raise PromptError("the request names two contexts; give one.")
-    # The last token of an answer is never read.
-    free = contexts.max_positions + 1 - contexts.recent_tokens(name) - len(ids)
+    # The last token of an answer is never read, but drafts of tokens behind it are.
+    drafts = processor.vllm_config.num_speculative_tokens
+    free = contexts.max_positions + 1 - contexts.recent_tokens(name) - len(ids) - drafts
     if free < (max_tokens or 1):
         advice = f"ask for at most {free} new tokens" if free > 0 else "shorten the question"
         raise PromptError(
