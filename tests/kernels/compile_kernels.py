@@ -252,6 +252,7 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
                 decode_rows(dim, numbers, new)
             for tiers in TIERS:
                 decode_rows(dim, numbers, tiers=tiers)
+            decode_rows(dim, numbers, 64, TIERS[1])
     return [{"arch": arch, "dim": dim, "dtype": dtype} | row for row in compiler.rows]
 
 

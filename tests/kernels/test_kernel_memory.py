@@ -107,6 +107,19 @@ def test_tiers_in_any_order_of_programs(rows, many_programs):
     assert traffic.launches[-len(steps) :] == steps
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tiers", [((8, 4), (4, 3)), ((3, 8),)], ids=str)
+def test_many_rows_restore_codes_once(tiers, dtype, many_programs, monkeypatch):
+    """Whatever the order of programs, with spans and tiers without entries, and with a basis."""
+    torch.manual_seed(len(tiers))
+    monkeypatch.setattr(ragged, "_MAX_ROWS_OVER_CODES", 5)
+    lengths = split_randomly([[50, 0], [40, 31]], len(tiers))
+    pools = coded_pools(lengths, tiers, 3, 24, 16, dtype, has_basis=True)
+    with watched(len(tiers)) as traffic:
+        assert_equals_reference(pools, 2, 3, 0.25)
+    assert traffic.launches[-3:] == ["append_kernel", "restore_kernel", "slice_kernel"]
+
+
 def test_a_decode_step_reads_each_entry_once():
     """Bytes of k and v, and little beside them."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.kernels.ragged_attention.restore_ptx import CODES, FACTORS, INPUTS, RESULTS
-from lkv.kernels.triton_helpers import IS_INTERPRETED, cap
+from lkv.kernels.triton_helpers import IS_INTERPRETED, cap, load_rows, store_rows
 
 _LOWEST = tl.constexpr(-3e38)  # the maximum of a warp without entries; unlike -inf it can be subtracted from itself
 _RESULTS = tl.constexpr(RESULTS)
@@ -260,3 +260,58 @@ def attend_tier(
     for part in tl.static_range(_RESULTS):
         joined += (tl.sum(sums[part] * by_warp[:, None, :], 0),)
     return tl.where(weight > 0.0, peak, float("-inf")), weight, _rows_first(joined, VALUE_BITS)
+
+
+@triton.jit
+def _store_restored(
+    codes, norms, code, pool, at, inside, DIM: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store the k or v of entries `code` of a tier at the entries `at` of a pool."""
+    channel = tl.arange(0, BLOCK_D)
+    is_channel = channel < DIM
+    both = inside[:, None] & is_channel[None, :]
+    values = _load_levels(codes, code[:, None], channel[None, :], both, DIM, BITS)
+    values *= tl.load(norms + code, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if pool.dtype.element_ty == tl.float16:
+        values = tl.clamp(values, -65504.0, 65504.0)
+    store_rows(pool, at * DIM, values, inside, channel, is_channel)
+
+
+@triton.jit
+def restore_kernel(
+    k_pool, v_pool, starts, lens, added, new_k, new_v, new_starts, spans, k_codes_0, k_norms_0, v_codes_0, v_norms_0,
+    tables_0, k_codes_1, k_norms_1, v_codes_1, v_norms_1, tables_1, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Copy all entries of a span, one after another, to pools without codes, and note where it starts there.
+
+    Arguments as in `slice_kernel`. The programs of a span take its blocks in turns.
+    """
+    span = tl.program_id(1)
+    tiers = (k_codes_0, k_norms_0, v_codes_0, v_norms_0), (k_codes_1, k_norms_1, v_codes_1, v_norms_1)
+    all_tables = tables_0, tables_1
+    start, end = tl.load(starts + span).to(tl.int64), tl.load(lens + span) + added
+    # Behind all that earlier spans have: codes, and slots of the pools.
+    new_start = start
+    for tier in tl.static_range(len(BITS) // 2):
+        new_start += tl.load(all_tables[tier] + span) + tl.load(all_tables[tier] + spans + span)
+    if tl.program_id(0) == 0:
+        tl.store(new_starts + span, new_start.to(tl.int32))
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for low in range(tl.program_id(0) * BLOCK, end, tl.num_programs(0) * BLOCK):
+        entry = low + tl.arange(0, BLOCK)
+        at = new_start + entry
+        coded = low * 0
+        for tier in tl.static_range(len(BITS) // 2):
+            k_codes, k_norms, v_codes, v_norms = tiers[tier]
+            after = coded + tl.load(all_tables[tier] + span)
+            inside = (entry >= coded) & (entry < after)
+            code = tl.load(all_tables[tier] + spans + span).to(tl.int64) + (entry - coded)
+            _store_restored(k_codes, k_norms, code, new_k, at, inside, DIM, BITS[2 * tier], BLOCK_D)
+            _store_restored(v_codes, v_norms, code, new_v, at, inside, VALUE_DIM, BITS[2 * tier + 1], BLOCK_V)
+            coded = after
+        inside = (entry >= coded) & (entry < end)
+        key = load_rows(k_pool, (start + entry) * DIM, inside, dims, dims < DIM)
+        store_rows(new_k, at * DIM, key, inside, dims, dims < DIM)
+        value = load_rows(v_pool, (start + entry) * VALUE_DIM, inside, value_dims, value_dims < VALUE_DIM)
+        store_rows(new_v, at * VALUE_DIM, value, inside, value_dims, value_dims < VALUE_DIM)

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+import lkv.kernels.ragged_attention.tier_kernels as tier_kernels
 import lkv.kernels.ragged_attention.triton_kernels as kernels
 from lkv.kernels import triton_helpers
 from lkv.kernels.ragged_attention.arguments import MAX_QUANTIZED, RaggedKV
@@ -24,6 +25,9 @@ from lkv.kernels.triton_helpers import LOG2_E
 from lkv.utils import devices
 
 LARGEST_DIM = 256
+_RESTORED_BLOCK = 32
+# Of more packed rows a span, its codes are restored once for all, rather than in every tile of up to 16 rows.
+_MAX_ROWS_OVER_CODES = 128
 _APPENDED_ROWS = 16  # new tokens of a span that a program appends
 # The least entries per program that make its launch worthwhile.
 _MIN_SLICE = 128
@@ -123,8 +127,11 @@ def _attend(
     q: Tensor, key: Tensor, value: Tensor, kv: RaggedKV, scale: float, softcap: float | None, new: int,
     buffers: dict[Any, Any] | None, causal: bool = True, lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    k_pool, v_pool, starts, lens, quantized, basis = kv
     batch, heads, rows, dim = q.shape
+    added = rows if new == _COUNT else 0
+    if kv.quantized and rows * heads > _MAX_ROWS_OVER_CODES * kv.starts.shape[1]:
+        kv = _restore(kv, added)
+    k_pool, v_pool, starts, lens, quantized, basis = kv
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = rows * (heads // kv_heads)
@@ -140,12 +147,12 @@ def _attend(
     out = q.new_empty((batch, rows, heads, value_dim)).transpose(1, 2)
     strides = q.stride(), key.stride(), value.stride()
     (q_batch, q_head, q_row, _), (k_batch, k_head, _, _), (v_batch, v_head, _, _) = strides
-    codes = [x for tier in quantized for x in tier[:5]]
+    codes = _tier_tensors(kv)
     arguments: tuple[Any, ...] = (
         q, key, value, k_pool, v_pool, starts, lens, out, lse, parts, extremes,
-        _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, rows if new == _COUNT else 0,
+        _tickets(q, spans * launch.tiles + 1, buffers), spans, kv_heads, rows, added,
         scale * LOG2_E.value, *out.stride()[:3], q_batch, q_head, q_row, k_batch, k_head, v_batch, v_head, turned,
-        *(basis or _NO_BASIS), *codes, *[None] * (_TIER_TENSORS - len(codes)),
+        *(basis or _NO_BASIS), *codes,
     )  # fmt: skip
     launch.start(
         kernels.slice_kernel,
@@ -153,9 +160,33 @@ def _attend(
         arguments,
         launch.slice_options | {"CAUSAL": causal, "NEW": new, "SOFTCAP": (softcap or 0.0) * LOG2_E.value},
         (kv_heads, new, strides, causal, lse is None, softcap, basis and basis.mean.dtype),
-        _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *(basis or ()), *codes),
+        _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *(basis or ()), *(x for x in codes if x is not None)),
     )
     return out
+
+
+def _restore(kv: RaggedKV, added: int) -> RaggedKV:
+    """Return the entries, and `added` that are not counted yet, in pools without codes, in the same basis."""
+    k_pool, v_pool, starts, lens, quantized, _ = kv
+    dim, value_dim, spans = k_pool.shape[1], v_pool.shape[1], starts.numel()
+    size = len(k_pool) + sum(len(tier.key_norms) for tier in quantized)
+    new_k, new_v = (pool.new_empty((size, pool.shape[1])) for pool in (k_pool, v_pool))
+    new_starts, blocks = torch.empty_like(starts), _blocks(dim, value_dim, k_pool.dtype)
+    programs = _PROGRAMS_WITHOUT_GPU
+    if triton_helpers.is_compiled_for(k_pool.device):
+        programs = max(1, 4 * _multiprocessors(k_pool.device) // spans)
+    tier_kernels.restore_kernel[programs, spans](
+        k_pool, v_pool, starts, lens, added, new_k, new_v, new_starts, spans, *_tier_tensors(kv), DIM=dim,
+        VALUE_DIM=value_dim, BITS=tuple(number for tier in quantized for number in tier[5:]), BLOCK=_RESTORED_BLOCK,
+        BLOCK_D=blocks["BLOCK_D"], BLOCK_V=blocks["BLOCK_V"],
+    )  # fmt: skip
+    return kv._replace(k_pool=new_k, v_pool=new_v, starts=new_starts, quantized=())
+
+
+def _tier_tensors(kv: RaggedKV) -> list[Tensor | None]:
+    """Return codes, norms and tables of all tiers; None for those that do not exist."""
+    tensors = [x for tier in kv.quantized for x in tier[:5]]
+    return [*tensors, *[None] * (_TIER_TENSORS - len(tensors))]
 
 
 def _are_aligned(*tensors: Tensor) -> bool:

@@ -54,11 +54,13 @@ def _rotate(x, rotation, step_in, step_out, WIDTH: tl.constexpr):
         first, second = tl.split(tl.reshape(x, (rows, block // 2, 2)))
         x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (rows, block))
     odd = tl.arange(0, block // power)
-    inside = (odd[:, None] < WIDTH // power) & (odd[None, :] < WIDTH // power)
-    at = power * (odd[:, None] * step_in + odd[None, :] * step_out)
-    matrix = tl.load(rotation + at, mask=inside, other=0.0)
-    x = tl.sum(tl.reshape(x, (rows, power, block // power))[:, :, :, None] * matrix[None, None, :, :], 2)
-    return tl.reshape(tl.permute(x, (0, 2, 1)), (rows, block))
+    x = tl.reshape(x, (rows, power, block // power))
+    turned = tl.zeros_like(x)
+    for number in range(WIDTH // power):
+        part = tl.sum(tl.where(odd[None, None, :] == number, x, 0.0), 2)
+        at = power * (number * step_in + odd * step_out)
+        turned += part[:, :, None] * tl.load(rotation + at, mask=odd < WIDTH // power, other=0.0)[None, None, :]
+    return tl.reshape(tl.permute(turned, (0, 2, 1)), (rows, block))
 
 
 @triton.jit
