@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lkv.errors import ModelLoadError
-from lkv.hf.gguf_settings import UnreadPartError, apply_settings
+from lkv.hf.gguf_settings import UnreadPartError, apply_settings, apply_tokenizer_settings
 from lkv.utils.extras import require
 
 if TYPE_CHECKING:
@@ -171,6 +171,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         )
         model, report = loaded
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
+        apply_tokenizer_settings(tokenizer, reader)
         if not (missing := _missing_tensors(model, set(report["missing_keys"]))):
             _check_unread(reader, model, set(report["missing_keys"]))
     except UnreadPartError as error:

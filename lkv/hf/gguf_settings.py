@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
+from tokenizers import Regex, decoders, pre_tokenizers
 
 # The configuration attributes that a setting may correspond to; those that the model has are assigned.
 _ATTRIBUTES = {
@@ -41,10 +42,38 @@ _NEUTRAL = {"attention.causal": (True,), "expert_gating_func": (0, 1), "expert_w
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _INFINITE = 1e29  # a factor in `rope_freqs` that disables a frequency
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 to 3.3
+# Values of `tokenizer.ggml.pre` for which llama.cpp splits as GPT-2 does, for some after each digit. transformers knows
+# those of other splits; files without the setting are read as GPT-2's.
+_LIKE_GPT2 = frozenset("gpt-2 gpt2 default mpt olmo jais phi-2 trillion exaone4 gigachat mellum".split())
+_SINGLE_DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
 
 
 class UnreadPartError(ValueError):
     """A GGUF file has a setting or tensor that changes the model's outputs and that transformers does not support."""
+
+
+def apply_tokenizer_settings(tokenizer: Any, reader: Any) -> None:
+    """Apply the settings of a GGUF file that say how text is split, of which transformers reads some.
+
+    Args:
+        tokenizer: The tokenizer that transformers made from the file, modified in place.
+        reader: The file's `gguf.GGUFReader`.
+
+    Raises:
+        UnreadPartError: For a way to split that neither transformers nor this function knows.
+    """
+    backend = tokenizer.backend_tokenizer
+    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("pre", "add_space_prefix"))
+    split, has_space = (None if field is None else field.contents() for field in fields)
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and has_space is False:
+        backend.pre_tokenizer.prepend_scheme = "never"
+        backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        if split in _SINGLE_DIGITS:
+            digits = pre_tokenizers.Split(Regex(r"\p{N}"), "isolated")
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+        elif split is not None and split not in _LIKE_GPT2:
+            raise UnreadPartError(f"tokenizer.ggml.pre {str(split)[:80]!r}")
 
 
 def apply_settings(config: Any, reader: Any) -> None:

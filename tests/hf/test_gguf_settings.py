@@ -5,12 +5,15 @@ The reference is `tests.hf.gguf_files.forward`.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import GPT2Tokenizer, LlamaTokenizer
 
 from lkv.errors import ModelLoadError
 from lkv.hf.conversion import _DONE, is_complete
+from lkv.hf.gguf_settings import UnreadPartError, apply_tokenizer_settings
 from lkv.hf.loading import load_model
 from tests.hf.gguf_files import DIM, EPSILON, HEADS, HIDDEN, WIDE, Settings, decoder, largest_difference, write_gguf
 
@@ -140,3 +143,44 @@ def test_conversions_of_earlier_versions_are_made_again(tmp_path, cache, capsys)
     capsys.readouterr()
     load_model(str(path))
     assert "converting tiny.gguf" in capsys.readouterr().err and is_complete(folder)
+
+
+class _Fields:
+    """The settings of a file, as gguf's reader has them."""
+
+    def __init__(self, **settings):
+        self.settings = settings
+
+    def get_field(self, name):
+        value = self.settings.get(name.removeprefix("tokenizer.ggml."))
+        return None if value is None else SimpleNamespace(contents=lambda: value)
+
+
+def _byte_level():
+    letters = [*"Ġ0123456789abcdefghijklmnopqrstuvwxyz", "12", "34", "1234", "Ġa"]
+    merges = [("1", "2"), ("3", "4"), ("12", "34"), ("Ġ", "a")]
+    return GPT2Tokenizer(vocab={token: number for number, token in enumerate(letters)}, merges=merges)
+
+
+@pytest.mark.parametrize(
+    ("split", "tokens"),
+    [(None, ["1234", "Ġa"]), ("gpt-2", ["1234", "Ġa"]), ("smollm", [*"1234", "Ġa"]), ("starcoder", [*"1234", "Ġa"])],
+)
+def test_texts_are_split_as_llama_cpp_splits_them(split, tokens):
+    tokenizer = _byte_level()
+    apply_tokenizer_settings(tokenizer, _Fields(pre=split))
+    assert tokenizer.tokenize("1234 a") == tokens and tokenizer.decode(tokenizer("1234 a").input_ids) == "1234 a"
+
+
+def test_an_unknown_split_is_refused_by_name():
+    with pytest.raises(UnreadPartError, match=r"tokenizer.ggml.pre 'deepseek-llm'"):
+        apply_tokenizer_settings(_byte_level(), _Fields(pre="deepseek-llm"))
+
+
+@pytest.mark.parametrize(("has_space", "first"), [(None, ["▁a"]), (True, ["▁a"]), (False, ["a"])])
+def test_texts_begin_with_a_space_only_where_the_file_has_one(has_space, first):
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "▁a": 5, "b": 6}
+    tokenizer = LlamaTokenizer(vocab=vocab, merges=[("▁", "a")])
+    apply_tokenizer_settings(tokenizer, _Fields(add_space_prefix=has_space, pre="default"))
+    assert tokenizer.tokenize("ab a") == [*first, "b", "▁a"]
+    assert tokenizer.decode(tokenizer("ab a", add_special_tokens=False).input_ids) == "ab a"
