@@ -56,7 +56,7 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
         if reader.is_encrypted and not reader.decrypt(""):
             raise DocumentError(f"{name} is locked with a password; give a copy without one.")
         own_pages = list(reader.pages)
-        is_damaged = damage.take()
+        is_damaged = damage.take() or _is_update_cut(data)
         layers = Layers(reader)
         pages = [_read_page(page, layers, damage) for page in own_pages]
         details = "\n".join([*field_texts(reader, layers.is_off), *note_texts(reader, layers.is_off)])
@@ -152,6 +152,12 @@ def _read_page(page: PageObject, layers: Layers, damage: _DamageLog) -> tuple[st
     elif not text and not missing and not content.is_empty:
         missing.append(_EMPTY)
     return text, missing
+
+
+def _is_update_cut(data: bytes) -> bool:
+    """Return whether the last update of a document breaks off, so that pypdf reads the one before."""
+    _, mark, update = data.rpartition(b"%%EOF")
+    return bool(mark) and b" obj" in update
 
 
 def _is_cut(stream: object) -> bool:

@@ -544,6 +544,9 @@ PDFS |= {
             objects={100: _FONT.replace("Helvetica", "ABCDEF+Wingdings")}),
         "lit", ["text in fonts without characters on page 1"],
     ),
+    "an update that is cut": PdfDocument(
+        pdf(lines("lit")) + f"\n11 0 obj\n{stream(lines('17'))}\nendobj\n".encode(), "lit", ["damaged parts"]
+    ),
     "struck out": PdfDocument(
         pdf(lines("lit"), page="/Annots [100 0 R]",
             objects={100: "<< /Type /Annot /Subtype /StrikeOut /Rect [72 690 99 710] >>"}),
