@@ -41,10 +41,6 @@ FITTED = [
 ]
 TOYS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "Qwen3_5Text": {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    },
 }  # fmt: skip
 
 
