@@ -35,7 +35,7 @@ def check_answers(model: str, dtype: str) -> None:
     own, tokenizer = load_model(model, getattr(torch, dtype), device=device)
     path = str(cache_folder() / DEFAULT) if model == DEFAULT else model  # converted now, at its first use
     with tempfile.TemporaryDirectory() as store:
-        options = {"enforce_eager": device == "cpu", "gpu_memory_utilization": 0.5 if device == "cuda" else 0.05}
+        options = {"enforce_eager": device == "cpu", "gpu_memory_utilization": 0.5 if device == "cuda" else 0.2}
         settings = {"lkv": {"store": store, "memory": "10%"}}
         llm = LLM(path, dtype=dtype, max_model_len=4096, additional_config=settings, **options)
         texts = [make_text(tokenizer, 2000, seed) for seed in range(2)]
