@@ -95,7 +95,7 @@ def test_codes_are_restored_in_registers(arch, kernels):
         assert len(tiers) == len(row["bits"]) // 2 and pools["instructions"] / 16 <= 24
         assert not any(sum(loop.values()) > loop["instructions"] for loop in row["loops"])
         # Outside the loops.
-        assert row["stack"] <= (0 if arch >= 90 else 192) and row["programs"] >= 2
+        assert row["stack"] <= (0 if arch >= 90 else 144) and row["programs"] >= 2
 
 
 @pytest.mark.slow

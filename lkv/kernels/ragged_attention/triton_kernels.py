@@ -265,10 +265,13 @@ def slice_kernel(
             # Programs and spans increase together, so their sum is a unique index of the pair.
             first_slot = (tl.program_id(0) + span) * packed_rows
             if k_rotation is not None:
-                turned_rows = load_rows(q, _row_offsets(span, kv_heads, packed, q_strides, GROUP), within, dims, real)
                 factor = tl.load(k_scale + span * DIM + dims, mask=real, other=0.0).to(tl.float32)
-                turned_rows = _rotate(turned_rows.to(tl.float32) * factor[None, :], k_rotation, DIM, 1, DIM)
-                store_rows(turned, (first_turned + tl.arange(0, BLOCK_M)) * DIM, turned_rows, within, dims, real)
+                for row in range(first_row, after_rows, JOIN_M):
+                    turned_row = row + tl.arange(0, JOIN_M)
+                    is_row = turned_row < after_rows
+                    query = load_rows(q, _row_offsets(span, kv_heads, turned_row, q_strides, GROUP), is_row, dims, real)
+                    query = _rotate(query.to(tl.float32) * factor[None, :], k_rotation, DIM, 1, DIM)
+                    store_rows(turned, (first_turned + turned_row - first_row) * DIM, query, is_row, dims, real)
                 # Other threads load what this one stores.
                 tl.debug_barrier()
             coded = begin * 0
