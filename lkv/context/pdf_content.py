@@ -40,7 +40,7 @@ class Layers:
                     state = get(get(get(group, "/Usage") or {}, "/View") or {}, "/ViewState")
                     self._off = self._off | {id(group)} if state == "/OFF" else self._off - {id(group)}
 
-    def is_off(self, membership: Any) -> bool:
+    def is_off(self, membership: object) -> bool:
         """Return whether content with this entry /OC is hidden; None for content without one."""
         if not isinstance(membership, DictionaryObject) or membership.get("/Type") != "/OCMD":
             return id(membership) in self._off
@@ -50,7 +50,7 @@ class Layers:
         hidden = {"/AllOn": any(off), "/AnyOff": not any(off), "/AllOff": not all(off)}
         return bool(off) and hidden.get(str(get(membership, "/P")), all(off))
 
-    def _is_on(self, expression: Any) -> bool:
+    def _is_on(self, expression: object) -> bool:
         if not isinstance(expression, list):
             return not self.is_off(expression)
         operator, *operands = items(expression)
@@ -90,7 +90,7 @@ class PageContent:
         self.page[NameObject("/Contents")] = content
         self.page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): self._fonts})
 
-    def _add(self, operations: list[tuple[Any, bytes]], resources: Any, forms: tuple[int, ...]) -> None:
+    def _add(self, operations: list[tuple[Any, bytes]], resources: object, forms: tuple[int, ...]) -> None:
         """Add operations with their resources; `forms` are those being drawn."""
         marks: list[tuple[bool, bool]] = []
         states: list[tuple[float, float]] = []
@@ -124,7 +124,7 @@ class PageContent:
         if forms:
             self._operations += [([], b"Q")] * len(states)
 
-    def _begin_mark(self, operands: list[Any], resources: Any) -> tuple[bool, bool]:
+    def _begin_mark(self, operands: list[Any], resources: object) -> tuple[bool, bool]:
         """Begin marked content: return whether it is hidden, and whether it has an /ActualText."""
         properties = operands[1] if len(operands) > 1 else None
         if isinstance(properties, NameObject):
@@ -146,7 +146,7 @@ class PageContent:
         if is_replaced and not self._replaced:
             self._operations += [([*_UNIT], b"cm"), ([None], ACTUAL_TEXT)]
 
-    def _draw(self, drawn: Any, resources: Any, forms: tuple[int, ...]) -> None:
+    def _draw(self, drawn: object, resources: object, forms: tuple[int, ...]) -> None:
         """Draw an image or, with their own resources or those around, the operations of a form."""
         if not isinstance(drawn, StreamObject):
             return
@@ -170,7 +170,7 @@ class PageContent:
         self._operations.append(([], b"Q"))
         self._hidden -= is_off
 
-    def _font_name(self, font: Any) -> NameObject:
+    def _font_name(self, font: object) -> NameObject:
         """Return the font's name on the page; a font that is missing is Helvetica, as in viewers."""
         key = id(font) if isinstance(font, DictionaryObject) else 0
         if key not in self._font_names:

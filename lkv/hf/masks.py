@@ -1,6 +1,7 @@
 """Masks of LKV caches: for full-attention layers the mask marks padding only."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class PaddingReader:
             return None
         return self._read(_hidden_keys, mask, queries)
 
-    def _read(self, function: Any, mask: Tensor, *args: object) -> Any:
+    def _read(self, function: Callable[..., Any], mask: Tensor, *args: object) -> Any:
         if self._mask is None or self._mask() is not mask:
             _check_padding_alone(mask)
             self._mask, self._results = weakref.ref(mask), {}

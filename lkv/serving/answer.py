@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -50,8 +50,7 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> int:
         """Draw the next token from its logits [V]."""
-        no_ids: Any = None  # the warpers read no ids
-        scores = self._warpers(no_ids, logits[None].float().cpu())
+        scores = self._warpers(torch.LongTensor(), logits[None].float().cpu())  # these warpers read no ids
         return int(torch.multinomial(scores[0].softmax(-1), 1, generator=self._generator))
 
 
