@@ -43,9 +43,9 @@ _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _INFINITE = 1e29  # a factor in `rope_freqs` that disables a frequency
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 to 3.3
 # Values of `tokenizer.ggml.pre` for which llama.cpp splits as GPT-2 does, for some after each digit. transformers knows
-# those of other splits; files without the setting are read as GPT-2's.
-_LIKE_GPT2 = frozenset("gpt-2 gpt2 default mpt olmo jais phi-2 trillion exaone4 gigachat mellum".split())
-_SINGLE_DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
+# those of other splits. Files without the setting are read as GPT-2's, and SmolLM as in all its measurements here.
+_LIKE_GPT2 = frozenset("gpt-2 gpt2 default smollm mpt olmo jais phi-2 trillion exaone4 gigachat mellum".split())
+_SINGLE_DIGITS = frozenset("starcoder refact command-r codeshell exaone minerva-7b".split())
 
 
 class UnreadPartError(ValueError):
