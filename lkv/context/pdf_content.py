@@ -62,7 +62,6 @@ class PageContent:
     """The content of a page for pypdf, which itself ignores layers, the place of forms, /ActualText and Tz.
 
     Attributes:
-        page: A page that consists of the operations that draw text.
         is_empty: Whether the page draws nothing.
         draws_image: Whether an image is displayed.
         hides_text: Whether text of hidden layers is left out.
@@ -84,11 +83,16 @@ class PageContent:
         operations = [] if self.is_incomplete else ContentStream(contents, self._pdf, "bytes").operations
         self.is_empty = not operations
         self._add(operations, page.get_inherited("/Resources", DictionaryObject()).get_object(), ())
+
+    def turned(self, quarters: int) -> PageObject:
+        """Return a page that consists of the operations that draw text, turned clockwise about the page's corner."""
+        a, b = ((1.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0))[quarters % 4]
         content = ContentStream(None, self._pdf)
-        content.operations = self._operations
-        self.page = PageObject(self._pdf)
-        self.page[NameObject("/Contents")] = content
-        self.page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): self._fonts})
+        content.operations = [([a, b, -b, a, 0.0, 0.0], b"cm"), *self._operations]
+        page = PageObject(self._pdf)
+        page[NameObject("/Contents")] = content
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): self._fonts})
+        return page
 
     def _add(self, operations: list[tuple[Any, bytes]], resources: object, forms: tuple[int, ...]) -> None:
         """Add operations with their resources; `forms` are those being drawn."""

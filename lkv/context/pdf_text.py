@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 import threading
 import zlib
@@ -102,7 +103,7 @@ class _Piece(NamedTuple):
         y: Height of the base line, in points from the page's bottom.
         size: Font size in points.
         rise: Rise above the base line.
-        is_level: Whether it runs from left to right.
+        turn: Its direction in quarter turns from left to right, counterclockwise; None between them.
         font: Identifies its font on the page.
         place: Counts the positions that the page has set before it.
     """
@@ -112,7 +113,7 @@ class _Piece(NamedTuple):
     y: float
     size: float
     rise: float
-    is_level: bool
+    turn: int | None
     font: int = 0
     place: int = 0
 
@@ -131,27 +132,49 @@ class _Piece(NamedTuple):
 def _read_page(page: PageObject, layers: Layers, damage: _DamageLog) -> tuple[str, list[str]]:
     """Return a page's text, and what of it is missing."""
     content = PageContent(page, layers)
-    all_pieces, is_unnamed = _pieces(content.page)
-    pieces = [piece for piece in all_pieces if piece.font not in is_unnamed]
-    left, bottom, right, top = (float(edge) for edge in page.cropbox)
-    # Pieces without a position are line breaks found by pypdf.
-    visible = [each for each in pieces if each.text == "\n" or (left <= each.x < right and bottom <= each.y < top)]
-    missing = [_UNNAMED] * (len(pieces) < len(all_pieces))
-    if len("".join(each.text for each in pieces).split()) > len("".join(each.text for each in visible).split()):
-        missing.append(_OUTSIDE)
-    missing += [_HIDDEN] * content.hides_text
+    lines: list[list[_Piece]] = []
+    missing = [_HIDDEN] * content.hides_text
+    for quarters in range(4):
+        all_pieces, unnamed = _pieces(content.turned(quarters + page.rotation // 90))
+        # What runs in other directions is read from left to right in its own turn: pypdf separates words there alone.
+        own = [piece for piece in all_pieces if piece.turn == 0 or (piece.turn is None and not quarters)]
+        lines += _lines(own, unnamed, _turned_box(page, quarters + page.rotation // 90), missing)
+        if not any(piece.turn for piece in all_pieces):
+            break
     missing += [_STRUCK] * any(get(note, "/Subtype") == "/StrikeOut" for note in items(get(page, "/Annots")))
     if damage.take() or content.is_incomplete or any(_is_cut(stream) for stream in items(get(page, "/Contents"))):
         missing.append(_DAMAGED)
-    lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
-    if all(piece.is_level for line in lines for piece in line):
-        lines = _order_columns(_order_lines(_join_scripts(lines), left + 0.4 * (right - left)))
     text = _join_words("\n".join(_line_text(line) for line in lines).translate(_LIGATURES)).strip("\n")
     if content.draws_image:
         missing.append(_IMAGES if text else _SCAN)
     elif not text and not missing and not content.is_empty:
         missing.append(_EMPTY)
     return text, missing
+
+
+def _lines(
+    all_pieces: list[_Piece], unnamed: set[int], box: tuple[float, float, float, float], missing: list[str]
+) -> list[list[_Piece]]:
+    """Return the lines of pieces within a box (left, bottom, right, top); `missing` gets what is left out."""
+    pieces = [piece for piece in all_pieces if piece.font not in unnamed]
+    left, bottom, right, top = box
+    # Pieces without a position are line breaks found by pypdf.
+    visible = [each for each in pieces if each.text == "\n" or (left <= each.x < right and bottom <= each.y < top)]
+    missing += [_UNNAMED] * (len(pieces) < len(all_pieces))
+    if len("".join(each.text for each in pieces).split()) > len("".join(each.text for each in visible).split()):
+        missing.append(_OUTSIDE)
+    lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
+    if all(piece.turn == 0 for line in lines for piece in line):
+        lines = _order_columns(_order_lines(_join_scripts(lines), left + 0.4 * (right - left)))
+    return lines
+
+
+def _turned_box(page: PageObject, quarters: int) -> tuple[float, float, float, float]:
+    """Return a page's crop box (left, bottom, right, top), turned clockwise about the page's corner."""
+    left, bottom, right, top = (float(edge) for edge in page.cropbox)
+    for _ in range(quarters % 4):
+        left, bottom, right, top = bottom, -right, top, -left
+    return left, bottom, right, top
 
 
 def _is_update_cut(data: bytes) -> bool:
@@ -198,14 +221,16 @@ def _pieces(page: PageObject) -> tuple[list[_Piece], set[int]]:
             text, actual, was_replaced = actual + "\n" * text.endswith("\n"), "", True
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         x, y = (tm[4] * cm[i] + tm[5] * cm[i + 2] + cm[i + 4] for i in (0, 1))
-        size *= abs(tm[3] * cm[3] + tm[2] * cm[1])
-        is_level = abs(tm[0] * cm[1] + tm[1] * cm[3]) < 1e-3
+        across, up = ((tm[0] * cm[i] + tm[1] * cm[i + 2]) * math.copysign(1, size) for i in (0, 1))
+        quarters = math.atan2(up, across) / (math.pi / 2)
+        turn = round(quarters) % 4 if abs(quarters - round(quarters)) < 1e-3 else None
+        size = abs(size) * abs(tm[3] * cm[3] + tm[2] * cm[1])
         if text.strip() and font is not None and _is_unnamed(font, text):
             unnamed.add(id(font))
         for number, line in enumerate(text.split("\n")):
             if number:
-                pieces.append(_Piece("\n", 0, 0, 0, 0, True))
-            piece = _Piece(line, x, y, size, shown_rise, is_level, id(font), place or 0)
+                pieces.append(_Piece("\n", 0, 0, 0, 0, 0))
+            piece = _Piece(line, x, y, size, shown_rise, turn, id(font), place or 0)
             if line and not any(piece.is_copy(other) for other in pieces[-12:]):
                 pieces.append(piece)
         place = None if text else place

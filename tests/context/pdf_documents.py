@@ -553,3 +553,30 @@ PDFS |= {
         "lit", ["text read though struck out on page 1"],
     ),
 }  # fmt: skip
+_ROWS = (("2023", "1500", "77"), ("2024", "1600", "88"))
+_TURNS = {"right": "1 0 0 1", "up": "0 1 -1 0", "left": "-1 0 0 -1", "down": "0 -1 1 0"}
+PDFS |= {
+    f"a table that runs {name} on a page turned by {angle}": PdfDocument(
+        pdf(
+            f"q {turn} 300 400 cm "
+            + "".join(
+                f"BT /F1 12 Tf {60 * column} {-20 * row} Td ({cell}) Tj ET "
+                for row, cells in enumerate(_ROWS)
+                for column, cell in enumerate(cells)
+            )
+            + "Q",
+            page=f"/Rotate {angle}",
+        ),
+        "2023 1500 77\n2024 1600 88",
+    )
+    for name, turn in _TURNS.items()
+    for angle in (0, 90, 180, 270)
+} | {
+    "a size below zero": PdfDocument(
+        pdf("BT /F1 -12 Tf -1 0 0 -1 72 700 Tm (lit) Tj ET " + lines("at dusk", y=680)), "lit\nat dusk"
+    ),
+    "a heading along the edge": PdfDocument(
+        pdf("q 0 1 -1 0 60 400 cm BT /F1 12 Tf 0 0 Td (Draft) Tj 60 0 Td (of 1874) Tj ET Q " + lines("The lamp")),
+        "The lamp\nDraft of 1874",
+    ),
+}
