@@ -317,6 +317,8 @@ def render_messages(
     if not turns or turns[-1]["role"] not in ("user", "tool"):
         raise PromptError("the last message must be one of the user, or a tool's result; put the question there.")
     has_template = _has_template(tokenizer, tools)
+    if _content_of(tools) == _content_of(context_tools):
+        tools = context_tools
     options: dict[str, Any] = {"tools": tools or context_tools or None, "has_thinking": has_thinking}
     if after:
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
@@ -333,7 +335,8 @@ def render_messages(
     if len(rest) != 1:
         raise PromptError("this model's chat template does not carry the messages after a context; send one question.")
     if before != _apply_template(tokenizer, turns, tools=context_tools).split(_CONTEXT)[0]:
-        request = _names(tools) + (" and enable_thinking" if has_thinking else "")
+        is_redefined = bool(tools) and tools != context_tools and _names(tools) == _names(context_tools)
+        request = _names(tools) + " with other definitions" * is_redefined + " and enable_thinking" * has_thinking
         raise PromptError(
             f"this model's chat template writes before a context what the model may call, here "
             f"{_names(context_tools)}, but the request has {request}; leave that out, or create the context with these "
@@ -344,6 +347,20 @@ def render_messages(
 
 def _names(tools: Tools | None) -> str:
     return ", ".join(str(tool["function"]["name"])[:60] for tool in tools or ()) or "no tools"
+
+
+def _content_of(tools: object) -> object:
+    """Return tools without what libraries of agents write in their own way: order, `strict`, titles, closed objects."""
+    if isinstance(tools, list):
+        return sorted(map(_content_of, tools), key=str)
+    if not isinstance(tools, dict):
+        return tools
+    written = {"strict": bool | None, "title": str, "additionalProperties": bool}
+    return {
+        name: _content_of(value)
+        for name, value in sorted(tools.items())
+        if not (name in written and isinstance(value, written[name]))
+    }
 
 
 def _render_plainly(turns: list[dict[str, str]], after_context: bool) -> str:

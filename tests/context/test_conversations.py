@@ -168,6 +168,24 @@ def test_tools_of_a_context_are_where_its_template_has_them(parts, place):
                 render_messages(tokenizer, CALLED, "text", TOOLS, own)
 
 
+def test_the_same_tools_in_the_words_of_another_library_are_those_of_the_context(parts):
+    """openai-agents adds `strict` and titles; a parameter may itself have such a name."""
+    tokenizer = parts[1]
+    tokenizer.chat_template = "{{ tools | tojson }}" + TOOL_TEMPLATES["behind"]
+    properties = {"title": {"type": "string"}, "berth": {"type": "integer"}}
+    function = {"name": "tide", "description": "high water", "parameters": {"type": "object", "properties": properties}}
+    own = [TOOLS[1], {"type": "function", "function": function}]
+    schema = {"title": "tide_args", "additionalProperties": False, "type": "object"}
+    schema["properties"] = {name: {"title": name, **kind} for name, kind in reversed(properties.items())}
+    other = [{"function": function | {"parameters": schema, "strict": True}, "type": "function"}, TOOLS[1]]
+    expected = render_messages(tokenizer, CALLED, "conversation", own, own)
+    assert render_messages(tokenizer, CALLED, "conversation", other, own) == expected
+    for changed in ({"description": "low water"}, {"parameters": {"type": "object", "properties": {"berth": {}}}}):
+        tools = [TOOLS[1], {"type": "function", "function": function | changed}]
+        with pytest.raises(PromptError, match="the request has lamp, tide with other definitions; leave that out"):
+            render_messages(tokenizer, CALLED, "conversation", tools, own)
+
+
 def test_tools_and_thinking_that_a_template_leaves_out_or_has_elsewhere_are_refused(parts):
     tokenizer = parts[1]
     tokenizer.chat_template = CHATML
