@@ -195,11 +195,15 @@ class PageContent:
             self._line = _numbers(operands, 6) or _UNIT  # type: ignore[assignment]
         elif operator in MOVE_TEXT:
             self._line = (a, b, c, d, e + x * a + y * c, f + x * b + y * d)
+        x, y = self._line[4] - e, self._line[5] - f
+        goes_back = operator in (b"Td", b"TD", b"Tm") and x * a + y * b <= 0 and x * c + y * d < 0
+        if goes_back and not self._is_at_start:
+            self._operations += [([], b"ET"), ([], b"BT")]  # a piece of its own: pypdf joins lines that are near
         is_moved, is_shown = operator in MOVE_TEXT and operator != b"BT", operator in SHOW_TEXT
         self._is_at_start = (is_moved or self._is_at_start) and not is_shown and operator != b"ET"
         is_hidden = is_shown and self._hidden > 0
         self.hides_text |= is_hidden
-        if is_moved and (self._scale != 1 or self._is_scaled):
+        if is_moved and (self._scale != 1 or self._is_scaled or goes_back):
             if operator == b'"' and len(operands) == 3:
                 self._operations += [(operands[:1], b"Tw"), (operands[1:2], b"Tc")]
             self._place()

@@ -163,10 +163,23 @@ def _lines(
     missing += [_UNNAMED] * (len(pieces) < len(all_pieces))
     if len("".join(each.text for each in pieces).split()) > len("".join(each.text for each in visible).split()):
         missing.append(_OUTSIDE)
-    lines = [list(line) for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n") if not is_break]
+    lines: list[list[_Piece]] = []
+    for is_break, line in groupby(visible, key=lambda piece: piece.text == "\n"):
+        lines += [] if is_break else _rows(list(line))
     if all(piece.turn == 0 for line in lines for piece in line):
         lines = _order_columns(_order_lines(_join_scripts(lines), left + 0.4 * (right - left)))
     return lines
+
+
+def _rows(line: list[_Piece]) -> list[list[_Piece]]:
+    """Split what pypdf takes for one line where a piece goes back and down, as the next row of a table does."""
+    rows = [line[:1]]
+    for before, piece in pairwise(line):
+        least = 0.2 if piece.x < before.x - piece.size else 0.5
+        if piece.x <= before.x and before.y - piece.y > least * piece.size:
+            rows.append([])
+        rows[-1].append(piece)
+    return rows
 
 
 def _turned_box(page: PageObject, quarters: int) -> tuple[float, float, float, float]:

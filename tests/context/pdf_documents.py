@@ -555,28 +555,51 @@ PDFS |= {
 }  # fmt: skip
 _ROWS = (("2023", "1500", "77"), ("2024", "1600", "88"))
 _TURNS = {"right": "1 0 0 1", "up": "0 1 -1 0", "left": "-1 0 0 -1", "down": "0 -1 1 0"}
-PDFS |= {
-    f"a table that runs {name} on a page turned by {angle}": PdfDocument(
-        pdf(
-            f"q {turn} 300 400 cm "
-            + "".join(
-                f"BT /F1 12 Tf {60 * column} {-20 * row} Td ({cell}) Tj ET "
-                for row, cells in enumerate(_ROWS)
-                for column, cell in enumerate(cells)
-            )
-            + "Q",
-            page=f"/Rotate {angle}",
+PDFS |= (
+    {
+        f"a table that runs {name} on a page turned by {angle}": PdfDocument(
+            pdf(
+                f"q {turn} 300 400 cm "
+                + "".join(
+                    f"BT /F1 12 Tf {60 * column} {-20 * row} Td ({cell}) Tj ET "
+                    for row, cells in enumerate(_ROWS)
+                    for column, cell in enumerate(cells)
+                )
+                + "Q",
+                page=f"/Rotate {angle}",
+            ),
+            "2023 1500 77\n2024 1600 88",
+        )
+        for name, turn in _TURNS.items()
+        for angle in (0, 90, 180, 270)
+    }
+    | {
+        f"cells {drop} points below their row, {leading} apart": PdfDocument(
+            pdf(
+                "BT /F1 12 Tf 72 700 Td "
+                + "".join(f"({a}) Tj 128 {-drop} Td ({b}) Tj -128 {drop - leading} Td " for a, b, _ in _ROWS)
+                + "ET "
+                + "".join(
+                    f"BT /F1 12 Tf {x} {y - leading * row} Td ({cells[column]}) Tj ET "
+                    for row, cells in enumerate(_ROWS)
+                    for column, x, y in ((0, 72, 600), (1, 200, 600 - drop))
+                )
+            ),
+            "2023 1500\n2024 1600\n2023 1500\n2024 1600",
+        )
+        for drop in (0, 2, 4.8, 6)
+        for leading in (12, 13.2, 15.6)
+    }
+    | {
+        "lines that nearly touch": PdfDocument(
+            pdf("BT /F1 12 Tf 72 700 Td (100) Tj 0 -9.4 Td (200) Tj 0 -9.4 Td (300) Tj ET"), "100\n200\n300"
         ),
-        "2023 1500 77\n2024 1600 88",
-    )
-    for name, turn in _TURNS.items()
-    for angle in (0, 90, 180, 270)
-} | {
-    "a size below zero": PdfDocument(
-        pdf("BT /F1 -12 Tf -1 0 0 -1 72 700 Tm (lit) Tj ET " + lines("at dusk", y=680)), "lit\nat dusk"
-    ),
-    "a heading along the edge": PdfDocument(
-        pdf("q 0 1 -1 0 60 400 cm BT /F1 12 Tf 0 0 Td (Draft) Tj 60 0 Td (of 1874) Tj ET Q " + lines("The lamp")),
-        "The lamp\nDraft of 1874",
-    ),
-}
+        "a size below zero": PdfDocument(
+            pdf("BT /F1 -12 Tf -1 0 0 -1 72 700 Tm (lit) Tj ET " + lines("at dusk", y=680)), "lit\nat dusk"
+        ),
+        "a heading along the edge": PdfDocument(
+            pdf("q 0 1 -1 0 60 400 cm BT /F1 12 Tf 0 0 Td (Draft) Tj 60 0 Td (of 1874) Tj ET Q " + lines("The lamp")),
+            "The lamp\nDraft of 1874",
+        ),
+    }
+)
