@@ -89,8 +89,9 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: d
         metadata: How the text was compressed.
 
     Raises:
-        ContextFileError: If it cannot be written.
+        ContextFileError: If it cannot be written, or would overwrite a file that is no saved context.
     """
+    check_replaceable(path)
     header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
     if cache.shared.has_states:
         header["states_of"] = _transformers()

@@ -328,6 +328,15 @@ def test_a_place_without_a_name_is_no_file(model, path, message):
         compress(model, Words(), TEXT, method="knorm", retention=0.4).save(path)
 
 
+def test_a_file_that_is_no_context_is_never_overwritten(model, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"weights")
+    context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
+    with pytest.raises(ContextFileError, match="is no saved context and would be overwritten"):
+        context.save(path)
+    assert path.read_bytes() == b"weights"
+
+
 def test_a_long_name_can_be_saved(model, tmp_path):
     path = tmp_path / ("x" * 255)
     context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
