@@ -23,7 +23,7 @@ def without_varying(text: str) -> str:
 
 
 def test_the_page_shows_what_is_printed(tmp_path):
-    (command,) = re.findall(r"^lkv (serve --engine vllm .*)$", PAGE, re.MULTILINE)
+    command = re.search(r"^lkv (serve --engine vllm .*)$", PAGE, re.MULTILINE)[1]
     arguments = [*shlex.split(command), "--store", str(tmp_path / "store")]
     blocks = _BLOCK.findall(PAGE)
     commands = [f"python - <<'END'\n{code}END\n" if kind == "python" else code for kind, code, _ in blocks]
