@@ -120,6 +120,16 @@ def test_many_rows_restore_codes_once(tiers, dtype, many_programs, monkeypatch):
     assert traffic.launches[-3:] == ["append_kernel", "restore_kernel", "slice_kernel"]
 
 
+@pytest.mark.parametrize("has_basis", [False, True])
+def test_codes_of_wide_heads_in_float32_are_restored_for_one_row_too(has_basis):
+    """Their registers would spill otherwise; the new token is stored where the next step finds it."""
+    torch.manual_seed(0)
+    pools = coded_pools([[[9, 0]], [[5, 7]]], ((8, 4),), 1, 256, 256, torch.float32, has_basis=has_basis)
+    with watched(1) as traffic:
+        assert_equals_reference(pools, 2, 1, 1 / 16)
+    assert traffic.launches[-3:] == ["append_kernel", "restore_kernel", "slice_kernel"]
+
+
 def test_a_decode_step_reads_each_entry_once():
     """Bytes of k and v, and little beside them."""
     torch.manual_seed(0)

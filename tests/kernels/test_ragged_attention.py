@@ -152,7 +152,7 @@ SHAPES = {"cpp": [(1, 1), (2, 1), (3, 1), (2, 2), (5, 1), (2, 3), (3, 3)], "trit
 
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("backend", FUSED)
-@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tiers", [*TIERS, ((3, 4),)], ids=str)
 def test_head_sizes_over_tiers(backend, tiers, dim):
     """With and without a basis, and with the newest entries among the codes, where no token may see those after it."""

@@ -103,10 +103,10 @@ def append_and_attend(
 ) -> Tensor:  # fmt: skip
     """As `api.append_and_attend`; nothing waits for the device.
 
-    One launch for one new token, two for more.
+    One launch for one new token, two for more; three where codes are restored before.
     """
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    is_single = key.shape[2] == 1
+    is_single = key.shape[2] == 1 and not _restores(q, kv)
     with devices.device_guard(q.device):
         if not is_single:
             _append(key, value, kv)
@@ -129,7 +129,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     batch, heads, rows, dim = q.shape
     added = rows if new == _COUNT else 0
-    if kv.quantized and rows * heads > _MAX_ROWS_OVER_CODES * kv.starts.shape[1]:
+    if _restores(q, kv):
         kv = _restore(kv, added)
     k_pool, v_pool, starts, lens, quantized, basis = kv
     kv_heads, value_dim, spans = starts.shape[1], v_pool.shape[-1], starts.numel()
@@ -163,6 +163,13 @@ def _attend(
         _are_aligned(q, key, value, k_pool, v_pool, starts, lens, *(basis or ()), *(x for x in codes if x is not None)),
     )
     return out
+
+
+def _restores(q: Tensor, kv: RaggedKV) -> bool:
+    """Return whether codes are restored before attention: for many rows, and where they would spill registers."""
+    spills = q.element_size() > 2 and max(q.shape[-1], kv.v_pool.shape[-1]) > 128
+    has_many_rows = q.shape[1] * q.shape[2] > _MAX_ROWS_OVER_CODES * kv.starts.shape[1]
+    return bool(kv.quantized) and (spills or has_many_rows)
 
 
 def _restore(kv: RaggedKV, added: int) -> RaggedKV:
