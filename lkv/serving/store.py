@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.context.context import Context
+from lkv.context.saved_context import check_replaceable
 from lkv.errors import ContextFileError, StoreError, UnknownContextError
 from lkv.hf.attention import patch_attention
 from lkv.serving.stored_context import StoredContext
@@ -100,6 +101,10 @@ class ContextStore:
         context.metadata["stored_id"] = stored.id
         with self._store_errors("written", _SPACE):
             with self._local_path(stored.id + _CONTEXT, is_written=True) as path:
+                try:
+                    check_replaceable(path)
+                except ContextFileError:
+                    path.unlink()  # the store's own file, damaged
                 context.save(path)
             self._write_description(stored)
         self._keep(stored.id, context)
