@@ -89,22 +89,22 @@ def paired_means(samples: Iterable[Record], method: str, baseline: str) -> dict[
     Raises:
         DataError: No sample has both at one budget.
     """
-    found: dict[float, tuple[list[float], list[float]]] = {}
+    means_by_budget: dict[float, tuple[list[float], list[float]]] = {}
     names: set[str] = set()
     for sample in samples:
         rows = [tuple(row) for row in sample["rows"]]
         names.update(name for name, _ in rows)
         for budget in {budget for name, budget in rows if name == method}:
             if (baseline, budget) in rows:
-                pair = found.setdefault(budget, ([], []))
+                pair = means_by_budget.setdefault(budget, ([], []))
                 for means, name in zip(pair, (method, baseline), strict=True):
                     index = rows.index((name, budget))
                     means.append(float(np.mean([continuation[index][0] for continuation in sample["measured"]])))
-    if not found:
+    if not means_by_budget:
         raise DataError(
             f"no sample has {method!r} and {baseline!r} at one budget; there are {', '.join(sorted(names))}."
         )
-    return dict(sorted(found.items(), reverse=True))
+    return dict(sorted(means_by_budget.items(), reverse=True))
 
 
 def compare(own: Sequence[float], baseline: Sequence[float], times: float = 1.0) -> Paired:
