@@ -26,6 +26,12 @@ _FORMATS = {
     b"PK\x03\x04": "ZIP, as .docx, .odt and .epub are",
     b"\xd0\xcf\x11\xe0": ".doc",
 }
+# Headers of a message, and of one of its parts that is written in other characters.
+_MAIL = re.compile(
+    rb"\s*(?:From|MIME-Version|Return-Path|Received|Delivered-To|Date|Subject|Message-ID): .*?"
+    rb"^Content-Transfer-Encoding: *(?:base64|quoted-printable)\s*$",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
 _CHARSET = re.compile(
     r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
@@ -112,7 +118,8 @@ def parse_document(data: bytes, name: str) -> Document:
 
 def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_html = name.lower().endswith(_HTML_SUFFIXES)
-    if form := next((form for mark, form in _FORMATS.items() if data.startswith(mark)), None):
+    form = next((form for mark, form in _FORMATS.items() if data.startswith(mark)), None)
+    if form := form or ("MIME, as mail and .mht are" if _MAIL.match(data[:65536]) else None):
         raise DocumentError(f"{name} is no text, but of the format {form}; save it as PDF, HTML or UTF-8 text.")
     start = data[:8192].decode("latin-1").removeprefix("\xef\xbb\xbf")
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)

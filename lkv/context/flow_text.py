@@ -1,4 +1,4 @@
-"""Text laid out as in a browser: lines, collapsed white space, tables, and numbers of lists."""
+"""Text laid out as in a browser: lines, collapsed white space, and tables."""
 
 import re
 from typing import NamedTuple
@@ -8,10 +8,10 @@ SPACES = " \t\n\r\f"
 UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
 SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
 SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
-_NUMERALS = "m cm d cd c xc l xl x ix v iv i".split()
-_NUMERAL_VALUES = (1000, 900, 500, 400, 100, 90, 50, 40, 10, 9, 5, 4, 1)
 _MAX_COLUMNS = 200  # of a table whose columns are aligned
 _MAX_CELL = 300  # characters of a cell of several lines that is put on one
+_WORD_GAP = 0.249  # em; a space of common fonts
+_CLOSING = re.compile(r"[,.;:!?)\]}\u2019\u201d](?!\d)")  # what a gap does not separate from the word before it
 
 
 class FlowText:
@@ -21,12 +21,13 @@ class FlowText:
         self._pieces: list[str] = []
         self._breaks = self._explicit_breaks = 0
         self._has_space = False
+        self._gap = 0.0
         self.marker = ""  # of a list item, in front of its first text
 
     def write(self, text: str) -> None:
         """Add text whose white space collapses."""
         words = text.strip(SPACES)
-        self._has_space |= text[:1] in SPACES
+        self._has_space |= text != "" and text[0] in SPACES
         if words:
             self.write_verbatim(re.sub(f"[{SPACES}]+", " ", words).translate(UNSEEN))
             self._has_space = text[-1] in SPACES
@@ -38,15 +39,23 @@ class FlowText:
         if self._pieces and (breaks := max(self._breaks, self._explicit_breaks)):
             self._pieces[-1] = self._pieces[-1].rstrip("\n")
             self._pieces.append("\n" * min(breaks, 2))
-        elif self._has_space and self._pieces and not self._pieces[-1].endswith("\n"):
+        elif self._is_apart(text) and self._pieces and not self._pieces[-1].endswith("\n"):
             self._pieces.append(" ")
         self._pieces.append(self.marker + text)
         self._breaks = self._explicit_breaks = 0
-        self._has_space, self.marker = False, ""
+        self._has_space, self._gap, self.marker = False, 0.0, ""
 
     def add_space(self) -> None:
         """Add a space before the next text on the line."""
         self._has_space = True
+
+    def add_gap(self, width: float) -> None:
+        """Add `width` em of space that is no character, such as a margin."""
+        self._gap += width
+
+    def _is_apart(self, text: str = "") -> bool:
+        """Return whether `text` would follow after a space."""
+        return self._has_space or (self._gap >= _WORD_GAP and not _CLOSING.match(text))
 
     def add_break(self) -> None:
         """Add a line break that a line can end with."""
@@ -58,7 +67,7 @@ class FlowText:
 
     def last_character(self) -> str:
         """Return the character that the next piece would follow without a gap."""
-        is_apart = self._has_space or self._breaks or self._explicit_breaks or not self._pieces
+        is_apart = self._is_apart() or self._breaks or self._explicit_breaks or not self._pieces
         return "" if is_apart else self._pieces[-1][-1:]
 
     def value(self) -> str:
@@ -103,19 +112,3 @@ def _row_line(texts: list[str]) -> str:
     if any("\t" in text or len(text) > _MAX_CELL for text in several):
         return "\n".join(text for text in texts if text)
     return "\t".join(re.sub(r"\s*\n\s*", " ", text) for text in texts).rstrip("\t")
-
-
-def format_number(number: int, kind: str) -> str:
-    """Return a list item's number, by the list's attribute `type`."""
-    letters = ""
-    if kind in "aA" and number > 0:
-        while number > 0:
-            number, letter = divmod(number - 1, 26)
-            letters = chr(ord("a") + letter) + letters
-    elif kind in "iI" and 0 < number < 4000:
-        for numeral, value in zip(_NUMERALS, _NUMERAL_VALUES, strict=True):
-            letters += numeral * (number // value)
-            number %= value
-    else:
-        return str(number)
-    return letters.upper() if kind.isupper() else letters

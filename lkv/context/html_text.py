@@ -7,8 +7,9 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
-from lkv.context.flow_text import SPACES, SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, format_number, table_lines
-from lkv.context.style_sheets import Style, StyleSheets
+from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
+from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, table_lines
+from lkv.context.style_sheets import StyleSheets, gap, other_alternatives
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -32,12 +33,12 @@ _DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.
 _DISPLAY_KEYWORDS = (None, "inherit", "initial", "revert", "unset")
 _LINE_BREAKS = {"inline": 0, "inline-block": 0, "contents": 0, "table-cell": 0, "spaced block": 2}  # else 1
 _PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
-_LISTS = ("dir", "menu", "ol", "ul")
 _NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
 _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
 _SCRIPTED = ("mmultiscripts", "msub", "msup", "msubsup", "munder", "mover", "munderover")
 _INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
 
+_ROW_GROUPS = {"caption": -2, "thead": -1, "tfoot": 1}  # where a table has them; others are between
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 
 _MAX_DEPTH = 5000  # the parser takes quadratic time; browsers display 512 levels
@@ -90,33 +91,16 @@ def _check_depth(page: str) -> None:
                 raise RecursionError(f"more than {_MAX_DEPTH:,} elements within one another")
 
 
-class _List:
-    """The numbers of a list's items."""
-
-    def __init__(self, node: "LexborNode", depth: int) -> None:
-        attributes = node.attributes
-        items = len([child for child in node.iter() if child.tag == "li"])
-        self.indent = "  " * depth
-        self.kind = (attributes.get("type") or "1") if node.tag == "ol" else ""
-        self.step = -1 if "reversed" in attributes else 1
-        self.number = _integer(attributes.get("start"), items if self.step < 0 else 1)
-
-    def next_marker(self, value: str | None) -> str:
-        """Return the next item's marker; `value` is its own number, if any."""
-        if not self.kind:
-            return f"{self.indent}* "
-        number = _integer(value, self.number)
-        self.number = number + self.step
-        return f"{self.indent}{format_number(number, self.kind)}. "
-
-
 class _Renderer:
     """Renders without recursion, because pages may be nested arbitrarily deep."""
 
     def __init__(self) -> None:
         self.text = FlowText()
         self.left_out: Counter[str] = Counter()
-        self._lists: list[_List] = []
+        self._counters = Counters()
+        self._lists = 0  # within one another
+        self._list_type = "disc"
+        self._slots: list[dict[str, list[LexborNode]]] = []  # what shadow trees show of their hosts' content, by name
         self._tables: list[list[list[Cell]]] = []
         self._white_space = "normal"
         self._is_visible = True
@@ -161,9 +145,9 @@ class _Renderer:
         is_default = style.get("display") in _DISPLAY_KEYWORDS
         has_margins = style.get("display") == "block" and default == "spaced block"
         display = default if is_default or has_margins else style["display"]
-        if tag in _NOT_READ and not (tag == "template" and "shadowrootmode" in attributes):
+        if tag in _NOT_READ:
             self._skip(tag, attributes)
-            return _children(node) if tag == "object" else []  # whose content stands in for it
+            return [*_children(node)] if tag == "object" else []  # whose content stands in for it
         is_hidden = attributes.get("hidden", "until-found") != "until-found" or "popover" in attributes
         is_hidden |= tag == "dialog" and "open" not in attributes
         if display == "none" or (is_hidden and is_default):
@@ -174,7 +158,7 @@ class _Renderer:
         is_apart = re.search("flex|grid", outer_style.get("display", ""))
         if is_apart or style.get("float") in ("left", "right") or style.get("position") in ("absolute", "fixed"):
             display = re.sub("^inline.*", "block", display)
-        is_nested_list = display == "spaced block" and tag in _LISTS and self._lists
+        is_nested_list = display == "spaced block" and tag in LISTS and self._lists
         has_row = self._tables and self._tables[-1]
         if is_nested_list or (display == "table-cell" and not has_row):
             display = "block" if is_nested_list else "inline-block"
@@ -183,65 +167,71 @@ class _Renderer:
     def _skip(self, tag: str, attributes: dict[str, str | None]) -> None:
         if page := attributes.get("srcdoc"):
             self.text.separate(1)
-            self._write_page(page)
+            self.text.write_verbatim(html_text(page)[0])
             self.text.separate(1)
         else:
             self.left_out[_NOT_READ[tag]] += 1
             if tag not in ("script", "template", "object"):
                 self.text.add_space()
 
-    def _write_page(self, page: str) -> None:
-        """Add the text of a page within this one."""
-        text, _ = html_text(page)
-        self.text.write_verbatim(text)
-
     def _render_box(self, node: "LexborNode", display: str, style: Style) -> list[_Step]:
-        breaks, lists = _LINE_BREAKS.get(display, 1), list(self._lists)
-        white_space, is_visible = self._white_space, self._is_visible
+        breaks = _LINE_BREAKS.get(display, 1)
+        white_space, is_visible, kind = self._white_space, self._is_visible, self._list_type
 
-        def separate() -> None:
+        def separate(side: str) -> None:
             if breaks:
                 self.text.separate(breaks)
             elif display.startswith("inline-"):
                 self.text.add_space()
+            elif display == "inline":
+                self.text.add_gap(gap(node.tag, style, side))
 
         def leave() -> None:
-            separate()
-            self._white_space, self._is_visible, self._lists = white_space, is_visible, lists
+            separate("right")
+            self._white_space, self._is_visible, self._list_type = white_space, is_visible, kind
+            self._lists -= node.tag in LISTS
+            if display == "list-item":
+                self.text.marker = ""  # of an item without text
+            self._counters.leave()
 
-        separate()
+        separate("left")
+        self._counters.enter(node, style, display == "list-item")
+        self._lists += node.tag in LISTS
+        self._list_type = list_type(node, style, kind)
         self._white_space = style.get("white-space") or ("pre" if node.tag in _PREFORMATTED else white_space)
         self._is_visible = {"hidden": False, "collapse": False, "visible": True}.get(
             style.get("visibility", ""), is_visible
         )
         if display == "table":
             self._tables.append([])
-            content = [*_children(node), self._write_table]
-        elif display == "table-cell":
-            content = self._render_cell(node)
-        else:
-            if display == "table-row" and self._tables:
-                self._tables[-1].append([])
-            content = self._render_content(node, display, style)
-            before, after = (self._sheets.content(node, place) for place in ("before", "after"))
-            content = [partial(self._write, before), *content] if before else content
-            content = [*content, partial(self._write, after)] if after else content
-            if not display.startswith("table-row") and _is_struck(node, style):
-                # Marked as in Markdown, so that it is not read as valid, nor as one with what replaces it.
-                content = [lambda: self._write("~~"), *content, lambda: self._write("~~")]
-        return [*content, leave]
+            rows = sorted(_children(node), key=lambda child: _ROW_GROUPS.get(child.tag or "", 0))
+            return [*rows, self._write_table, leave]
+        if display == "table-row" and self._tables:
+            self._tables[-1].append([])
+        before, after = (partial(self._write_generated, node, place) for place in ("before", "after"))
+        content = [before, *self._render_content(node, display, style), after]
+        row = node.parent if display == "table-cell" else None
+        is_struck = _is_struck(node, style) or (row is not None and _is_struck(row, self._sheets.style(row)))
+        if is_struck and not display.startswith("table-row") and _has_text(node):
+            # Marked as in Markdown, so that it is not read as valid, nor as one with what replaces it.
+            content = [lambda: self._write("~~"), *content, lambda: self._write("~~")]
+        return [*(self._render_cell(node, content) if display == "table-cell" else content), leave]
+
+    def _write_generated(self, node: "LexborNode", place: str) -> None:
+        self._write(self._sheets.content(node, place, self._counters))
 
     def _render_content(self, node: "LexborNode", display: str, style: Style) -> list[_Step]:
         """Return what an element displays: its children, for most."""
-        tag, attributes, children = node.tag or "", node.attributes, _children(node)
+        tag, attributes, own = node.tag or "", node.attributes, _children(node)
         if display == "inline":
             tag = {"super": "sup", "sub": "sub"}.get(style.get("vertical-align", ""), tag)
-        if tag in _LISTS:
-            self._lists.append(_List(node, len(self._lists)))
-        elif display == "list-item":
-            current = self._lists[-1] if self._lists else _List(node, 0)
-            self.text.marker = current.next_marker(attributes.get("value"))
-        elif tag == "br":
+        if display == "list-item":
+            self._mark_item(node)
+        root = next((child for child in own if child.tag == "template" and "shadowrootmode" in child.attributes), None)
+        if root is not None:
+            return self._render_shadow(own, root)
+        children: list[_Step] = [*own]
+        if tag == "br":
             self.text.add_break()
         elif tag == "img":
             self._write_image(attributes)
@@ -263,9 +253,34 @@ class _Renderer:
             self.text.add_space()
         elif tag in ("mfrac", "mroot", "msqrt", *_SCRIPTED):
             return self._render_formula(tag, list(node.iter()))
-        elif tag == "template":  # a declarative shadow root
-            return _children(node.template_fragments()[0])
+        elif tag == "slot" and self._slots and (assigned := self._slots[-1].pop(attributes.get("name") or "", None)):
+            outer = self._slots.pop()
+            return [*assigned, lambda: self._slots.append(outer)]
+        elif tag == "switch" and (others := other_alternatives(node)):
+            self.left_out["hidden element"] += sum(map(_has_text, others))
+            return [child for child in own if child not in others]
         return children
+
+    def _mark_item(self, node: "LexborNode") -> None:
+        """Have the item of a list begin with its marker."""
+        marker = self._sheets.content(node, "marker", self._counters) or self._counters.marker(self._list_type)
+        self.left_out["list marker"] += marker is None
+        self.text.marker = "  " * (self._lists - 1) + (marker or "")
+
+    def _render_shadow(self, hosted: list["LexborNode"], root: "LexborNode") -> list[_Step]:
+        """Return a declarative shadow tree, which shows the other children of its host in slots."""
+        slots: dict[str, list[LexborNode]] = {}
+        for child in hosted:
+            if child.is_text_node or (child.is_element_node and child != root):
+                name = child.attributes.get("slot") if child.is_element_node else ""
+                slots.setdefault(name or "", []).append(child)
+        self._slots.append(slots)
+
+        def end() -> None:
+            unused = [child for children in self._slots.pop().values() for child in children]
+            self.left_out["hidden element"] += sum(map(_has_text, unused))
+
+        return [*_children(root.template_fragments()[0]), end]
 
     def _capture(self, steps: Sequence[_Step], use: Callable[[str], None]) -> list[_Step]:
         """Return steps that render into a separate text and pass it to `use`."""
@@ -341,19 +356,19 @@ class _Renderer:
         if self.text.last_character().isdigit():
             self.text.add_space()
 
-    def _render_cell(self, node: "LexborNode") -> list[_Step]:
-        columns = max(1, min(_integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
-        rows = _integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
+    def _render_cell(self, node: "LexborNode", content: list[_Step]) -> list[_Step]:
+        columns = max(1, min(integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
+        rows = integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
         row = self._tables[-1][-1]
-        return self._capture(_children(node), lambda text: row.append(Cell(text, columns, rows)))
+        return self._capture(content, lambda text: row.append(Cell(text, columns, rows)))
 
     def _write_table(self) -> None:
         lines = table_lines(self._tables.pop())
         self.text.write_verbatim("\n".join(line for line in lines if line.strip()))
 
 
-def _children(node: "LexborNode") -> list[_Step]:
-    children: list[_Step] = []
+def _children(node: "LexborNode") -> list["LexborNode"]:
+    children = []
     child = node.first_child
     while child is not None:
         children.append(child)
@@ -367,8 +382,7 @@ def _has_text(node: "LexborNode") -> bool:
 
 def _is_struck(node: "LexborNode", style: Style) -> bool:
     decoration = style.get("text-decoration-line") or style.get("text-decoration")
-    is_struck = node.tag in ("del", "s", "strike") if decoration is None else "line-through" in decoration
-    return is_struck and _has_text(node)
+    return node.tag in ("del", "s", "strike") if decoration is None else "line-through" in decoration
 
 
 def _input_text(attributes: dict[str, str | None]) -> str:
@@ -380,9 +394,3 @@ def _input_text(attributes: dict[str, str | None]) -> str:
     label = {"submit": "Submit", "reset": "Reset", "image": "Submit"}.get(kind, "")
     value = attributes.get("alt" if kind == "image" else "value")
     return value or attributes.get("placeholder") or label
-
-
-def _integer(value: str | None, default: int) -> int:
-    """Return the leading number of an attribute, by the standard's rules."""
-    match = re.match(rf"[{SPACES}]*([+-]?[0-9]{{1,9}})", value or "")
-    return int(match[1]) if match else default

@@ -4,19 +4,32 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lkv.context.css_counters import Counters, Style, unescape
+
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
 
 # Of a sheet: parts that end with a mark; comments, and strings, which may have such marks.
 _PART = re.compile(r"([^{};]*)([{};]?)")
 _NO_PARTS = re.compile(r"""/\*.*?(?:\*/|\Z)|<!--|-->|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""", re.DOTALL)
-_USED = re.compile(r"\b(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align)\s*:")
-# Text before and after elements, but no icons, whose characters are for private use.
-_PSEUDO_ELEMENT = re.compile(r"::?(before|after)$", re.IGNORECASE)
-_ICON = r"""\s*["'](?:\\[ef][0-9a-f]{3}|[\ue000-\uf8ff])"""
-_GENERATES = re.compile(rf"""(?:^|;)\s*content\s*:(?!{_ICON})([^;]*["'(][^;]*)""", re.IGNORECASE)
-_CONTENT_PART = re.compile(r"""(["'])(.*?)(?<!\\)\1|attr\(\s*([\w-]+)\s*\)|!.*|([^\s"']+)""", re.DOTALL)
-_ESCAPE = re.compile(r"\\(?:([0-9a-fA-F]{1,6})\s?|(.))")
+# Of the declarations that are used, margins alone are left out where there are too many.
+_USED = re.compile(
+    r"(?<![\w-])(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align|content|counter-\S*|"
+    r"list-style\S*|(margin|padding|border)(?:-left|-right|-style|-inline\S*)?)\s*:"
+)
+_APART = ("display", "float", "position", "vertical-align")
+# Text before and after elements and for markers, but no icons, whose characters are for private use.
+_PSEUDO_ELEMENT = re.compile(r"::?(before|after|marker)$", re.IGNORECASE)
+_ICON = re.compile(r"""["'](?:\\[ef][0-9a-f]{3}|[\ue000-\uf8ff])""", re.IGNORECASE)
+_STRING = r"""(?P<quote>["'])((?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
+# Strings, functions and words.
+_CONTENT_PART = re.compile(rf"""{_STRING}|([\w-]+)\(((?:"[^"]*"|'[^']*'|[^()"'])*)\)|([^\s"'()]+)""", re.DOTALL)
+_COUNTER = re.compile(rf"""\s*([\w-]+)\s*(?:,\s*{_STRING}\s*)?(?:,\s*([\w-]+)\s*)?""", re.DOTALL)
+_VALUES = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)|[^\s(])+")  # between spaces
+_LENGTH = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))([a-z%]*)")
+# Of lengths: em each, in text of the usual size; the window is 80 em wide.
+_UNITS = {"": 0, "px": 1 / 16, "pt": 1 / 12, "ex": 0.5, "ch": 0.5, "%": 0.8, "vw": 0.8, "cm": 2.4, "mm": 0.24, "in": 6}
+_INDENTED = ("blockquote", "dd", "dir", "figure", "menu", "ol", "ul")
 _HIDES = re.compile(r"\b(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse))")
 _WIDTH = 1280  # pixels of the window
 _FEATURE = re.compile(r"\(\s*(?:(min-|max-)width\s*:|width\s*([<>])=?)\s*([\d.]+)(px|r?em)\s*\)")
@@ -28,8 +41,6 @@ _SCRIPT_TYPES = re.compile(r"|module|(?:text|application)/(?:java|ecma)script", 
 _MAX_RULES = 2000
 _MAX_SEARCHED = 2 * 10**8  # characters; each rule is looked for in the whole page
 _MAX_NESTED = 20  # blocks
-
-Style = dict[str, str]
 
 
 class StyleSheets:
@@ -45,10 +56,11 @@ class StyleSheets:
 
         self.doubtful: set[int] = set()
         self.unread = 0
-        self._styles: dict[int, tuple[Style, Style]] = {}
-        self._contents: dict[tuple[int, str], str] = {}
-        rules = [rule for rule in _page_rules(parser) if _is_used(*rule)]
+        self._styles: dict[tuple[int, str], tuple[Style, Style]] = {}
+        rules = [rule for rule in _page_rules(parser) if _USED.search(rule[1].lower())]
         most = min(_MAX_RULES, _MAX_SEARCHED // len(page or " "))
+        if len(rules) > most:
+            rules = [rule for rule in rules if not all(_USED.findall(rule[1].lower()))]
         self.unread += len(rules[most:])
         for selector, declarations in sorted(rules[:most], key=lambda rule: _specificity(rule[0])):
             pseudo = _PSEUDO_ELEMENT.search(selector)
@@ -58,36 +70,96 @@ class StyleSheets:
             except SelectolaxError:
                 self.unread += bool(_HIDES.search(declarations.lower())) and not _OTHER_TIMES.search(selector)
                 continue
+            place, (usual, important) = pseudo[1].lower() if pseudo else "", _parse(declarations)
             for node in nodes:
-                if pseudo:
-                    self._contents[node.mem_id, pseudo[1].lower()] = declarations
-                    continue
-                styles = self._styles.setdefault(node.mem_id, ({}, {}))
-                for style, more in zip(styles, _parse(declarations), strict=True):
-                    style.update(more)
+                styles = self._styles.setdefault((node.mem_id, place), ({}, {}))
+                styles[0].update(usual)
+                styles[1].update(important)
         if _is_scripted(parser, page):
-            for number, styles in self._styles.items():
-                for style in styles:
+            for (number, place), styles in self._styles.items():
+                for style in () if place else styles:
                     for name in [name for name, value in style.items() if _HIDES.fullmatch(f"{name}:{value}")]:
                         del style[name]
                         self.doubtful.add(number)
 
-    def content(self, node: "LexborNode", place: str) -> str:
-        """Return the text that rules draw "before" or "after" an element's own."""
-        declarations = self._contents.get((node.mem_id, place), "")
-        if not (generated := _GENERATES.search(declarations)) or _HIDES.search(declarations.lower()):
+    def content(self, node: "LexborNode", place: str, counters: Counters) -> str:
+        """Return the text that rules draw "before" or "after" an element's own, or as its "marker"."""
+        normal, important = self._styles.get((node.mem_id, place), ({}, {}))
+        style = normal | important
+        if "content" not in style:
             return ""
+        content = style["content"]
+        is_hidden = any(_HIDES.fullmatch(f"{name}:{value}") for name, value in style.items())
+        if not re.search("[\"'(]", content) or _ICON.match(content) or is_hidden:
+            return ""
+        counters.count(style)
         text = ""
-        for _, string, attribute, other in _CONTENT_PART.findall(generated[1]):
-            self.unread += bool(other)  # such as a counter or an image
-            text += _ESCAPE.sub(_unescaped, string) if not attribute else node.attributes.get(attribute.lower()) or ""
-        return text if not _USED.search(declarations) else f" {text} "
+        for _, string, function, arguments, other in _CONTENT_PART.findall(content):
+            if other == "/":  # what screen readers say instead
+                break
+            own: str | None = unescape(string)
+            if function.lower() == "attr":
+                own = node.attributes.get(arguments.strip().lower()) or ""
+            elif function or other:
+                own = _counter_text(function.lower(), arguments, counters)
+            self.unread += own is None  # such as an image
+            text += own or ""
+        is_apart = not style.keys().isdisjoint(_APART)
+        before, after = (" " if is_apart or gap(None, style, side) else "" for side in ("left", "right"))
+        return before + text + after
 
     def style(self, node: "LexborNode") -> Style:
         """Return an element's declarations, its attribute `style` included."""
-        normal, important = self._styles.get(node.mem_id, ({}, {}))
-        own_normal, own_important = _parse(node.attributes.get("style") or "")
-        return normal | own_normal | important | own_important
+        normal, important = self._styles.get((node.mem_id, ""), ({}, {}))
+        own_normal, own_important = _parse(_NO_PARTS.sub(_without_marks, node.attributes.get("style") or ""))
+        return _drawing_style(node) | normal | own_normal | important | own_important
+
+
+def gap(tag: str | None, style: Style, side: str) -> float:
+    """Return the width in em of an inline element's margin, border and padding on a side."""
+    if side == "left" and tag in _INDENTED:
+        style = {"margin-left": "40px"} | style
+    if not style:
+        return 0.0
+    border = re.search(r"solid|dashed|dotted|double|groove|ridge|inset|outset", style.get(f"border-{side}", ""))
+    margin, padding = (_length(style.get(f"{name}-{side}", "0")) for name in ("margin", "padding"))
+    return margin + max(0.0, padding) + (border is not None)
+
+
+def _length(value: str) -> float:
+    if match := _LENGTH.fullmatch(value):
+        return float(match[1]) * _UNITS.get(match[2], 1)
+    return 0.0 if re.fullmatch("[a-z-]+", value) else 1.0  # a formula or a variable
+
+
+def _drawing_style(node: "LexborNode") -> Style:
+    """Return the declarations that elements of SVG have as attributes."""
+    hints = {name: value for name in ("display", "visibility") if (value := node.attributes.get(name))}
+    return hints if hints and _is_in_drawing(node) else {}
+
+
+def _is_in_drawing(node: "LexborNode") -> bool:
+    parent = node if node.tag == "svg" else node.parent
+    while parent is not None and parent.tag not in ("svg", "foreignObject"):
+        parent = parent.parent
+    return parent is not None and parent.tag == "svg"
+
+
+def other_alternatives(node: "LexborNode") -> list["LexborNode"]:
+    """Return the children of a drawing's `switch` that browsers in English do not display: one is displayed."""
+    children = list(node.iter())
+    languages = [child.attributes.get("systemlanguage", child.attributes.get("systemLanguage")) for child in children]
+    fits = [words is None or "en" in re.findall("[a-z]+", words.lower()) for words in languages]
+    shown = children[fits.index(True)] if True in fits else None
+    return [child for child in children if child != shown] if _is_in_drawing(node) else []
+
+
+def _counter_text(function: str, arguments: str, counters: Counters) -> str | None:
+    """Return the text of `counter(NAME, STYLE)` or `counters(NAME, "SEPARATOR", STYLE)`; None for anything else."""
+    if function not in ("counter", "counters") or not (match := _COUNTER.fullmatch(arguments)):
+        return None
+    separator = unescape(match[3]) if match[2] else None
+    return counters.text(match[1].lower(), (match[4] or "decimal").lower(), separator)
 
 
 def _page_rules(parser: "LexborHTMLParser") -> Iterator[tuple[str, str]]:
@@ -103,18 +175,7 @@ def _page_rules(parser: "LexborHTMLParser") -> Iterator[tuple[str, str]]:
 
 def _without_marks(part: re.Match[str]) -> str:
     """Return a string with escapes for the marks that end parts of a sheet, and nothing of a comment."""
-    return re.sub("[{};]", lambda mark: f"\\{ord(mark[0]):x} ", part[1] or "")
-
-
-def _is_used(selector: str, declarations: str) -> bool:
-    if _PSEUDO_ELEMENT.search(selector):
-        return _GENERATES.search(declarations) is not None
-    return _USED.search(declarations.lower()) is not None
-
-
-def _unescaped(escape: re.Match[str]) -> str:
-    code = int(escape[1] or "0", 16)
-    return escape[2] or (chr(code) if 0 < code < 0xD800 or 0xDFFF < code < 0x110000 else "\ufffd")
+    return re.sub("[{};!()]", lambda mark: f"\\{ord(mark[0]):x} ", part[1] or "")
 
 
 def _rules(css: str) -> list[tuple[str, str]]:
@@ -175,12 +236,31 @@ def _specificity(selector: str) -> tuple[int, int, int]:
 def _parse(text: str) -> tuple[Style, Style]:
     """Return the declarations of a rule or an attribute `style`: usual ones, and important ones."""
     styles: tuple[Style, Style] = {}, {}
-    for part in text.lower().split(";"):
+    for part in text.split(";") if text else ():
         name, _, value = part.partition(":")
         value, mark, _ = value.partition("!")
-        if value.strip():
-            styles[bool(mark)]["display" if name.strip() == "all" else name.strip()] = value.strip()
+        value = value.strip() if re.search("[\"']", value) else value.strip().lower()
+        if value:
+            styles[bool(mark)].update(_longhands(name.strip().lower(), value))
     return styles
+
+
+def _longhands(name: str, value: str) -> Style:
+    """Return a declaration as one or several without shorthands and without other names for the same."""
+    if name in ("margin", "padding"):
+        values = _VALUES.findall(value) or [value]
+        right = values[min(1, len(values) - 1)]
+        return {f"{name}-left": values[3] if len(values) > 3 else right, f"{name}-right": right}
+    if name in ("margin-inline", "padding-inline", "border-inline"):
+        values = [value] if name[0] == "b" else _VALUES.findall(value) or [value]
+        return {name.replace("inline", "left"): values[0], name.replace("inline", "right"): values[-1]}
+    if name in ("border", "border-style"):
+        return {"border-left": value, "border-right": value}
+    if name == "list-style":
+        kinds = re.sub(r"\b(?:inside|outside|url\([^)]*\))", "", value).strip()
+        return {"list-style-type": re.sub(r"^none\s+|\s+none$", "", kinds) or "disc"}
+    name = name.replace("inline-start", "left").replace("inline-end", "right")
+    return {"display" if name == "all" else name: value}
 
 
 def _is_scripted(parser: "LexborHTMLParser", page: str) -> bool:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lkv.context.document_reader import Document, parse_document
 from lkv.errors import DocumentError
@@ -58,3 +60,48 @@ def test_a_text_is_read_whole_in_its_encoding_or_refused(case: dict[str, Any]):
         assert str(refusal.value).startswith(case["file"])
     else:
         assert parse_document(data, case["file"]) == (case.get("reads", case["text"]), case.get("skipped", []))
+
+
+PIXELS = {"px": 1, "pt": 4 / 3, "em": 16, "rem": 16, "ch": 8, "in": 96}
+LENGTHS = st.tuples(st.integers(-8, 24).map(lambda number: number / 4), st.sampled_from(sorted(PIXELS)))
+BOXES = st.fixed_dictionaries({}, optional=dict.fromkeys(("margin", "padding-left", "padding-right"), LENGTHS))
+
+
+@given(st.lists(BOXES, min_size=1, max_size=4), st.booleans())
+def test_numbers_run_together_only_where_they_touch(boxes, has_sheet):
+    styles = [";".join(f"{name}:{value}{unit}" for name, (value, unit) in box.items()) for box in boxes]
+    sheet = "".join(f".c{number}{{{style}}}" for number, style in enumerate(styles)) if has_sheet else ""
+    page, expected, gap = f"<style>{sheet}</style>", "", 0.0
+    for number, (box, style) in enumerate(zip(boxes, styles, strict=True)):
+        page += f"<b class=c{number}>{number}</b>" if has_sheet else f'<b style="{style}">{number}</b>'
+        pixels = {name: value * PIXELS[unit] for name, (value, unit) in box.items()}
+        left, right = (pixels.get("margin", 0) + max(0, pixels.get(f"padding-{side}", 0)) for side in ("left", "right"))
+        expected += f" {number}" if number and gap + left > 3.99 else f"{number}"
+        gap = right
+    assert parse_document(page.encode(), "page.html").text == expected
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.integers(1, 3999), st.integers(-2, 3)), min_size=1, max_size=6),
+    st.integers(1, 3900),
+    st.booleans(),
+)
+def test_numbers_of_lists_count_as_their_styles_say(items, start, is_reversed):
+    page, number, expected = "", start, []
+    for value, step in items:
+        step = -step if is_reversed else step
+        number = value if value is not None else number + step
+        attribute = f" value={value}" if value is not None else ""
+        page += f'<li{attribute} style="counter-increment: list-item {step}">x'
+        expected.append(f"{roman(number)}. x" if 0 < number < 4000 else f"{number}. x")
+    reset = f"counter-reset: list-item {start}"
+    page = f'<ol {"reversed" * is_reversed} style="list-style-type: lower-roman; {reset}">{page}</ol>'
+    assert parse_document(page.encode(), "page.html").text.splitlines() == expected
+
+
+def roman(number: int) -> str:
+    digits = [(("", *parts.split()), 10**place) for place, parts in enumerate(ROMAN)]
+    return "".join(parts[number // unit % 10] for parts, unit in reversed(digits))
+
+
+ROMAN = ("i ii iii iv v vi vii viii ix", "x xx xxx xl l lx lxx lxxx xc", "c cc ccc cd d dc dcc dccc cm", "m mm mmm")
