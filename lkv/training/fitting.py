@@ -19,7 +19,7 @@ from lkv.errors import LkvError, TrainingError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.spec import evaluation_mode
-from lkv.policy.policy import Policy, check_policy_folder
+from lkv.policy.policy import Policy, check_policy_folder, is_policy
 from lkv.policy.shipped import fitted_folder
 from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
 from lkv.training.cost import seconds_per_token
@@ -64,7 +64,8 @@ def fit(
             facts; without either, all do.
         minutes: how long it may take.
         data: a folder of documents (.txt, .md, code, .jsonl; HTML and PDF with the extra `documents`).
-        out: the policy's folder; by default a folder in LKV's cache, where `RaggedCache(model)` finds it.
+        out: the policy's folder, which has none yet; by default a folder in LKV's cache, where `RaggedCache(model)`
+            finds it.
         name: the model's name for the policy's card (default: the one it was loaded from).
         against: files of evaluated texts (JSON, JSON lines, CSV, Parquet, text): rows of which a text shares a tenth
             of its 13-grams with them, or has 6 to 12 words and stands in them, are left out, and pieces of 12,000
@@ -75,7 +76,7 @@ def fit(
 
     Raises:
         DataError: If the texts are too few.
-        TrainingError: If the time or the memory is too short.
+        TrainingError: If the time or the memory is too short, or the folder holds a policy.
         UnsupportedModelError: If LKV does not support the model.
     """
     if not isinstance(minutes, int | float) or not minutes > 0 or not math.isfinite(minutes):
@@ -109,6 +110,10 @@ def fit_to(
     spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
+    if out is not None and is_policy(folder) and not (folder / RUN / "state" / CHECKPOINT).exists():
+        raise TrainingError(
+            f"{folder} already holds a policy, which the new one would replace; give another --out, or delete it."
+        )
     _check_folder(folder, texts)
     is_new = not folder.exists()
     check_writable_folder(folder / RUN, TrainingError, "the policy")

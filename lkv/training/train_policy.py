@@ -121,6 +121,11 @@ def prepare(
         raise TrainingError(
             f"{out} already holds a policy, which would be used instead of the trained one; give another --out."
         )
+    if is_policy(out / "policy") and not (out / CHECKPOINT).exists():
+        raise TrainingError(
+            f"{out / 'policy'} already holds a policy, which the trained one would replace; give another --out, or "
+            "delete it."
+        )
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))

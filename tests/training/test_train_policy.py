@@ -179,6 +179,10 @@ def test_a_training_into_the_folder_of_a_policy_is_refused(tmp_path, data_folder
     Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"already holds a policy, .*; give another --out"):
         prepare("paper-cpu", {}, "no/such", data_folder, tmp_path, init=tmp_path)
+    (tmp_path / "run").mkdir()
+    Policy(inspect_model(tiny_llama())).save_pretrained(tmp_path / "run" / "policy")
+    with pytest.raises(TrainingError, match=r"policy already holds a policy, .*; give another --out, or delete it"):
+        prepare("paper-cpu", {}, "no/such", data_folder, tmp_path / "run")
 
 
 def test_queries_that_are_changed_after_rope_are_refused_for_expected_attention(tmp_path, data_folder):
