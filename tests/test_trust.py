@@ -181,6 +181,17 @@ WRONG_OPTIONS = [
     ({"past_key_values": None}, CacheError, "sets past_key_values itself"),
     ({"generation_config": GenerationConfig(num_beams=3)}, CacheError, "for beams use"),
     ({"generation_config": {"max_new_tokens": 7}}, CacheError, "is a dict; give a GenerationConfig of transformers"),
+    *(
+        ({name: 3}, CacheError, f"{name} is 3; give {remedy}")
+        for name, remedy in {
+            "streamer": "one such as TextStreamer",
+            "stopping_criteria": "a StoppingCriteriaList",
+            "logits_processor": "a LogitsProcessorList",
+            "prefix_allowed_tokens_fn": "a function",
+            "assistant_model": "a model",
+        }.items()
+    ),
+    ({"stopping_criteria": [3]}, CacheError, r"stopping_criteria is \[3\]"),
 ]
 
 

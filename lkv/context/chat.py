@@ -33,7 +33,8 @@ class Turn(NamedTuple):
 class Chat:
     """A conversation about one compressed text: every question sees all earlier turns.
 
-    The turns are appended to a copy of the context's cache until `undo` removes them. A chat is not thread-safe.
+    The turns are appended to a copy of the context's cache until `undo` removes them. It is thread-safe: a question
+    waits until the answer that is being generated ends, and follows it.
 
     Attributes:
         turns: The turns so far.
@@ -61,17 +62,17 @@ class Chat:
 
         If it fails, the turns are unchanged.
         """
-        ids, options = self._prepare(question, max_new_tokens, generation)
-        return self._answer(question, ids, **printed(self._tokenizer, options) if stream else options)
+        options = printed(self._tokenizer, generation) if stream else generation
+        return self._answer(question, max_new_tokens, **options)
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: object) -> Iterator[str]:
         """Answer a question piece by piece.
 
         Closing the iterator ends the answer; its pieces so far stay as the turn's answer.
         """
-        ids, options = self._prepare(question, max_new_tokens, generation)
         check_not_set("stream()", generation, "streamer", "stopping_criteria")
-        return stream_text(self._tokenizer, lambda **more: self._answer(question, ids, **options | more))
+        self._prepare(question, max_new_tokens, generation)  # raises errors here
+        return stream_text(self._tokenizer, partial(self._answer, question, max_new_tokens, **generation))
 
     def undo(self, turns: int = 1) -> None:
         """Remove the last `turns` turns.
@@ -81,12 +82,13 @@ class Chat:
         Raises:
             CacheError: If there are fewer.
         """
-        if type(turns) is not int or not 0 <= turns <= len(self.turns):
-            raise CacheError(f"{turns!r} turns cannot be undone: there are {len(self.turns)}; give 0 to that.")
-        if turns:
-            start = self.turns[-turns].start
-            del self.turns[-turns:], self._ids[start:]
-            self._crop(start)
+        with self._context._exclusive():
+            if type(turns) is not int or not 0 <= turns <= len(self.turns):
+                raise CacheError(f"{turns!r} turns cannot be undone: there are {len(self.turns)}; give 0 to that.")
+            if turns:
+                start = self.turns[-turns].start
+                del self.turns[-turns:], self._ids[start:]
+                self._crop(start)
 
     def nbytes(self) -> int:
         """Return the bytes of k and v of the text and all turns."""
@@ -100,27 +102,29 @@ class Chat:
         ids = self._ids + encode(self._tokenizer, question, decode_tail(self._tokenizer, self._ids))
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), length, options), **options}
 
-    def _answer(self, question: str, ids: list[int], **options: Any) -> str:
-        start, length = len(self._ids), self.cache.get_seq_length()
-        try:
-            answer = generate(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
-        except BaseException:
-            self._crop(length)
-            raise
-        self.answer_tokens = len(answer)
-        self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
-        text = decode_answer(self._tokenizer, answer)
-        # The answer's last token is not in the cache. If it is an end token, the next turn's template contains it.
-        self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
-        self.turns.append(Turn(question, text, start))
-        return text
+    def _answer(self, question: str, max_new_tokens: int | None, **generation: Any) -> str:
+        with self._context._exclusive():
+            ids, options = self._prepare(question, max_new_tokens, generation)
+            start, length = len(self._ids), self.cache.get_seq_length()
+            try:
+                answer = generate(self._model, self._tokenizer, [ids], 0, self.cache, **options)[0].tolist()
+            except BaseException:
+                self._crop(length)
+                raise
+            self.answer_tokens = len(answer)
+            self.is_truncated = is_truncated(self._model, answer, options["max_new_tokens"], options)
+            text = decode_answer(self._tokenizer, answer)
+            # The answer's last token is not in the cache. If it is an end token, the next turn's template contains it.
+            self._ids = ids + (answer[:-1] if answer[-1] in end_tokens(self._model, options) else answer)
+            self.turns.append(Turn(question, text, start))
+            return text
 
     def _crop(self, length: int) -> None:
         """Remove all tokens after the first `length`; windows and states cannot be cropped, only restored."""
         if self.cache.is_shareable:
             crop_to(self.cache, length)
         else:
-            self._context.rewind()
+            self._context._rewind()
 
     def __repr__(self) -> str:
         return f"<Chat of {len(self.turns)} turns, {len(self._ids):,} tokens, about {self._context!r}>"

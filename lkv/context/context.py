@@ -121,14 +121,14 @@ class Context:
             PromptError: For an empty question, and if text, question and answer exceed the model's context length.
             CacheError: For unknown or unsupported options.
         """
-        ids = self._encode_question(question, generation)
         options = printed(self.tokenizer, generation) if stream else generation
+        ids = self._encode_question(question, options)
         return decode_answer(self.tokenizer, self.complete(ids, max_new_tokens, **options))
 
     def stream(self, question: str, max_new_tokens: int | None = None, **generation: Any) -> Iterator[str]:
         """Answer a question piece by piece; closing the iterator ends the answer. Arguments and errors as in `ask`."""
-        ids = self._encode_question(question, generation)
         check_not_set("stream()", generation, "streamer", "stopping_criteria")
+        ids = self._encode_question(question, generation)
         length = answer_length(self.model, self.tokens + len(ids), max_new_tokens, generation)
         return stream_text(self.tokenizer, partial(self.complete, ids, length, **generation))
 
@@ -274,7 +274,7 @@ class Context:
         path, cache = as_path(path, ContextFileError, "the context's path"), self._require_compressed()
         with self._lock:
             tensors = saved_context.context_tensors(cache, self.ids)
-        saved_context.save(path, tensors, cache, self.metadata)
+        saved_context.save(path, tensors, cache, self.tokenizer, self.metadata)
 
     @classmethod
     def load(
@@ -293,12 +293,12 @@ class Context:
             policy: Optional; if given, it must be the policy that compressed the text.
 
         Raises:
-            ContextFileError: For a missing, invalid or damaged file, for one of another model or policy, and if it does
-                not fit into memory.
+            ContextFileError: For a missing, invalid or damaged file, for one of another model, tokenizer or policy, and
+                if it does not fit into memory.
         """
         check_model_and_tokenizer(model, tokenizer)
         path = as_path(path, ContextFileError, "the context's path")
-        ids, cache, metadata = saved_context.load(path, model, policy)
+        ids, cache, metadata = saved_context.load(path, model, text_tokenizer(tokenizer), policy)
         return cls(model, tokenizer, ids, cache, metadata)
 
     def __repr__(self) -> str:

@@ -38,6 +38,14 @@ _RESERVED = [
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _NEUTRAL_SAMPLING = {"temperature": 0, "top_p": 1}  # values that ask for a greedy answer
 _COUNTS = ("num_beams", "num_return_sequences")
+# Options that are objects: whether a value can be one, and what to give.
+_OBJECTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "streamer": (lambda value: hasattr(value, "put") and hasattr(value, "end"), "one such as TextStreamer(tokenizer)"),
+    "stopping_criteria": (lambda value: _is_callables(value), "a StoppingCriteriaList"),
+    "logits_processor": (lambda value: _is_callables(value), "a LogitsProcessorList"),
+    "prefix_allowed_tokens_fn": (callable, "a function"),
+    "assistant_model": (lambda value: isinstance(value, torch.nn.Module), "a model"),
+}
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
 
@@ -48,6 +56,9 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
     names = vars(GenerationConfig()).keys() | signature(unwrap_model(model).generate).parameters.keys()
     if unknown := sorted(set(options) - names):
         raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
+    for name, (is_one, remedy) in _OBJECTS.items():
+        if options.get(name) is not None and not is_one(options[name]):
+            raise CacheError(f"{name} is {options[name]!r}; give {remedy}, or leave it out.")
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise CacheError(
@@ -74,6 +85,10 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
             "transformers' assisted decoding fails on an uncompressed cache that holds a text; leave "
             f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
         )
+
+
+def _is_callables(value: object) -> bool:
+    return isinstance(value, list) and all(map(callable, value))
 
 
 def is_assisted(model: PreTrainedModel, options: dict[str, Any]) -> bool:

@@ -65,13 +65,13 @@ def encode_images(
         prompt = chat_template_parts(tokenizer, system, len(images))[0] + text
     else:
         prompt = "".join(context_parts(tokenizer, text, system))
-        # Gemma-3's processor of older versions of transformers has its images at another token.
-        tokens = placeholder, getattr(processor, "boi_token", placeholder)
-        if (places := max(map(prompt.count, tokens))) != len(images):
-            raise PromptError(
-                f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give "
-                "as many, or none, and the images come before the text."
-            )
+    # Gemma-3's processor of older versions of transformers has its images at another token.
+    tokens = {placeholder, getattr(processor, "boi_token", None) or placeholder}
+    if (places := sum(map(prompt.count, tokens))) != len(images):
+        raise PromptError(
+            f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give as "
+            "many, or none, and the images come before the text."
+        )
     try:
         # A chat template writes special tokens itself.
         inputs = processor(text=[prompt], images=[*images], return_tensors="pt", add_special_tokens=not has_template)

@@ -24,8 +24,8 @@ class ContextQuestionPipeline(Pipeline):
     """Compress a context once and answer questions about it.
 
     `pipe(context, question=...)` returns `{"answer": str}`, `pipe(context, questions=[...])` returns
-    `{"answers": [str, ...]}`; a list of contexts gives a list of these. Options are those of `lkv.compress` and of
-    `Context.ask`.
+    `{"answers": [str, ...]}`; a list of contexts gives a list of these. A context is a text or a conversation. Options
+    are those of `lkv.compress` and of `Context.ask`.
     """
 
     _load_processor: Any = False
@@ -33,14 +33,23 @@ class ContextQuestionPipeline(Pipeline):
     _load_feature_extractor: Any = False
     _load_tokenizer: Any = True
 
+    def __call__(self, inputs: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """Return the answers about a context, or about each context of a list. Raises PromptError without any."""
+        if isinstance(inputs, list | tuple) and not inputs:
+            raise PromptError("there is no context in the list; give one text, or a list of texts.")
+        if (batch_size or self._batch_size or 1) != 1:
+            raise PromptError("contexts are compressed one at a time; leave batch_size out.")
+        return super().__call__(inputs, *args, **kwargs)
+
     def _sanitize_parameters(self, **options: object) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         return {}, options, {}
 
     def preprocess(self, input_: object, **preprocess_parameters: object) -> dict[str, Any]:
-        """Return the context, as `forward` takes it. Raises PromptError for anything but a text."""
-        if not isinstance(input_, str):
+        """Return the context, as `forward` takes it. Raises PromptError for anything but a text or a conversation."""
+        messages = getattr(input_, "messages", None)  # of what transformers makes of a conversation
+        if messages is None and not isinstance(input_, str):
             raise PromptError(f"the context is a {type(input_).__name__}; give one text, or a list of texts.")
-        return {"context": input_}
+        return {"context": messages or input_}
 
     def _forward(self, input_tensors: Any, **options: Any) -> Any:
         question, questions = options.pop("question", None), options.pop("questions", None)

@@ -29,7 +29,7 @@ from lkv.policy.policy import Policy
 from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
 from lkv.utils.devices import is_out_of_memory
-from lkv.utils.prompts import ContextKind
+from lkv.utils.prompts import ContextKind, tokenizer_digest
 from lkv.utils.tensor_file import FileKind
 
 CONTEXT_FILE = FileKind(
@@ -79,13 +79,14 @@ def check_replaceable(path: Path) -> None:
         raise ContextFileError(f"{path} is no saved context and would be overwritten; give another file, or delete it.")
 
 
-def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: dict[str, Any]) -> None:
+def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: Any, metadata: dict[str, Any]) -> None:
     """Write a context.
 
     Args:
         path: The file.
         tensors: The `context_tensors` of its cache.
         cache: The cache.
+        tokenizer: The model's tokenizer.
         metadata: How the text was compressed.
 
     Raises:
@@ -93,12 +94,15 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, metadata: d
     """
     check_replaceable(path)
     header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
+    header["tokenizer"] = tokenizer_digest(tokenizer, tensors["ids"].tolist())
     if cache.shared.has_states:
         header["states_of"] = _transformers()
     tensor_file.write(path, CONTEXT_FILE, tensors, header)
 
 
-def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], RaggedCache, dict[str, Any]]:
+def load(
+    path: Path, model: Any, tokenizer: Any, policy: Policy | None
+) -> tuple[list[int], RaggedCache, dict[str, Any]]:
     """Read the ids of a saved text, its cache and its metadata. Raises ContextFileError like `Context.load`."""
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
@@ -137,6 +141,12 @@ def load(path: Path, model: Any, policy: Policy | None) -> tuple[list[int], Ragg
             raise ContextFileError(
                 f"{path} was saved with other adapters than those active in the model; activate the same ones, or "
                 "compress the text again."
+            )
+        digest = tokenizer_digest(tokenizer, ids.tolist())
+        if header.get("tokenizer", digest) != digest:
+            raise ContextFileError(
+                f"{path} was saved with another tokenizer, with other tokens or another chat template; load it with "
+                "that one, or compress the text again."
             )
         return ids.tolist(), cache, metadata
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, CacheError, MemoryError) as error:

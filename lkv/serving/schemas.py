@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 from starlette.responses import JSONResponse
 
 from lkv.context.document_reader import Document, parse_document
@@ -99,9 +99,11 @@ def _check_memory(value: Any) -> str | float:
 
 def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools unchanged, in which all that chat templates need is there."""
-    functions = [tool.get("type") == "function" and tool.get("function") for tool in tools]
+    functions: list[Any] = [tool.get("type") == "function" and tool.get("function") for tool in tools]
     if not all(isinstance(each, dict) and each.get("name") and isinstance(each["name"], str) for each in functions):
         raise PydanticCustomError("tools", 'Expected tools such as {"type": "function", "function": {"name": "..."}}')
+    if len({each["name"] for each in functions}) < len(functions):
+        raise PydanticCustomError("tools", "Expected tools of different names")
     if len(json.dumps(tools)) > _MAX_TOOLS:
         raise PydanticCustomError("tools", "Expected at most 100,000 characters of tools")
     return tools
@@ -285,7 +287,10 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
     """
     if query:
         raise PromptError("the query of the URL is not read; send its fields in the form or in the JSON body.")
-    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "application/x-www-form-urlencoded" and not body.lstrip().startswith(b"{"):  # curl -d sends JSON as it
+        raise PromptError(f"a urlencoded form is not read; {ContextRequest.example}.")
+    if kind != "multipart/form-data":
         return parse(ContextRequest, body), None
     if (_parameter(content_type, "charset") or "utf-8").lower() not in ("utf-8", "us-ascii"):
         raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
@@ -333,13 +338,16 @@ def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, bytes
     return form_parts
 
 
-def _decode_field(name: str, data: bytes) -> str:
-    """Return the text of a field. Raises PromptError for anything but UTF-8."""
+def _decode_field(name: str, data: bytes) -> Any:
+    """Return the text of a field, or its JSON. Raises PromptError for anything else."""
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
+        return from_json(text, allow_inf_nan=False) if name in ("messages", "tools") else text
     except UnicodeDecodeError as error:
         problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
         raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
+    except ValueError as error:
+        raise PromptError(f"the form's field {name!r} is no JSON ({error}); send it as in a JSON body.") from None
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

@@ -20,6 +20,7 @@ _CONTEXT, _QUESTION, _ANSWER = "\x02context\x02", "\x02question\x02", "\x02answe
 _QUESTION_PART = {"type": "text", "text": _QUESTION}
 # Default texts before a continuation whose preceding text is unknown.
 _NEUTRAL_STARTS = ("a", "\n", ".", "1")
+_SAMPLED_TOKENS = 1000
 _TAIL_CHARACTERS, _TAIL_TOKENS = 256, 64  # of the text before a continuation that decide how it begins
 _PLAIN_QUESTION, _PLAIN_ANSWER = "\n\nQuestion: ", "\nAnswer:"  # for tokenizers without a chat template
 
@@ -135,10 +136,20 @@ def _render_template(tokenizer: "PreTrainedTokenizerBase", turns: Any, options: 
         raise PromptError(f"this model's chat template refuses turns of {roles} ({error}); leave out one.") from error
 
 
-def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of the tokenizer's template and of how it splits a text."""
-    probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
-    return hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer), probe)).encode()).hexdigest()
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int] = ()) -> str:
+    """Return a hash of the tokenizer's template, of how it splits a text, and of the tokens of `ids` and of samples.
+
+    It stays the same if tokens are added, such as one for padding.
+    """
+    try:
+        probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
+    except PromptError:  # it has no tokens for some of these characters
+        probe = []
+    size = getattr(tokenizer, "vocab_size", 0)
+    samples = [*ids, *range(0, size, max(1, size // _SAMPLED_TOKENS))]
+    tokens = getattr(tokenizer, "convert_ids_to_tokens", tokenizer.decode)(samples)
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(repr((template, probe, tokens)).encode(errors="replace")).hexdigest()
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Questions side by side, in turns, and as they come: all held to `ask` and to the model without any cache."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -164,6 +165,39 @@ def test_a_turn_that_fails_leaves_the_chat_as_it_was(saved):
         chat.ask("another?", 6, stopping_criteria=[stop])
     assert len(chat.turns) == 1 and chat.turns[0].answer == first
     assert chat.ask("two?", 6) == second
+
+
+def test_threads_take_turns_in_a_chat(saved):
+    """Whatever the order, each answer is the one after all turns before it."""
+    model, tokenizer = saved
+    context = compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4)
+    chat, replayed = Chat(context), Chat(context)
+    half_read = chat.stream("zero?", 6)
+    pieces = [next(half_read)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda question: chat.ask(question, 6), map(str, range(8))))
+    pieces += half_read
+    assert chat.turns[0].question == "zero?" and len(chat.turns) == 9
+    assert "".join(pieces) == chat.turns[0].answer
+    assert {turn.question: turn.answer for turn in chat.turns[1:]} == dict(
+        zip(map(str, range(8)), answers, strict=True)
+    )
+    assert [replayed.ask(turn.question, 6) for turn in chat.turns] == [turn.answer for turn in chat.turns]
+    chat.undo(9)
+    assert chat.ask("zero?", 6) == replayed.turns[0].answer
+
+
+def test_a_chat_is_not_asked_by_its_own_streamer(saved):
+    model, tokenizer = saved
+    chat = Chat(compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4))
+
+    def ask_again(*_, **__):
+        for call in (lambda: chat.ask("so?"), lambda: chat.undo(0)):
+            with pytest.raises(CacheError, match="is already generating an answer"):
+                call()
+        return torch.tensor([False])
+
+    assert chat.ask("one?", 6, stopping_criteria=[ask_again]) and len(chat.turns) == 1
 
 
 def test_a_system_prompt_stands_before_the_text(saved):

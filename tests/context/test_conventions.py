@@ -165,6 +165,10 @@ def test_a_pipeline_answers_as_a_context_does(folder):
     assert pipe(TEXT, questions=["When?", "Who?"]) == {"answers": [when, who]}
     other = lkv.compress(model, tokenizer, TEXT * 2, method="knorm", retention=0.4)
     assert pipe([TEXT, TEXT * 2], question="Who?") == [{"answer": who}, {"answer": other.ask("Who?", 6)}]
+    turns = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "It was."}]
+    conversation = lkv.compress(model, tokenizer, turns, method="knorm", retention=0.4)
+    assert pipe(turns, question="Who?") == {"answer": conversation.ask("Who?", 6)}
+    assert pipe([turns, turns], question="Who?") == [{"answer": conversation.ask("Who?", 6)}] * 2
     # Options of a call win, and the task is one of transformers' own.
     less = lkv.compress(model, tokenizer, TEXT, method="knorm", memory=0.5, protect=["lamp"]).ask("Who?", 3)
     own = stock_pipeline("lkv-text-generation", model=model, tokenizer=tokenizer, method="knorm", max_new_tokens=6)
@@ -206,6 +210,8 @@ def test_a_pipeline_says_what_is_missing(folder):
         (TEXT, {}, "give question='...' for one answer"), (TEXT, {"questions": "Who?"}, "give question="),
         (TEXT, {"question": "Who?", "questions": ["Who?"]}, "give question="), (5, {"question": "Who?"}, "is a int"),
         (TEXT, {"question": ""}, "the question is empty"), (TEXT, {"question": "?", "nothing": 1}, "no option nothing"),
+        ([], {"question": "?"}, "no context in the list"), ((), {"question": "?"}, "no context in the list"),
+        ([TEXT, TEXT], {"question": "?", "batch_size": 2}, "leave batch_size out"),
     ):  # fmt: skip
         with pytest.raises(LkvError, match=says):
             pipe(inputs, **options)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lkv.context.compression import compress
 from lkv.context.context import Context
@@ -252,6 +254,48 @@ def test_a_forged_file_takes_no_memory(saved):
     with pytest.raises(ContextFileError), torch.profiler.profile(profile_memory=True) as profile:
         Context.load(path, model, Words())
     assert max((event.self_cpu_memory_usage for event in profile.events()), default=0) < 1_000_000
+
+
+def words(*vocabulary: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of these words, numbered in this order from 3."""
+    numbers = {word: number for number, word in enumerate(("<unk>", "<s>", "</s>", *vocabulary))}
+    backend = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+VOCABULARY = ("the", "keeper", "lit", "lamp", "boats", "never")
+CHAT = "{% for m in messages %}<s> {{ m.content }} </s> {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        (words(*VOCABULARY, template=CHAT), True),
+        (words(*VOCABULARY, template=CHAT.replace("<s>", "<s> the")), False),
+        (words(*VOCABULARY), False),
+        (words("keeper", "the", *VOCABULARY[2:], template=CHAT), False),  # which are in the text
+        (words(*VOCABULARY[:4], "never", "boats", template=CHAT), False),  # which are not
+        (words(*VOCABULARY[:3], template=CHAT), False),
+    ],
+    ids=["same", "template", "no template", "words of the text", "other words", "fewer words"],
+)
+def test_another_tokenizer_is_refused_in_one_sentence(model, tmp_path, other, is_same):
+    path = tmp_path / "context.kv"
+    own = words(*VOCABULARY, template=CHAT)
+    context = compress(model, own, "the keeper lit the lamp " * 9, method="knorm", retention=0.4)
+    context.save(path)
+    other.add_special_tokens({"pad_token": "[PAD]"})
+    other.padding_side = "left"
+    if is_same:
+        assert Context.load(path, model, other).ask("never ?", 6) == context.ask("never ?", 6)
+    else:
+        with pytest.raises(ContextFileError, match=r"was saved with another tokenizer, .*; load it with that one, or"):
+            Context.load(path, model, other)
+    forge(path, without=["tokenizer"])  # of an earlier release
+    assert Context.load(path, model, other).ids == context.ids
 
 
 NO_MEMORY = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")

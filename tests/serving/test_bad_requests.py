@@ -82,6 +82,7 @@ FIELD = field("name", "Brücke").replace("ü".encode(), b"\xfc")
         (form(b"a.txt").replace(b'; filename="a.txt"', b""), "", "'file' is no file; write file=@PATH"),
         (field("text", "text") + form(b"text"), "", "a file and a text; send one"),
         (form(b"text")[:-9] + b"\r\n" + form(b"text"), "", "has the field 'file' twice"),
+        (field("tools", "[{]") + form(b"text"), "", "the form's field 'tools' is no JSON ("),
         (b"--b\r\nX: " + b"y" * 3000 + b"\r\n\r\ntext\r\n--b--\r\n", "", "no headers, or too long ones"),
     ],
 )  # fmt: skip
@@ -89,6 +90,14 @@ def test_bad_forms_get_one_sentence(server, body, more, says):
     kind = "multipart/form-data; boundary=b" + more
     status, said = server.problem("/v1/contexts", body, **{"Content-Type": kind})
     assert status == 400 and says in said
+
+
+def test_a_urlencoded_form_is_refused(server):
+    """JSON of that type, which `curl -d` sends, is read."""
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    status, said = server.problem("/v1/contexts", b"text=The+keeper", **kind)
+    assert status == 400 and said.startswith("a urlencoded form is not read; send JSON such as"), said
+    assert server.ask("/v1/contexts", b' {"text": "The keeper lit the lamp."}', **kind)[0] in (200, 202)
 
 
 def test_a_query_is_refused(server):

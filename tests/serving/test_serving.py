@@ -161,6 +161,11 @@ def test_a_conversation_with_tools_is_folded_with_them(server, monkeypatch):
     name = server.compressed(None, messages=turns, tools=TOOLS, retention=1.0)
     assert server.ask(f"/v1/contexts/{name}")[1]["tools"] == server.service.store.describe(name).tools == TOOLS
     assert server.compressed(None, messages=turns, retention=1.0) != name
+    fields = [
+        field(*each) for each in (("messages", json.dumps(turns)), ("tools", json.dumps(TOOLS)), ("retention", "1"))
+    ]
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert server.ask("/v1/contexts", b"".join(fields) + b"--b--\r\n", **kind)[1]["id"] == name
     more = [SURE, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
     ids = tokenizer(
         f"{TOOLS[0]}[user]Who?</s>[assistant]<search x></s>[tool]41</s>[assistant]Nobody.</s>[user]Sure?</s>"
@@ -178,6 +183,7 @@ def test_a_conversation_with_tools_is_folded_with_them(server, monkeypatch):
     [
         ({"text": "a", "tools": [{"type": "function", "function": {"name": ""}}]}, "tools: Expected tools such as {"),
         ({"text": "a", "tools": [{"name": "f"}]}, "tools: Expected tools such as {"),
+        ({"text": "a", "tools": TOOLS * 2}, "tools: Expected tools of different names"),
         ({"text": "a", "tools": [TOOLS[0] | {"x": "a" * 100_000}]}, "tools: Expected at most 100,000 characters"),
         ({"messages": [WHO]}, "the conversation must end with an answer of the assistant"),
         ({"messages": [WHO], "text": "a"}, "a context is made of a text or of messages, not of both"),
