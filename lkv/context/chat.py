@@ -47,8 +47,10 @@ class Chat:
         """Start a chat about a context, without changing the context.
 
         Raises:
-            CacheError: For a context that is not compressed, or whose cache evicts while decoding.
+            CacheError: For what is no context, one that is not compressed, or whose cache evicts while decoding.
         """
+        if not isinstance(context, Context):
+            raise CacheError(f"a chat is about a Context, not a {type(context).__name__}; make one with lkv.compress.")
         self._context = context.fork()
         self._model, self._tokenizer, self._ids = context.model, context.tokenizer, list(context.ids)
         self.cache = self._context.cache

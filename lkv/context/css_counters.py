@@ -4,6 +4,7 @@ https://www.w3.org/TR/css-lists-3 and https://www.w3.org/TR/css-counter-styles-3
 """
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from lkv.context.flow_text import SPACES
@@ -30,51 +31,52 @@ _Default = TypeVar("_Default", int, None)
 class Counters:
     """The counters that are in scope while a page is rendered.
 
-    An element's counters hold for it, its content and the elements after it with the same parent.
+    An element's counters hold for it and its content. Unless there was one of the same name before, they also hold for
+    the elements after it with the same parent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, style_of: Callable[["LexborNode"], Style]) -> None:
+        self._style_of = style_of
         self._values: dict[str, list[int]] = {}  # by name, the outermost first
-        self._begun: list[set[str]] = [set()]  # counters that begin among an element's children, the root first
+        # Of each open element, the root first: counters of its own, and those that its children share.
+        self._begun: list[tuple[set[str], set[str]]] = [(set(), set())]
 
-    def enter(self, node: "LexborNode", style: Style, is_item: bool) -> None:
-        """Begin an element; `is_item` is whether it is displayed as an item of a list."""
-        attributes, parent = node.attributes, node.parent
+    def enter(self, style: Style, node: "LexborNode | None" = None, is_item: bool = False) -> None:
+        """Begin an element.
+
+        Args:
+            style: Its style.
+            node: The element; None for text before or after one, or a marker.
+            is_item: Whether it is displayed as an item of a list.
+        """
         resets, steps, values = {}, {}, {}
-        if node.tag in LISTS:
-            items = sum(child.tag == "li" for child in node.iter()) if "reversed" in attributes else 0
-            start = integer(attributes.get("start"), items or 1)
-            resets[_ITEM] = start + 1 if "reversed" in attributes else start - 1
-        if is_item:
-            is_reversed = parent is not None and parent.tag == "ol" and "reversed" in parent.attributes
-            steps[_ITEM] = -1 if is_reversed else 1
-            if (value := integer(attributes.get("value"), None)) is not None:
+        is_list = node is not None and node.tag in LISTS
+        if node is not None and is_list:
+            is_reversed = "reversed" in node.attributes
+            items = sum(map(self._is_item, node.iter())) if is_reversed else 0
+            start = integer(node.attributes.get("start"), items or 1)
+            resets[_ITEM] = start + 1 if is_reversed else start - 1
+        if node is not None and is_item:
+            steps[_ITEM] = -1 if node.parent and node.parent.tag == "ol" and "reversed" in node.parent.attributes else 1
+            if (value := integer(node.attributes.get("value"), None)) is not None:
                 values[_ITEM] = value
-        resets |= _changes(style, "reset", 0)
-        items_before = resets.pop(_ITEM) if node.tag in LISTS else None
-        self._change(resets, steps | _changes(style, "increment", 1), values | _changes(style, "set", 0))
-        self._begun.append(set())
-        if items_before is not None:  # in this list alone, unlike other counters
-            self._change({_ITEM: items_before}, {}, {})
+        own, shared = set[str](), self._begun[-1][1]
+        self._begun.append((own, set()))
+        for name, value in (resets | _changes(style, "reset", 0)).items():
+            if name not in shared:
+                self._begin(name, own if self._values.get(name) or (is_list and name == _ITEM) else shared)
+            self._values[name][-1] = value
+        steps, values = steps | _changes(style, "increment", 1), values | _changes(style, "set", 0)
+        for name in steps | values:
+            if not self._values.get(name):
+                self._begin(name, shared)
+            self._values[name][-1] = values.get(name, self._values[name][-1] + steps.get(name, 0))
 
     def leave(self) -> None:
         """End the element that was begun last."""
-        for name in self._begun.pop():
-            self._values[name].pop()
-
-    def count(self, style: Style) -> None:
-        """Change counters as the style of text before or after an element says."""
-        self._change(_changes(style, "reset", 0), _changes(style, "increment", 1), _changes(style, "set", 0))
-
-    def _change(self, resets: dict[str, int], steps: dict[str, int], values: dict[str, int]) -> None:
-        for name, value in resets.items():
-            if name not in self._begun[-1]:
-                self._begin(name)
-            self._values[name][-1] = value
-        for name in steps | values:
-            if not self._values.get(name):
-                self._begin(name)
-            self._values[name][-1] = values.get(name, self._values[name][-1] + steps.get(name, 0))
+        for names in self._begun.pop():
+            for name in names:
+                self._values[name].pop()
 
     def text(self, name: str, kind: str, separator: str | None = None) -> str | None:
         """Return a counter as text; None if it is not known how.
@@ -99,8 +101,12 @@ class Counters:
         text = "" if kind == "none" else self.text(_ITEM, kind)
         return f"{text}. " if text else text
 
-    def _begin(self, name: str) -> None:
-        self._begun[-1].add(name)
+    def _is_item(self, node: "LexborNode") -> bool:
+        is_shown = "hidden" not in node.attributes and self._style_of(node).get("display", "list-item") == "list-item"
+        return node.tag == "li" and is_shown
+
+    def _begin(self, name: str, begun: set[str]) -> None:
+        begun.add(name)
         self._values.setdefault(name, []).append(0)
 
 
@@ -154,5 +160,5 @@ def _format_number(number: int, kind: str) -> str | None:
             text = alphabet[letter] + text
         return text
     if kind == "decimal-leading-zero":
-        return f"{number:03}" if number < 0 else f"{number:02}"
+        return f"{number:02}"
     return str(number) if kind in ("decimal", "lower-roman", "upper-roman", *_ALPHABETS) else None

@@ -97,7 +97,6 @@ class _Renderer:
     def __init__(self) -> None:
         self.text = FlowText()
         self.left_out: Counter[str] = Counter()
-        self._counters = Counters()
         self._lists = 0  # within one another
         self._list_type = "disc"
         self._slots: list[dict[str, list[LexborNode]]] = []  # what shadow trees show of their hosts' content, by name
@@ -112,6 +111,7 @@ class _Renderer:
 
         parser = LexborHTMLParser(page.replace("\0", ""))
         self._sheets = StyleSheets(parser, page)
+        self._counters = Counters(self._sheets.style)
         root = parser.root
         steps: list[_Step] = [root] if root is not None else []
         while steps:
@@ -190,12 +190,13 @@ class _Renderer:
             separate("right")
             self._white_space, self._is_visible, self._list_type = white_space, is_visible, kind
             self._lists -= node.tag in LISTS
-            if display == "list-item":
-                self.text.marker = ""  # of an item without text
             self._counters.leave()
+            if display == "list-item":  # without text, browsers display its marker
+                marker, self.text.marker = self.text.marker.rstrip(), ""
+                self.text.write_verbatim(marker.rstrip("* "))
 
         separate("left")
-        self._counters.enter(node, style, display == "list-item")
+        self._counters.enter(style, node, display == "list-item")
         self._lists += node.tag in LISTS
         self._list_type = list_type(node, style, kind)
         self._white_space = style.get("white-space") or ("pre" if node.tag in _PREFORMATTED else white_space)
@@ -265,7 +266,8 @@ class _Renderer:
         """Have the item of a list begin with its marker."""
         marker = self._sheets.content(node, "marker", self._counters) or self._counters.marker(self._list_type)
         self.left_out["list marker"] += marker is None
-        self.text.marker = "  " * (self._lists - 1) + (marker or "")
+        marker = marker if self._is_visible else ""
+        self.text.marker = (self.text.marker or "  " * (self._lists - 1)) + (marker or "")
 
     def _render_shadow(self, hosted: list["LexborNode"], root: "LexborNode") -> list[_Step]:
         """Return a declarative shadow tree, which shows the other children of its host in slots."""

@@ -65,8 +65,8 @@ def encode_images(
         prompt = chat_template_parts(tokenizer, system, len(images))[0] + text
     else:
         prompt = "".join(context_parts(tokenizer, text, system))
-    # Gemma-3's processor of older versions of transformers has its images at another token.
-    tokens = {placeholder, getattr(processor, "boi_token", None) or placeholder}
+    # Gemma-3's model reads another token, and its processor has images at a third in older versions of transformers.
+    tokens = {placeholder, getattr(processor, "boi_token", None) or placeholder, tokenizer.decode([image_token])}
     if (places := sum(map(prompt.count, tokens))) != len(images):
         raise PromptError(
             f"the text has {places} places for images ({placeholder}), but there are {len(images)} images; give as "

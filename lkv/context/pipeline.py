@@ -1,5 +1,6 @@
 """The pipeline `lkv-text-generation`: a context and questions in, answers out."""
 
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +54,8 @@ class ContextQuestionPipeline(Pipeline):
 
     def _forward(self, input_tensors: Any, **options: Any) -> Any:
         question, questions = options.pop("question", None), options.pop("questions", None)
-        if (question is None) == (questions is None) or isinstance(questions, str):
+        is_list = questions is None or (isinstance(questions, Iterable) and not isinstance(questions, str))
+        if (question is None) == (questions is None) or not is_list:
             raise PromptError("give question='...' for one answer, or questions=[...] for several.")
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
         context = compress(self.model, cast(Any, self.tokenizer), input_tensors["context"], **compression)

@@ -92,7 +92,7 @@ class StyleSheets:
         is_hidden = any(_HIDES.fullmatch(f"{name}:{value}") for name, value in style.items())
         if not re.search("[\"'(]", content) or _ICON.match(content) or is_hidden:
             return ""
-        counters.count(style)
+        counters.enter(style)
         text = ""
         for _, string, function, arguments, other in _CONTENT_PART.findall(content):
             if other == "/":  # what screen readers say instead
@@ -104,6 +104,7 @@ class StyleSheets:
                 own = _counter_text(function.lower(), arguments, counters)
             self.unread += own is None  # such as an image
             text += own or ""
+        counters.leave()
         is_apart = not style.keys().isdisjoint(_APART)
         before, after = (" " if is_apart or gap(None, style, side) else "" for side in ("left", "right"))
         return before + text + after
@@ -129,7 +130,7 @@ def gap(tag: str | None, style: Style, side: str) -> float:
 def _length(value: str) -> float:
     if match := _LENGTH.fullmatch(value):
         return float(match[1]) * _UNITS.get(match[2], 1)
-    return 0.0 if re.fullmatch("[a-z-]+", value) else 1.0  # a formula or a variable
+    return 1.0 if "(" in value else 0.0  # a formula or a variable
 
 
 def _drawing_style(node: "LexborNode") -> Style:

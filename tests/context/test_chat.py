@@ -241,6 +241,8 @@ def test_a_context_and_a_chat_tell_what_they_are(model, policy):
     chat = Chat(context)
     chat.ask("why ?", 3)
     assert repr(chat) == f"<Chat of 1 turns, {60 + 4 + 3:,} tokens, about {chat._context!r}>"
+    with pytest.raises(CacheError, match="a chat is about a Context, not a Chat; make one with"):
+        Chat(chat)
     with pytest.raises(CacheError, match="not compressed"):
         Chat(compress(model, Words(), TEXT, method="full"))
 

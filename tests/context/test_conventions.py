@@ -208,6 +208,7 @@ def test_a_pipeline_says_what_is_missing(folder):
     pipe = lkv.pipeline(str(folder), method="knorm")
     for inputs, options, says in (
         (TEXT, {}, "give question='...' for one answer"), (TEXT, {"questions": "Who?"}, "give question="),
+        (TEXT, {"questions": 3}, "or questions="),
         (TEXT, {"question": "Who?", "questions": ["Who?"]}, "give question="), (5, {"question": "Who?"}, "is a int"),
         (TEXT, {"question": ""}, "the question is empty"), (TEXT, {"question": "?", "nothing": 1}, "no option nothing"),
         ([], {"question": "?"}, "no context in the list"), ((), {"question": "?"}, "no context in the list"),

@@ -288,6 +288,14 @@ def test_parts_that_are_not_read_are_named(qwen, part, message):
     refused(message, model, processor, text=[{"role": "user", "content": parts}])
 
 
+def test_image_tokens_of_the_text_are_counted_as_places(family, model):
+    """Also those that the processor does not know as a place, but the model as a part of an image."""
+    processor = family.processor()
+    for token in {processor.image_token, processor.tokenizer.decode([model.config.image_token_id])}:
+        for options in ({"text": f"A {token} b. {TEXT}"}, {"system": f"A {token} b."}):
+            refused("the text has [134] places for images", model, processor, images=pictures(), **options)
+
+
 def test_text_alone_is_compressed_with_a_processor(family, model):
     """Text is compressed alike before and after the model has read images."""
     processor = family.processor()
