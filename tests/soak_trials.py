@@ -23,6 +23,7 @@ from lkv.context.document_reader import Document, parse_document
 from lkv.errors import LkvError
 from tests.conftest import tiny_llama
 from tests.context.pdf_documents import PDFS
+from tests.context.pdf_texts import PDF_TEXTS
 from tests.context.test_compression import TEXT as WORDS
 from tests.context.test_compression import Words
 from tests.context.test_documents import PAGES, TEXTS
@@ -73,7 +74,7 @@ def _draw_document(chance: random.Random) -> tuple[bytes, str]:
     if kind == 0:
         return PAGES[chance.choice([*PAGES])][0].encode(), "page.html"
     if kind == 1:
-        return PDFS[chance.choice([*PDFS])].data, "file.pdf"
+        return chance.choice([*PDFS.values(), *PDF_TEXTS.values()]).data, "file.pdf"
     case = chance.choice(TEXTS)
     is_hex = case["encoding"] == "hex"
     return bytes.fromhex(case["text"]) if is_hex else case["text"].encode(case["encoding"]), case["file"]

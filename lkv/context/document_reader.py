@@ -101,7 +101,7 @@ def parse_document(data: bytes, name: str) -> Document:
     start = data.lstrip()[:1024]
     is_pdf = b"%PDF-" in start or (name.lower().endswith(".pdf") and b" obj" in data)
     if is_pdf and not _PAGE_START.match(start.decode("latin-1")):
-        require("documents", "reading PDF", ["pypdf"])
+        require("documents", "reading PDF", ["pypdf", "pypdfium2"])
         from lkv.context.pdf_text import pdf_text
 
         text, skipped = pdf_text(data, name)

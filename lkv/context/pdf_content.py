@@ -1,33 +1,37 @@
-"""The content of a PDF page as one stream: forms in place, hidden layers left out. Does not import torch."""
+"""The content of PDF pages, by pypdf: hidden layers, damage and forms that multiply. Does not import torch."""
 
+import io
+import re
+import zlib
+from collections import Counter
 from typing import Any
+from urllib.parse import unquote
 
-from pypdf import PageObject, PdfReader
+from pypdf import PageObject, PdfReader, PdfWriter
+from pypdf._codecs import adobe_glyphs
 from pypdf.generic import (
-    ContentStream,
+    DecodedStreamObject,
     DictionaryObject,
-    FloatObject,
+    EncodedStreamObject,
     NameObject,
+    NumberObject,
     StreamObject,
     create_string_object,
 )
 
 from lkv.context.pdf_annotations import get, items
 
-ACTUAL_TEXT = b"ActualText"  # an operator of our own: what the pieces up to the next one stand for, None for themselves
-_KEPT = frozenset(b"BT ET q Q cm Tc Tw TL Tf Td TD Tm T* Tj TJ ' \" Ts".split())
-SHOW_TEXT = frozenset(b"Tj TJ ' \"".split())
-MOVE_TEXT = frozenset(b"BT Td TD Tm T* ' \"".split())
-_MAX_DRAWN = 10_000  # forms of a page
-_MAX_OPERATIONS = 10**6  # of the forms of a page
-_UNIT = (1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
-_FALLBACK_FONT = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica", "/Encoding": "/WinAnsiEncoding"}
+HIDDEN_MARK = "LKVHidden"  # an entry of our own
+_NAME = re.compile(rb"/[^\s\0/\[\]()<>{}%]+")
+_STRING = re.compile(rb"\((?:\\.|[^\\()])*|<[0-9a-fA-F\s]*", re.DOTALL)
+_MAX_CONTENT = 10**8  # decompressed bytes of a page, forms counted as often as they are drawn
+_TEXT_WEIGHT, _FORM_WEIGHT = 20, 10**4  # a byte of text and a form take as long as this many bytes
 
 
 class Layers:
     """The optional content groups (layers) of a document that are not displayed in its default configuration."""
 
-    def __init__(self, reader: PdfReader):
+    def __init__(self, reader: PdfReader | PdfWriter):
         properties = get(reader.root_object, "/OCProperties") or {}
         config = get(properties, "/D") or {}
         self._off = {id(group) for group in items(get(config, "/OFF"))}
@@ -58,173 +62,100 @@ class Layers:
         return not any(are_on) if operator == "/Not" else any(are_on) if operator == "/Or" else all(are_on)
 
 
-class PageContent:
-    """The content of a page for pypdf, which itself ignores layers, the place of forms, /ActualText and Tz.
+class ContentCheck:
+    """Checks the content of pages before pdfium reads it, which reports no damage and has no limit.
 
     Attributes:
-        is_empty: Whether the page draws nothing.
-        draws_image: Whether an image is displayed.
-        hides_text: Whether text of hidden layers is left out.
-        is_incomplete: Whether content is missing in the file, or forms draw themselves or are too many.
+        draws_glyphs: Whether there are fonts of glyphs that are drawn by operations (Type 3).
     """
 
-    def __init__(self, page: PageObject, layers: Layers):
-        self.draws_image = self.hides_text = False
-        self._pdf, self._layers = page.pdf, layers
-        self._operations: list[tuple[list[Any], bytes]] = []
-        self._fonts, self._font_names = DictionaryObject(), dict[int, NameObject]()
-        self._parsed: dict[int, list[tuple[Any, bytes]]] = {}
-        self._drawn = self._hidden = self._replaced = 0
-        # Text state: the line's matrix, and leading and horizontal scale, which q and Q save and restore.
-        self._line, self._leading, self._scale = _UNIT, 0.0, 1.0
-        self._is_scaled = self._is_at_start = False
-        contents = get(page, "/Contents")
-        self.is_incomplete = "/Contents" in page and not isinstance(contents, StreamObject | list)
-        operations = [] if self.is_incomplete else ContentStream(contents, self._pdf, "bytes").operations
-        self.is_empty = not operations
-        self._add(operations, page.get_inherited("/Resources", DictionaryObject()).get_object(), ())
+    def __init__(self) -> None:
+        self._sizes, self._active, self._fonts = dict[int, int](), set[int](), set[int]()
+        self._is_damaged = self.draws_glyphs = False
 
-    def turned(self, quarters: int) -> PageObject:
-        """Return a page that consists of the operations that draw text, turned clockwise about the page's corner."""
-        a, b = ((1.0, 0.0), (0.0, -1.0), (-1.0, 0.0), (0.0, 1.0))[quarters % 4]
-        content = ContentStream(None, self._pdf)
-        content.operations = [([a, b, -b, a, 0.0, 0.0], b"cm"), *self._operations]
-        page = PageObject(self._pdf)
-        page[NameObject("/Contents")] = content
-        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): self._fonts})
-        return page
+    def is_damaged(self, page: PageObject) -> bool:
+        """Return whether content is missing, breaks off or draws itself.
 
-    def _add(self, operations: list[tuple[Any, bytes]], resources: object, forms: tuple[int, ...]) -> None:
-        """Add operations with their resources; `forms` are those being drawn."""
-        marks: list[tuple[bool, bool]] = []
-        states: list[tuple[float, float]] = []
-        for operands, operator in operations:
-            if operator in (b"BDC", b"BMC"):
-                marks.append(self._begin_mark(operands, resources))
-            elif operator == b"EMC" and marks:
-                self._end_mark(*marks.pop())
-            elif operator == b"Do" and operands:
-                self._draw(get(get(resources, "/XObject") or {}, str(operands[0])), resources, forms)
-            elif operator == b"INLINE IMAGE":
-                self.draws_image |= not self._hidden
-            elif operator == b"Tf" and len(operands) > 1:
-                font = get(get(resources, "/Font") or {}, str(operands[0]))
-                self._operations.append(([self._font_name(font), *operands[1:]], operator))
-            elif operator == b"q":
-                states.append((self._leading, self._scale))
-                self._operations.append((operands, operator))
-            elif operator == b"Q":
-                if states:  # a form cannot restore the state of what draws it
-                    self._leading, self._scale = states.pop()
-                    self._operations.append((operands, operator))
-            elif operator == b"Tz":
-                self._scale = (_numbers(operands, 1) or (100.0,))[0] / 100
-                if self._is_at_start:
-                    self._place()
-            elif operator in _KEPT:
-                self._add_text(operands, operator)
-        for mark in reversed(marks):
-            self._end_mark(*mark)
-        if forms:
-            self._operations += [([], b"Q")] * len(states)
+        Raises:
+            ValueError: For a page that draws too much.
+        """
+        self._is_damaged = "/Contents" in page and not isinstance(get(page, "/Contents"), StreamObject | list)
+        resources = page.get_inherited("/Resources", DictionaryObject()).get_object()
+        if sum(self._size(stream, resources) for stream in items(get(page, "/Contents"))) > _MAX_CONTENT:
+            raise ValueError(f"a page draws more than {_MAX_CONTENT >> 20} MB")
+        return self._is_damaged
 
-    def _begin_mark(self, operands: list[Any], resources: object) -> tuple[bool, bool]:
-        """Begin marked content: return whether it is hidden, and whether it has an /ActualText."""
-        properties = operands[1] if len(operands) > 1 else None
-        if isinstance(properties, NameObject):
-            properties = get(get(resources, "/Properties") or {}, properties)
-        is_hidden = operands[:1] == ["/OC"] and self._layers.is_off(properties)
-        text = get(properties, "/ActualText") if isinstance(properties, DictionaryObject) else None
-        if isinstance(text, bytes):
-            text = create_string_object(text)
-        is_replaced = isinstance(text, str)
-        self._hidden += is_hidden
-        self._replaced += is_replaced
-        if is_replaced and self._replaced == 1:
-            self._operations += [([*_UNIT], b"cm"), ([text], ACTUAL_TEXT)]  # cm ends pypdf's piece of text
-        return is_hidden, is_replaced
-
-    def _end_mark(self, is_hidden: bool, is_replaced: bool) -> None:
-        self._hidden -= is_hidden
-        self._replaced -= is_replaced
-        if is_replaced and not self._replaced:
-            self._operations += [([*_UNIT], b"cm"), ([None], ACTUAL_TEXT)]
-
-    def _draw(self, drawn: object, resources: object, forms: tuple[int, ...]) -> None:
-        """Draw an image or, with their own resources or those around, the operations of a form."""
-        if not isinstance(drawn, StreamObject):
-            return
-        is_off = self._layers.is_off(get(drawn, "/OC"))
-        if drawn.get("/Subtype") == "/Image":
-            self.draws_image |= not self._hidden and not is_off
-        if drawn.get("/Subtype") != "/Form":
-            return
-        if id(drawn) in forms or self._drawn >= _MAX_DRAWN or len(self._operations) > _MAX_OPERATIONS:
-            self.is_incomplete = True
-            return
-        self._drawn += 1
-        if id(drawn) not in self._parsed:
-            self._parsed[id(drawn)] = ContentStream(drawn, self._pdf, "bytes").operations
-        matrix = _numbers(items(get(drawn, "/Matrix")), 6) or _UNIT
-        self._hidden += is_off
-        self._operations += [([], b"q"), ([*matrix], b"cm")]
-        state = self._leading, self._scale
-        self._add(self._parsed[id(drawn)], get(drawn, "/Resources") or resources, (*forms, id(drawn)))
-        self._leading, self._scale = state
-        self._operations.append(([], b"Q"))
-        self._hidden -= is_off
-
-    def _font_name(self, font: object) -> NameObject:
-        """Return the font's name on the page; a font that is missing is Helvetica, as in viewers."""
-        key = id(font) if isinstance(font, DictionaryObject) else 0
-        if key not in self._font_names:
-            self._font_names[key] = NameObject(f"/F{len(self._font_names)}")
-            fallback = DictionaryObject({NameObject(name): NameObject(value) for name, value in _FALLBACK_FONT.items()})
-            self._fonts[self._font_names[key]] = font if key else fallback
-        return self._font_names[key]
-
-    def _add_text(self, operands: list[Any], operator: bytes) -> None:
-        """Add an operation that draws or places text; lines of another width are placed by matrices with that width."""
-        a, b, c, d, e, f = self._line
-        x, y = (0.0, -self._leading) if operator in (b"T*", b"'", b'"') else _numbers(operands, 2) or (0.0, 0.0)
-        if operator in (b"TL", b"TD"):
-            self._leading = (_numbers(operands, 1) or (0.0,))[0] if operator == b"TL" else -y
-        if operator == b"BT":
-            self._line, self._is_scaled = _UNIT, False
-        elif operator == b"Tm":
-            self._line = _numbers(operands, 6) or _UNIT  # type: ignore[assignment]
-        elif operator in MOVE_TEXT:
-            self._line = (a, b, c, d, e + x * a + y * c, f + x * b + y * d)
-        x, y = self._line[4] - e, self._line[5] - f
-        goes_back = operator in (b"Td", b"TD", b"Tm") and x * a + y * b <= 0 and x * c + y * d < 0
-        if goes_back and not self._is_at_start:
-            self._operations += [([], b"ET"), ([], b"BT")]  # a piece of its own: pypdf joins lines that are near
-        is_moved, is_shown = operator in MOVE_TEXT and operator != b"BT", operator in SHOW_TEXT
-        self._is_at_start = (is_moved or self._is_at_start) and not is_shown and operator != b"ET"
-        is_hidden = is_shown and self._hidden > 0
-        self.hides_text |= is_hidden
-        if is_moved and (self._scale != 1 or self._is_scaled or goes_back):
-            if operator == b'"' and len(operands) == 3:
-                self._operations += [(operands[:1], b"Tw"), (operands[1:2], b"Tc")]
-            self._place()
-            if is_shown and not is_hidden:
-                self._operations.append((operands[-1:], b"Tj"))
-        elif not is_hidden:
-            self._operations.append((operands, operator))
-        elif is_moved:
-            self._operations.append(([], b"T*"))
-
-    def _place(self) -> None:
-        """Begin a line at the current one's start, in the current width."""
-        a, b, *rest = self._line
-        self._is_scaled = True
-        self._operations.append(([FloatObject(x) for x in (a * self._scale, b * self._scale, *rest)], b"Tm"))
+    def _size(self, stream: Any, resources: Any) -> int:
+        """Return how many bytes a stream draws, with the forms and the glyphs of its resources."""
+        if not isinstance(stream, StreamObject) or id(stream) in self._active:
+            self._is_damaged = True
+            return 0
+        if id(stream) not in self._sizes:
+            self._active.add(id(stream))
+            data, resources = stream.get_data(), get(stream, "/Resources") or resources
+            self._is_damaged |= _is_cut(stream)
+            names = Counter(
+                unquote(name.decode("latin-1").replace("#", "%"), "latin-1") for name in _NAME.findall(data)
+            )
+            drawn = [(get(get(resources, "/XObject") or {}, name), count) for name, count in names.items()]
+            forms = [(form, count) for form, count in drawn if form is not None and form.get("/Subtype") == "/Form"]
+            size = len(data) + _TEXT_WEIGHT * sum(map(len, _STRING.findall(data)))
+            size += sum(count * (_FORM_WEIGHT + self._size(form, resources)) for form, count in forms)
+            for font in (each.get_object() for each in (get(resources, "/Font") or {}).values()):
+                if id(font) not in self._fonts and isinstance(font, DictionaryObject):
+                    self._fonts.add(id(font))
+                    self.draws_glyphs |= font.get("/Subtype") == "/Type3" and "/ToUnicode" not in font
+                    glyphs = (get(font, "/CharProcs") or {}).values()
+                    size += sum(self._size(glyph.get_object(), resources) for glyph in glyphs)
+            self._sizes[id(stream)] = size
+            self._active.remove(id(stream))
+        return self._sizes[id(stream)]
 
 
-def _numbers(operands: list[Any], count: int) -> tuple[float, ...] | None:
-    """Return the first `count` operands as numbers; None if they are fewer or no numbers."""
+def _is_cut(stream: object) -> bool:
+    """Return whether compressed content breaks off, which pypdf does not report."""
+    if not isinstance(stream, EncodedStreamObject) or items(get(stream, "/Filter")) != ["/FlateDecode"]:
+        return False
+    decompressor = zlib.decompressobj()
     try:
-        numbers = tuple(float(operand) for operand in operands[:count])
-    except (TypeError, ValueError):
-        return None
-    return numbers if len(numbers) == count else None
+        decompressor.decompress(stream._data, _MAX_CONTENT)
+    except zlib.error:
+        return True
+    return not decompressor.eof
+
+
+def rewrite(reader: PdfReader) -> bytes:
+    """Write a document anew for pdfium, which ignores layers and the names of the glyphs of Type 3 fonts."""
+    writer = PdfWriter(clone_from=reader)
+    layers = Layers(writer)
+    for each in [each for each in writer._objects if isinstance(each, DictionaryObject)]:
+        if isinstance(each, StreamObject) and layers.is_off(get(each, "/OC")):
+            data = each.get_data() if each.get("/Subtype") == "/Form" else b""  # an image becomes an empty form
+            each[NameObject("/Subtype")] = NameObject("/Form")
+            each._data = f"/OC << /{HIDDEN_MARK} (1) >> BDC\n".encode() + data + b"\nEMC"
+            each.pop("/Filter", None)
+        for holder in (each, get(each, "/Resources")):
+            properties = get(holder, "/Properties") if isinstance(holder, DictionaryObject) else None
+            for group in properties.values() if isinstance(properties, DictionaryObject) else ():
+                if layers.is_off(group.get_object()):
+                    group.get_object()[NameObject(f"/{HIDDEN_MARK}")] = create_string_object("1")
+        if each.get("/Subtype") == "/Type3" and "/ToUnicode" not in each:
+            to_unicode = DecodedStreamObject()
+            to_unicode.set_data(_character_map(items(get(get(each, "/Encoding") or {}, "/Differences"))))
+            each[NameObject("/ToUnicode")] = writer._add_object(to_unicode)
+    get(writer.root_object, "/Pages")[NameObject("/Count")] = NumberObject(len(reader.pages))
+    file = io.BytesIO()
+    writer.write(file)
+    return file.getvalue()
+
+
+def _character_map(differences: list[Any]) -> bytes:
+    """Return a map to Unicode of the glyph names of an encoding: numbers, each followed by the names from it on."""
+    characters, code = dict[int, str](), 0
+    for each in differences:
+        if isinstance(each, str):
+            characters[code % 256] = adobe_glyphs.get(each.partition(".")[0], "\ufffd")
+        code = code + 1 if isinstance(each, str) else int(each)
+    lines = (f"<{code:02x}> <{text.encode('utf-16-be').hex()}>" for code, text in characters.items())
+    ends = "1 begincodespacerange <00> <ff> endcodespacerange", f"{len(characters)} beginbfchar"
+    return "\n".join(("begincmap", *ends, *lines, "endbfchar endcmap")).encode()

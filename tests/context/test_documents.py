@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lkv.context.document_reader import Document, parse_document
 from lkv.errors import DocumentError
 from tests.context.pdf_documents import PDFS
+from tests.context.pdf_texts import PDF_TEXTS
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "documents"
 TEXTS = [json.loads(line) for line in (FOLDER / "text.ndjson").read_text().splitlines()]
@@ -40,9 +41,9 @@ def test_a_page_gives_what_a_browser_displays(name):
             parse_document(source.encode(), "page.html")
 
 
-@pytest.mark.parametrize("name", PDFS)
+@pytest.mark.parametrize("name", PDFS | PDF_TEXTS)
 def test_a_pdf_gives_what_a_reader_displays(name):
-    data, text, skipped = PDFS[name]
+    data, text, skipped = (PDFS | PDF_TEXTS)[name]
     if text:
         assert parse_document(data, "file.pdf") == Document(text, list(skipped))
     else:

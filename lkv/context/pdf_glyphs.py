@@ -1,0 +1,206 @@
+"""The glyphs of PDF pages with their places, read by pdfium. Does not import torch."""
+
+import ctypes
+import math
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pypdfium2
+import pypdfium2.raw as pdfium
+
+from lkv.context.pdf_content import HIDDEN_MARK
+from lkv.context.pdf_layout import Glyph, lines_of
+
+_LOCK = threading.Lock()  # pdfium is not thread-safe
+_HYPHEN = 2  # pdfium's character for a hyphen at a line's end
+# What stands for a glyph without a character: controls, replacement characters, private use (but for symbol fonts).
+_NO_CHARACTER = re.compile(r"[\x01-\x08\x0e-\x1f\ufffd\ue000-\uefff\uf100-\uf8ff]")
+_SYMBOL_FONTS = re.compile("Wingdings|Webdings")
+_MAX_UNNAMED = 0.05  # of a font's characters
+_MIN_WIDTH = 0.02  # of an object, in points
+_MAX_CHARACTERS = 250_000  # of a page; more take minutes
+_MAX_DEPTH = 40  # of forms within forms
+
+
+class PageText(NamedTuple):
+    """The text of a page, and what else is there."""
+
+    lines: list[str]  # first those that run from left to right on the screen
+    is_empty: bool
+    draws_image: bool
+    has_hidden: bool  # text of hidden layers, left out
+    has_unnamed: bool  # glyphs of fonts that do not name their characters, left out
+    has_outside: bool  # text outside of the page, left out
+
+
+def read_pages(data: bytes) -> list[PageText]:
+    """Read the text of a PDF's pages; no other thread reads a PDF meanwhile."""
+    with _LOCK:
+        document = pypdfium2.PdfDocument(data)
+        try:
+            pages = (_open_page(document, number) for number in range(len(document)))
+            return [_read_page(page) for page in pages if page]
+        finally:
+            document.close()
+
+
+def _open_page(document: pypdfium2.PdfDocument, number: int) -> pypdfium2.PdfPage | None:
+    """Return a page; None if it is missing."""
+    try:
+        return document[number]
+    except pypdfium2.PdfiumError:
+        return None
+
+
+class _Style(NamedTuple):
+    """What the glyphs of a text object have in common."""
+
+    address: int  # of the object
+    font: int  # its address
+    size: float  # in points
+    direction: tuple[float, bool]  # of reading, in degrees counterclockwise, and whether it is that of vertical writing
+    span: int  # address of the outermost marked content with /ActualText around the object; 0 for none
+    stretch: float  # points on the page of a glyph of width 1
+    side: int | None  # which side of a glyph's box is its width; None in boxes that are turned by another angle
+    is_symbol: bool  # the font has pictures in the place of letters
+
+
+class _Placed(NamedTuple):
+    """A glyph with its origin and width on the page, and whether its font does not name its character."""
+
+    text: str
+    x: float
+    y: float
+    width: float
+    style: _Style
+    is_unnamed: bool
+
+
+def _read_page(page: pypdfium2.PdfPage) -> PageText:
+    try:
+        objects = [(drawn, _hide(drawn)) for drawn in page.get_objects(max_depth=_MAX_DEPTH)]
+        shown = [drawn.type for drawn, is_hidden in objects if not is_hidden]
+        owners: dict[int, int] = {}  # the object in whose place an /ActualText is
+        glyphs = [
+            glyph
+            for glyph in _placed_glyphs(page.get_textpage())
+            if not glyph.style.span or owners.setdefault(glyph.style.span, glyph.style.address) == glyph.style.address
+        ]
+        letters = Counter(glyph.style.font for glyph in glyphs if glyph.text.strip("\0 "))
+        unnamed = Counter(glyph.style.font for glyph in glyphs if glyph.is_unnamed)
+        nameless = {font for font, count in unnamed.items() if count > _MAX_UNNAMED * letters[font]}
+        named = [glyph for glyph in glyphs if glyph.style.font not in nameless]
+        left, bottom, right, top = page.get_bbox()
+        inside = [glyph for glyph in named if left <= glyph.x < right and bottom <= glyph.y < top]
+        return PageText(
+            lines=[line for glyphs in _directions(inside, page.get_rotation()) for line in lines_of(glyphs)],
+            is_empty=not objects,
+            draws_image=pdfium.FPDF_PAGEOBJ_IMAGE in shown,
+            has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
+            has_unnamed=bool(nameless),
+            has_outside=any(glyph.text.strip() for glyph in {*named}.difference(inside)),
+        )
+    finally:
+        page.close()
+
+
+def _hide(drawn: pypdfium2.PdfObject) -> bool:
+    """Hide an object of a layer that is not displayed; return whether it is of one."""
+    container: pypdfium2.PdfObject | None = drawn
+    while container is not None:
+        if _outermost(container.raw, HIDDEN_MARK.encode()):
+            pdfium.FPDFPageObj_SetIsActive(drawn, False)
+            return True
+        container = container.container
+    if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
+        left, _, right, _ = drawn.get_bounds()
+        if right - left < _MIN_WIDTH:  # of vertical text in a font that is not there, which pdfium would skip
+            pdfium.FPDFPageObj_Transform(drawn, 1, 0, _MIN_WIDTH, 1, -_MIN_WIDTH * drawn.get_matrix().f, 0)
+    return False
+
+
+def _outermost(drawn: Any, key: bytes) -> int:
+    """Return the address of the outermost marked content with an entry that an object belongs to; 0 for none."""
+    length = ctypes.c_ulong()
+    for number in range(pdfium.FPDFPageObj_CountMarks(drawn)):
+        mark = pdfium.FPDFPageObj_GetMark(drawn, number)
+        if pdfium.FPDFPageObjMark_GetParamBlobValue(mark, key, None, 0, length) and length.value:
+            return _address(mark)
+    return 0
+
+
+def _directions(glyphs: list[_Placed], rotation: int) -> list[list[Glyph]]:
+    """Return the glyphs of each direction in its frame; `rotation` is that of the page, clockwise."""
+    frames: dict[tuple[int, bool], tuple[float, list[Glyph]]] = {}  # by degrees, and whether vertical; the exact angle
+    for order, (text, x, y, width, style, _) in enumerate(glyphs):
+        exact, is_vertical = style.direction
+        near = [((round(exact) + step) % 360, is_vertical) for step in (0, -1, 1)]
+        angle, frame = frames.setdefault(next((key for key in near if key in frames), near[0]), (exact, []))
+        across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+        start = x * across + y * up
+        frame.append(Glyph(text, start, y * across - x * up, start + width, style.size, order))
+    keys = sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360)
+    return [frames[key][1] for key in keys]
+
+
+def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
+    """Yield the glyphs of a page, but those that pdfium generates, in its order."""
+    last: _Placed | None = None
+    x, y, box, width = ctypes.c_double(), ctypes.c_double(), pdfium.FS_RECTF(), ctypes.c_float()
+    if (count := pdfium.FPDFText_CountChars(text)) > _MAX_CHARACTERS:
+        raise ValueError(f"a page of more than {_MAX_CHARACTERS} characters")
+    for i in range(count):
+        drawn = pdfium.FPDFText_GetTextObject(text, i)
+        if not drawn or pdfium.FPDFText_IsGenerated(text, i) == 1:
+            continue
+        style = last.style if last and last.style.address == _address(drawn) else _style(text, i, drawn)
+        code = pdfium.FPDFText_GetUnicode(text, i)
+        character = "-" if code == _HYPHEN else chr(code)
+        is_unnamed = (pdfium.FPDFText_HasUnicodeMapError(text, i) == 1 and character not in "\0 ") or (
+            bool(_NO_CHARACTER.match(character)) or (style.is_symbol and code < 0x100)
+        )
+        pdfium.FPDFText_GetCharOrigin(text, i, x, y)
+        pdfium.FPDFText_GetLooseCharBox(text, i, box)
+        sides = box.right - box.left, box.top - box.bottom  # of what is drawn and the advance
+        most = style.size if style.side is None else sides[style.side]
+        if last and last.style is style and (last.x, last.y) == (x.value, y.value):  # of a ligature, or an accent
+            most *= len(last.text) + 1 if style.span else 1  # of /ActualText, each character has its share
+            last = last._replace(text=last.text + character, width=most, is_unnamed=last.is_unnamed or is_unnamed)
+            continue
+        if last:
+            yield last
+        pdfium.FPDFFont_GetGlyphWidth(pdfium.FPDFTextObj_GetFont(drawn), code, 1.0, width)
+        advance = min(abs(width.value) * style.stretch or most, most)
+        last = _Placed(character, x.value, y.value, advance, style, is_unnamed)
+    if last:
+        yield last
+
+
+def _style(text: pypdfium2.PdfTextPage, index: int, drawn: Any) -> _Style:
+    font, matrix = pdfium.FPDFTextObj_GetFont(drawn), pdfium.FS_MATRIX()
+    name, width = ctypes.create_string_buffer(256), ctypes.c_float()
+    pdfium.FPDFFont_GetBaseFontName(font, name, len(name))
+    pdfium.FPDFText_GetMatrix(text, index, matrix)
+    pdfium.FPDFFont_GetGlyphWidth(font, pdfium.FPDFText_GetUnicode(text, index), 1.0, width)
+    is_vertical = width.value < 0
+    size = pdfium.FPDFText_GetFontSize(text, index)
+    a, b, c, d = (size * each for each in (matrix.a, matrix.b, matrix.c, matrix.d))
+    fuzz = 1e-3 * max(abs(a), abs(b))
+    is_upright, is_turned = max(abs(b), abs(c)) < fuzz, max(abs(a), abs(d)) < fuzz
+    return _Style(
+        address=_address(drawn),
+        font=_address(font) if font else 0,
+        size=math.hypot(c, d),
+        direction=(math.degrees(math.atan2(b, a)) - 90 * is_vertical, is_vertical),
+        span=_outermost(drawn, b"ActualText"),
+        stretch=math.hypot(a, b),
+        side=int(is_turned != is_vertical) if is_upright or is_turned else None,
+        is_symbol=bool(_SYMBOL_FONTS.search(name.value.decode("latin-1"))),
+    )
+
+
+def _address(pointer: Any) -> int:
+    return ctypes.addressof(pointer.contents)

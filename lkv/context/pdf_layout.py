@@ -1,0 +1,330 @@
+"""Lines of text from the places of glyphs on a page. Does not import torch."""
+
+import re
+from bisect import bisect, bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby, pairwise
+from typing import NamedTuple
+from unicodedata import bidirectional, combining
+
+from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS
+
+# Shares of the font's size.
+_SAME_BASE = 0.15  # between the base lines of one line
+_WORD_GAP = 0.19  # between words, at least; the narrowest spaces of TeX have 0.22
+_NUMBER_GAP = 0.12  # between numbers
+_CELL_GAP = 1.0  # between cells or columns, at least
+_ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
+_MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
+_MAX_RAISE, _MAX_DROP = 0.7, 0.4  # of superscripts and of subscripts
+_MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
+_MAX_SCRIPT = 8  # glyphs
+_SMALL = 0.8  # superscripts and subscripts are smaller
+_MIN_COLUMN = 18  # characters of a line of a column of prose, on average
+_LONG_LINE = 28  # characters, on average: longer than the names of a form's fields
+_MAX_GUTTERS = 12  # places that are tried
+_NEIGHBOURS = 40  # segments that are compared with each one
+# Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
+_KINDS = {"L": "L", "R": "R", "AL": "R", "EN": "N", "AN": "N", "ES": ".", "CS": ".", "ET": "T", "WS": " "}
+_LEFT_TO_RIGHT = re.compile(r"(?:N[^R]*)?L(?:[^R]*[LN])?|T*N(?:\.?N)*T*")
+
+
+class Glyph(NamedTuple):
+    """A glyph, or several that stand for one text, in a frame where text runs from left to right; in points."""
+
+    text: str
+    x: float
+    y: float  # of its base line; greater is higher
+    end: float  # by its own width
+    size: float
+    order: int  # how many glyphs of the page were drawn before it
+
+
+_Run = list[Glyph]  # in the order in which they are drawn, next to each other
+
+
+class _Segment(NamedTuple):
+    """Glyphs of one line without a wide gap, from left to right."""
+
+    glyphs: list[Glyph]
+    x: float
+    y: float
+    end: float
+    size: float
+    order: int  # that of its first glyph
+
+
+def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
+    """Return the lines that glyphs form, as seen."""
+    segments = [segment for line in _attach_scripts(_base_lines(glyphs)) for segment in _segments(line)]
+    return [_line_text(row) for block in _columns(_attach_capitals(segments)) for row in _rows(block)]
+
+
+def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
+    """Group glyphs of one base line, from top to bottom: runs, ordered by place. Copies that make letters bold go."""
+    lines: list[_Run] = []
+    for glyph in sorted(glyphs, key=lambda glyph: -glyph.y):
+        if not lines or lines[-1][0].y - glyph.y > _SAME_BASE * min(glyph.size, lines[-1][0].size):
+            lines.append([])
+        lines[-1].append(glyph)
+    return [_runs(sorted(line, key=lambda glyph: glyph.order)) for line in lines]
+
+
+def _runs(line: list[Glyph]) -> list[_Run]:
+    runs: list[_Run] = []
+    for glyph in line:
+        last = runs[-1][-1] if runs else None
+        if last and combining(glyph.text[0]):  # an accent that is a glyph of its own
+            runs[-1][-1] = last._replace(text=last.text + glyph.text)
+        elif last and last.x <= glyph.x and -0.5 * glyph.size < glyph.x - last.end < _WORD_GAP * glyph.size:
+            runs[-1].append(glyph)
+        else:
+            runs.append([glyph])
+    runs.sort(key=lambda run: run[0].x)
+    return [run for before, run in pairwise([[], *runs]) if not _is_copy(run, before)]
+
+
+def _is_copy(run: _Run, other: _Run) -> bool:
+    """Return whether a run is another one drawn again, as for bold letters or a shadow."""
+    is_near = len(run) == len(other) and run[0].x - other[0].x < 0.5 * (run[0].end - run[0].x)
+    return is_near and [glyph.text for glyph in run] == [glyph.text for glyph in other]
+
+
+def _attach_scripts(lines: list[list[_Run]]) -> list[list[_Run]]:
+    """Put small runs that are raised or lowered next to a larger glyph into its run."""
+    for number, line in enumerate(lines):
+        near = [other for other in lines[max(0, number - 4) : number + 5] if other and other is not line]
+        near.sort(key=lambda other: abs(other[0][0].y - line[0][0].y))
+        line[:] = [run for run in line if len(run) > _MAX_SCRIPT or not any(_is_inserted(run, other) for other in near)]
+    return [line for line in lines if line]
+
+
+def _is_inserted(run: _Run, line: list[_Run]) -> bool:
+    """Insert a short run behind or before a glyph of a line, if it is that near, and a script or only a little off."""
+    (x, end), (y, size) = (run[0].x, run[-1].end), (run[0].y, run[0].size)
+    place = bisect(line, x, key=lambda other: other[0].x)
+    for other in line[max(0, place - 1) : place + 1]:
+        index = bisect_left(other, x, key=lambda glyph: glyph.x)
+        base = [glyph for glyph in other[max(0, index - 4) : index] or other[:1] if size < _SMALL * glyph.size]
+        is_off = size == other[0].size and len(run) < len(other) and abs(other[0].y - y) < _MAX_OFFSET * size
+        for glyph in base[-1:] or other[max(0, index - 1) : max(1, index)] * is_off:
+            gap = x - glyph.end if index else glyph.x - end
+            is_near = -0.25 * glyph.size < gap < 0.35 * glyph.size
+            if is_near and -_MAX_DROP * glyph.size < y - glyph.y < _MAX_RAISE * glyph.size:
+                other[index:index] = run
+                return True
+    return False
+
+
+def _segments(line: list[_Run]) -> Iterator[_Segment]:
+    """Divide a line at wide gaps."""
+    glyphs: _Run = []
+    for run in line:
+        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > _CELL_GAP * run[0].size:
+            yield _segment(glyphs)
+            glyphs = []
+        glyphs += run
+    yield _segment(glyphs)
+
+
+def _segment(glyphs: list[Glyph]) -> _Segment:
+    largest = max(glyphs, key=lambda glyph: glyph.size)
+    start, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
+    return _Segment(glyphs, start, largest.y, end, largest.size, min(glyph.order for glyph in glyphs))
+
+
+def _attach_capitals(segments: list[_Segment]) -> list[_Segment]:
+    """Put a capital that is as high as several lines before the first of them."""
+    sizes = sorted(segment.size for segment in segments)
+    large = [segment for segment in segments if len(segment.glyphs) == 1 and segment.size > 2 * sizes[len(sizes) // 2]]
+    for capital in large[:_NEIGHBOURS]:
+        size = capital.size
+        beside = [each for each in segments if 0 <= each.x - capital.end < 0.5 * size > each.size]
+        lines = [each for each in beside if capital.y < each.y < capital.y + size]
+        if lines and capital.glyphs[0].text.isalpha():
+            first = max(lines, key=lambda each: each.y)
+            glyph = capital.glyphs[0]._replace(y=first.y, size=first.size, end=first.x)
+            segments[segments.index(first)] = first._replace(glyphs=[glyph, *first.glyphs], x=capital.x)
+            segments.remove(capital)
+    return segments
+
+
+def _columns(segments: list[_Segment]) -> Iterator[list[_Segment]]:
+    """Divide a page into blocks in the order of reading: columns of prose one after the other."""
+    starts = Counter(round(segment.x) for segment in segments)
+    gutters = sorted(x for x, count in starts.most_common(_MAX_GUTTERS) if count > 1)[1:]
+    ordered = sorted(segments, key=lambda segment: -segment.y)
+    for gutter in gutters:
+        blocks: list[tuple[bool, list[_Segment]]] = []  # whether all its segments are on one side of the gutter
+        for segment in ordered:
+            is_beside = segment.end < gutter or segment.x > gutter - 1
+            if not blocks or blocks[-1][0] != is_beside:
+                blocks.append((is_beside, []))
+            blocks[-1][1].append(segment)
+        for i, (is_beside, block) in enumerate(blocks):
+            sides = [[each for each in block if (each.x > gutter - 1) == side] for side in (False, True)]
+            titles = _take_titles(*sides)
+            if is_beside and _are_columns(*sides):
+                if max(each.order for each in sides[1]) < min(each.order for each in sides[0]):
+                    sides.reverse()
+                above, below = (list(chain(*(each for _, each in part))) for part in (blocks[:i], blocks[i + 1 :]))
+                for part in ([*above, *titles], *sides, below):
+                    yield from _columns(part) if part else ()
+                return
+    yield segments
+
+
+def _take_titles(left: list[_Segment], right: list[_Segment]) -> list[_Segment]:
+    """Remove and return what is above the first line of the other side, such as titles and the numbers of pages."""
+    i = j = 0
+    while i < len(left) and j < len(right) and abs(left[i].y - right[j].y) > 2 * left[i].size:
+        i, j = (i + 1, j) if left[i].y > right[j].y else (i, j + 1)
+    titles = left[:i] + right[:j]
+    del left[:i], right[:j]
+    return titles
+
+
+def _are_columns(left: list[_Segment], right: list[_Segment]) -> bool:
+    """Return whether two sides are columns, not the cells of rows."""
+    if min(len(left), len(right)) < 2 or min(left[0].y, right[0].y) < max(left[-1].y, right[-1].y):
+        return False
+    if _is_prose(left) and _is_prose(right):
+        return True
+    orders = [sorted(each.order for each in side) for side in (left, right)]
+    is_apart = orders[0][-1] < orders[1][0] or orders[1][-1] < orders[0][0]
+    bases = {round(each.y) for each in left}
+    are_rows = sum(round(each.y) in bases for each in right) > 0.5 * len(right)
+    is_wide = all(sum(len(each.glyphs) for each in side) >= _MIN_COLUMN * len(side) for side in (left, right))
+    return is_apart and (is_wide or not are_rows)
+
+
+def _is_prose(side: list[_Segment]) -> bool:
+    """Return whether lines break where the next word does not fit, and go on in the middle of sentences."""
+    lines = [list(chain(*(each.glyphs for each in row))) for row in _rows(side)]
+    if len(lines) < 3 or sum(map(len, lines)) < _MIN_COLUMN * len(lines):
+        return False
+    edge = max(glyph.end for line in lines for glyph in line)
+    wraps = 0
+    for line, following in pairwise(lines):
+        gaps = (i for i, (a, b) in enumerate(pairwise(following)) if b.text == " " or b.x - a.end > _WORD_GAP * b.size)
+        word = following[next(gaps, len(following) - 1)].end - following[0].x
+        wraps += max(glyph.end for glyph in line) + 0.2 * line[0].size + word > edge
+    continues = sum(not (line[0].text.isupper() or line[0].text.isdigit()) for line in lines[1:])
+    ends = [line[-1].end for line in lines[:-1]]
+    is_justified = max(ends) - min(ends) < 0.1 * lines[0][0].size
+    letters = "".join(glyph.text for line in lines for glyph in line if glyph.text != " ")
+    has_words = sum(map(str.isalpha, letters)) > 0.8 * len(letters)
+    if has_words and (is_justified or sum(map(len, lines)) >= _LONG_LINE * len(lines)):
+        continues = len(lines)
+    return min(wraps, continues) >= 0.5 * (len(lines) - 1)
+
+
+def _rows(segments: list[_Segment]) -> list[list[_Segment]]:
+    """Group the segments of one block into rows, from top to bottom, each from left to right."""
+    rows: list[list[_Segment]] = []
+    top: _Segment | None = None
+    for segment in _merge_cells(sorted(segments, key=lambda segment: -segment.y)):
+        row = rows[-1] if rows else []
+        place = bisect(row, segment.x, key=lambda other: other.x)
+        is_near = top is not None and top.y - segment.y < _ROW_OFFSET * max(top.size, segment.size)
+        if is_near and not any(_overlap(segment, other) for other in row[max(0, place - 2) : place + 2]):
+            row.insert(place, segment)
+        else:
+            rows.append([segment])
+            top = segment
+    return rows
+
+
+def _overlap(one: _Segment, other: _Segment) -> bool:
+    """Return whether two segments are above each other, not side by side."""
+    return min(one.end, other.end) - max(one.x, other.x) > 0.5 * min(one.size, other.size, one.end - one.x)
+
+
+def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
+    """Join the two lines of a cell whose row has its base line between them; `segments` are from top to bottom."""
+    merged: dict[int, _Segment | None] = {}
+    for i, top in enumerate(segments):
+        near = segments[i + 1 : i + _NEIGHBOURS]
+        bottom = next((each for each in near if _overlap(top, each)), top)
+        leading = top.y - bottom.y
+        if not 0 < leading < 1.4 * top.size or id(top) in merged:
+            continue
+        for between in near[: near.index(bottom)]:
+            is_beside = not _overlap(between, top) and not _overlap(between, bottom)
+            if is_beside and abs(between.y - bottom.y - leading / 2) < _SAME_BASE * between.size:
+                others = [
+                    each for each in segments[max(0, i - _NEIGHBOURS) : i + 2 * _NEIGHBOURS] if each is not between
+                ]
+                rows = [abs(each.y - between.y) for each in others if _overlap(each, between)]
+                if min(rows, default=2 * leading) > 1.4 * leading:
+                    space = Glyph(" ", top.end, top.y, top.end, top.size, top.order)
+                    merged[id(top)] = _segment([*top.glyphs, space, *bottom.glyphs])._replace(y=between.y)
+                    merged[id(bottom)] = None
+                    break
+    cells = (merged.get(id(segment), segment) for segment in segments)
+    return sorted((cell for cell in cells if cell), key=lambda cell: -cell.y)
+
+
+def _line_text(row: list[_Segment]) -> str:
+    """Return a row's text in the order of reading, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
+    texts: list[str] = []
+    for segment in row:
+        part = list(_texts(segment.glyphs))
+        texts += [" "] * (bool(texts) and texts[-1] != " " != part[0])
+        texts += part
+    return "".join(_in_reading_order(texts)).strip(" ")
+
+
+def _texts(glyphs: list[Glyph]) -> Iterator[str]:
+    """Yield the texts of a segment's glyphs, with a space at each gap."""
+    tracking, pitch = _tracking(glyphs)
+    base = max(glyphs, key=lambda glyph: glyph.size)
+    before: Glyph | None = None
+    for shift, run in groupby(glyphs, key=lambda glyph: glyph.size < _SMALL * base.size and glyph.y - base.y):
+        part = list(run)
+        characters = SUPERSCRIPTS if shift > 0 else SUBSCRIPTS
+        is_script = abs(shift) > 0.05 * base.size and all(ord(glyph.text[0]) in characters for glyph in part)
+        is_script = is_script and before is not None and before.text[-1].isalnum()
+        for glyph in part:
+            if before and before.text[-1] != " " != glyph.text[0]:
+                gap, size = glyph.x - before.end, before.size
+                are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
+                most = (_NUMBER_GAP if are_digits else _WORD_GAP) * size
+                yield from () if -size <= gap <= max(tracking, pitch + before.x - before.end) + most else " "
+            yield glyph.text.translate(characters) if is_script else glyph.text
+            before = glyph
+
+
+def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:
+    """Return the space between the letters of text that is spaced out, and the distance of evenly placed ones, or 0."""
+    letters = [(a, b) for a, b in pairwise(glyphs) if a.text.isalpha() and b.text.isalpha()]
+    size, count = glyphs[0].size, len(letters)
+    gaps, pitches = sorted(b.x - a.end for a, b in letters), sorted(b.x - a.x for a, b in letters)
+    if count < 4:
+        return 0.0, 0.0
+    has_tracking = gaps[count // 2] - gaps[count // 4] < 0.1 * size and gaps[count // 4] < _MAX_TRACKING * size
+    has_pitch = pitches[3 * count // 4] - pitches[0] < 0.02 * size and pitches[0] < size
+    return max(0.0, gaps[count // 4] * has_tracking), pitches[0] * has_pitch
+
+
+def _in_reading_order(texts: list[str]) -> list[str]:
+    """Turn texts in the order of their places from left to right into the order of reading, by their directions."""
+    kinds = "".join(_KINDS.get(bidirectional(text[:1]), "-") for text in texts)
+    if "R" not in kinds:
+        return texts
+    strong = re.sub("[^RL]", "", kinds)
+    is_right = strong.count("R") > strong.count("L") or strong[0] == strong[-1] == "R"
+    ordered: list[str] = []
+    place = 0
+    for zone in re.finditer(".+" if is_right else "R[^L]*R|R", kinds):
+        ordered += texts[place : zone.start()]
+        parts: list[list[str]] = []
+        place = zone.start()
+        for part in _LEFT_TO_RIGHT.finditer(kinds, zone.start(), zone.end()):
+            parts += [*([text] for text in texts[place : part.start()]), texts[part.start() : part.end()]]
+            place = part.end()
+        parts += [[text] for text in texts[place : zone.end()]]
+        ordered += [text for part in reversed(parts) for text in part]
+        place = zone.end()
+    return ordered + texts[place:]

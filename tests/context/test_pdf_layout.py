@@ -1,0 +1,115 @@
+"""Rows of random words, drawn in pieces in random order and directions, are read as they are seen."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lkv.context.document_reader import parse_document
+from lkv.errors import DocumentError
+from tests.context.pdf_documents import PDFS, lines, pdf, stream
+
+SIZE = 10.0
+WIDTH = 0.6 * SIZE  # of each letter of Courier
+COURIER = (
+    "/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Courier /Encoding /WinAnsiEncoding >> >> >>"
+)
+HEBREW = "אבגדהוזחטיכלמנסעפצקרשת"
+WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
+
+
+def read(data: bytes) -> str:
+    return parse_document(data, "file.pdf").text
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[str], list[str]]:
+    """Rows of cells of one or two words, and the operations that draw their pieces, in random order."""
+    columns = draw(st.integers(1, 4))
+    rows = draw(st.lists(st.lists(st.lists(WORDS, min_size=1, max_size=2), min_size=columns, max_size=columns),
+                         min_size=1, max_size=6))  # fmt: skip
+    starts = [0.0]
+    for column in range(columns):
+        widest = max(len(" ".join(row[column])) for row in rows)
+        starts.append(starts[-1] + widest * WIDTH + draw(st.floats(1.2, 4)) * SIZE)
+    leading, space = draw(st.floats(0.95, 2)) * SIZE, draw(st.floats(0.2, 0.6)) * SIZE
+    pieces = []
+    for number, row in enumerate(rows):
+        for start, cell in zip(starts, row, strict=False):
+            x = start
+            for word in cell:
+                cuts = sorted({0, len(word), *draw(st.lists(st.integers(0, len(word)), max_size=2))})
+                for first, last in pairwise(cuts):
+                    place = f"{x + first * WIDTH:.3f} {-leading * number:.3f}"
+                    pieces.append(f"BT /F1 {SIZE} Tf {place} Td ({word[first:last]}) Tj ET")
+                x += len(word) * WIDTH + space
+    return [" ".join(word for cell in row for word in cell) for row in rows], draw(st.permutations(pieces))
+
+
+@given(
+    table=tables(), angle=st.sampled_from([0, 90, 180, 270, 7, 45, 200]), rotation=st.sampled_from([0, 90, 180, 270])
+)
+def test_a_table_gives_its_rows(table, angle, rotation):
+    rows, pieces = table
+    across, up = (0.3 * turn(math.radians(angle)) for turn in (math.cos, math.sin))
+    content = f"q {across:.6f} {up:.6f} {-up:.6f} {across:.6f} 300 400 cm\n" + "\n".join(pieces) + "\nQ"
+    assert read(pdf(content, page=f"{COURIER} /Rotate {rotation}")) == "\n".join(rows)
+
+
+@given(
+    words=st.lists(st.text(HEBREW, min_size=1, max_size=6) | st.integers(0, 99999).map(str), min_size=2, max_size=6),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_line_of_hebrew_and_numbers_is_read_from_right_to_left(words, order):
+    if words[0].isdigit() and all(word.isdigit() for word in words):
+        return
+    seen = " ".join(word if word.isdigit() else word[::-1] for word in reversed(words))
+    names = "".join(f"<{0x61 + i:02x}> <{ord(letter):04x}>" for i, letter in enumerate(HEBREW))
+    cmap = (
+        f"begincmap 1 begincodespacerange <00> <ff> endcodespacerange {len(HEBREW)} beginbfchar {names} endbfchar "
+        "1 beginbfrange <20> <39> <0020> endbfrange endcmap"
+    )
+    letters = [(x, chr(0x61 + HEBREW.index(c)) if c in HEBREW else c) for x, c in enumerate(seen) if c != " "]
+    as_line = "BT /F1 10 Tf 50 500 Td (" + "".join(chr(0x61 + HEBREW.index(c)) if c in HEBREW else c for c in seen)
+    order.shuffle(letters)
+    one_by_one = "".join(f"BT /F1 10 Tf {50 + 6 * x} 500 Td ({c}) Tj ET\n" for x, c in letters)
+    for content in (as_line + ") Tj ET", one_by_one):
+        font = "<< /Type /Font /Subtype /Type1 /BaseFont /Courier /ToUnicode 101 0 R >>"
+        page = "/Resources << /Font << /F1 100 0 R >> >>"
+        assert read(pdf(content, page=page, objects={100: font, 101: stream(cmap)})) == " ".join(words)
+
+
+@given(words=st.lists(WORDS, min_size=2, max_size=6), widths=st.lists(st.integers(250, 1000), min_size=95, max_size=95),
+       kerning=st.lists(st.integers(-70, 90), min_size=60, max_size=60), space=st.integers(200, 900))  # fmt: skip
+def test_words_are_as_wide_as_their_font_says(words, widths, kerning, space):
+    font = f"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /FirstChar 32 /LastChar 126 /Widths {widths} >>"
+    kerned = [" ".join(f"({c}) {kerning[i]}" for i, c in enumerate(word[:-1])) + f" ({word[-1]})" for word in words]
+    content = f"BT /F1 10 Tf 30 500 Td [{f' {-space} '.join(kerned)}] TJ ET"
+    page = "/Resources << /Font << /F1 100 0 R >> >>"
+    assert read(pdf(content, page=page, objects={100: font.replace(",", "")})) == " ".join(words)
+
+
+def test_documents_are_read_by_several_threads():
+    documents = [each for each in PDFS.values() if each.text][:30]
+    with ThreadPoolExecutor(4) as threads:
+        texts = list(threads.map(lambda each: read(each.data), documents * 3))
+    assert texts == [each.text for each in documents * 3]
+
+
+@pytest.mark.parametrize("place", ["forms", "glyphs"])
+def test_forms_that_multiply_are_refused(place):
+    depth = 30
+    form = "/Type /XObject /Subtype /Form /BBox [0 0 9 9] /Resources << /XObject << /A {} 0 R >> >>"
+    forms = {200 + i: stream("/A Do /#41 Do", form.format(201 + i)) for i in range(depth)}
+    forms[200 + depth] = stream("0 0 1 1 re f" * 9)
+    font = "<< /Subtype /Type3 /FontMatrix [1 0 0 1 0 0] /CharProcs << /a 200 0 R >> /FirstChar 97 /LastChar 97 "
+    data = pdf(
+        lines("a") + "/A Do" * (place == "forms"),
+        page="/Resources << /XObject << /A 200 0 R >> /Font << /F1 100 0 R >> >>",
+        objects=forms | {100: font + "/Widths [1] /Encoding << /Differences [97 /a] >> >>"},
+    )
+    with pytest.raises(DocumentError, match=r"file\.pdf is a damaged PDF \(a page draws more than 95 MB\)"):
+        read(data)
