@@ -51,7 +51,7 @@ test-space:
 
 # The server's page and that of `lkv inspect`, in the Chromium or Chrome that is installed.
 test-browser: install
-	$(BIN)/python -m pip install -q playwright
+	$(BIN)/python -m pip install -q playwright axe-playwright-python
 	$(BIN)/python -m pytest -q tests/serving/test_page.py tests/context/test_inspection_page.py
 
 # Each extra in a fresh environment of its own, from the wheel alone: minutes each. EXTRAS="plots train" runs some.

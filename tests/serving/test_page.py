@@ -1,42 +1,20 @@
-"""The server's page, driven in a browser as a reader would, at two widths, light and dark."""
+"""The server's page in a browser: two widths, light and dark, the keyboard alone, and axe-core."""
 
 import shutil
 
 import pytest
 
+from lkv.context.document_reader import parse_document
 from tests.serving.server import OTHER, TEXT, serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="there is no chromium here")]
-# The lightest text of the page that is seen, against what is behind it (WCAG 2): 21 for black on white.
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-  const rgb = (color, under) => {
-    canvas.fillStyle = under; canvas.fillRect(0, 0, 1, 1); canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3);
-  };
-  const text = (parts) => `rgb(${parts.join(",")})`;
-  const light = (parts) => parts.map((x) => x / 255).map((x) => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
-    .reduce((sum, x, i) => sum + x * [.2126, .7152, .0722][i], 0);
-  const paper = document.createElement("div");
-  paper.style.backgroundColor = "Canvas";
-  document.body.append(paper);
-  let under = text(rgb(getComputedStyle(paper).backgroundColor, "white"));
-  paper.remove();
-  const found = [];
-  for (const one of document.querySelectorAll("h1, h2, p, label, button, textarea, input, select, summary")) {
-    if (!one.checkVisibility() || one.disabled) continue;
-    let behind = under, opacity = 1;
-    const chain = [];
-    for (let each = one; each; each = each.parentElement) chain.unshift(getComputedStyle(each));
-    for (const style of chain) { behind = text(rgb(style.backgroundColor, behind)); opacity *= style.opacity; }
-    const front = rgb(getComputedStyle(one).color, behind), back = rgb(behind, behind);
-    const mixed = front.map((x, i) => opacity * x + (1 - opacity) * back[i]);
-    const [a, b] = [light(mixed), light(back)].sort((x, y) => y - x);
-    found.push([(a + .05) / (b + .05), one.id || one.textContent.slice(0, 20)]);
-  }
-  return found.sort((x, y) => x[0] - y[0])[0];
+# What has the focus, and whether that is seen.
+FOCUS = """() => {
+  const one = document.activeElement, { outlineStyle, outlineWidth } = getComputedStyle(one);
+  return [one.id || one.tagName, one === document.body || outlineStyle === "solid" && parseInt(outlineWidth) >= 2];
 }"""
 
 
@@ -80,10 +58,10 @@ def ask(page, question):
 
 
 def looks_right(page):
-    """Nothing is wider than the window, and every text can be read."""
+    """Nothing is wider than the window, and axe-core finds nothing wrong."""
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    contrast, where = page.evaluate(CONTRAST)
-    assert contrast >= 4.5, (contrast, where)
+    found = axe.Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -98,11 +76,55 @@ def test_a_text_is_compressed_asked_and_deleted(server, browser, width, scheme):
     page.check("#both")
     ask(page, "How many?")
     assert " tokens in " in page.inner_text("#full-note") and page.text_content("#full")
+    assert name in (kept := [each["id"] for each in server.ask("/v1/contexts")[1]["data"]])
+    assert len({each.partition("-")[0] for each in kept}) == len(kept)  # the full cache is not kept
     looks_right(page)
     page.click("#remove")
     page.wait_for_selector("#new:not([hidden])")
     assert server.ask(f"/v1/contexts/{name}")[0] == 404
     assert page.inner_text("#problem") == "" and problems == []
+    page.close()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_used_by_keyboard_alone(server, browser, width):
+    page, problems = open_page(browser, server.url, width, "light")
+
+    def tab_to(last):
+        """Press Tab up to a part of the page; what had the focus on the way."""
+        names = []
+        while (names or [""])[-1] != last:
+            page.keyboard.press("Tab")
+            name, is_seen = page.evaluate(FOCUS)
+            assert is_seen and len(names) < 9, (names, name)
+            names.append(name)
+        return names
+
+    assert tab_to("text") == ["contexts", "text"]
+    page.keyboard.type(f"{TEXT} By keyboard at {width}.")
+    assert tab_to("compress") == ["file", "memory", "compress"]
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#sizes:not([hidden])")
+    page.wait_for_selector("#question:focus")
+    page.keyboard.type("Who?")
+    assert tab_to("both") == ["ask", "both"]
+    page.keyboard.press("Space")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#full-note:has-text(' tokens in ')")
+    page.wait_for_selector("#question:focus")
+    for before in ("remove", "contexts"):
+        page.keyboard.press("Shift+Tab")
+        assert page.evaluate(FOCUS) == [before, True]
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#new:not([hidden])")
+    page.wait_for_selector("#contexts:focus")
+    tab_to("compress")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#problem:has-text('the text is empty')")
+    page.wait_for_selector("#compress:focus")
+    assert len(problems) == 1  # the console's line of the refused request
     page.close()
 
 
@@ -119,13 +141,34 @@ def test_what_the_server_refuses_is_shown(server, browser):
     page.close()
 
 
-def test_a_key_is_asked_for_and_used(parts, browser, tmp_path):
+def test_documents_are_read_by_the_server(server, browser):
+    page, problems = open_page(browser, server.url, 390, "dark")
+    source = f"<!doctype html><title>Lisse</title><script>1</script><p>{TEXT}</p>"
+    page.set_input_files("#file", {"name": "a.html", "mimeType": "text/html", "buffer": source.encode()})
+    page.click("#compress")
+    page.wait_for_selector("#sizes:not([hidden])")
+    document = parse_document(source.encode(), "a.html")
+    assert f"Not read: {'; '.join(document.skipped)}." in page.inner_text("#bytes")
+    assert page.input_value("#contexts") == server.compressed(document.text, memory=0.1)
+    looks_right(page)
+    assert problems == []
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_key_is_asked_for_and_used(parts, browser, tmp_path, width, scheme):
     with serving(*parts, tmp_path, key="sesame") as server:
-        page, _ = open_page(browser, server.url, 1280, "light")
-        page.wait_for_selector("#problem:has-text('the key is missing')")
-        page.click("summary")
+        page, _ = open_page(browser, server.url, width, scheme)
+        page.wait_for_selector("#key:focus")
+        assert page.inner_text("#problem") == ""
+        looks_right(page)
+        page.keyboard.type("guess\n")
+        page.wait_for_selector("#problem:has-text('the key is missing or wrong')")
         page.fill("#key", "sesame")
-        page.press("#key", "Tab")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#access", state="hidden")
+        assert page.inner_text("#problem") == ""
         name = compress(page, TEXT)
         assert ask(page, "Who?") == server.answer("Who?", name, max_tokens=256)
         page.close()
