@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
-from lkv.cli.options import MethodName, PolicyOptions, RunOptions, check_methods, log
+from lkv.cli.options import MethodName, PolicyOptions, RunOptions, check_methods
 from lkv.errors import LkvError, ServerError
 from lkv.serving import LOOPBACK
 from lkv.serving.settings import KEY_VARIABLE, ServiceSettings
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from lkv.serving.service import Service
 
 _NOT_FOR_VLLM = (
-    "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout --log-level".split()
-)
+    "--device --policy-revision --no-strict --max-batch --max-texts --keep-days --timeout --log-level --log-format"
+).split()
+
+_LOG = logging.getLogger(__name__)
 
 
 class Serve(PolicyOptions, RunOptions, ServiceSettings):
@@ -54,9 +56,13 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         import uvicorn
 
         from lkv.serving.app import make_app
+        from lkv.serving.middleware import JsonFormatter
 
         # Other packages' messages from warnings on; uvicorn's in the same form.
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter() if self.log_format == "json" else text)
+        logging.basicConfig(handlers=[handler])
         logging.getLogger("lkv").setLevel(self.log_level.upper())
         service = self.make_service()
         app = make_app(service, key)
@@ -77,7 +83,7 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
         from lkv.policy.lookup import resolve_policy
         from lkv.serving.service import Service
 
-        log(f"loading {self.model_name}")
+        _LOG.info("loading %s", self.model_name)
         model, tokenizer = self.load_model()
         policy = None
         if parse_method(self.method).needs_policy:

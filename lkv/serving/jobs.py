@@ -8,7 +8,7 @@ from typing import Any
 
 from lkv.errors import BusyError, ContextFileError, ContextPendingError, LkvError, UnknownContextError
 from lkv.serving.inputs import CompressionSettings, EncodedText
-from lkv.serving.middleware import format_facts
+from lkv.serving.middleware import Facts
 from lkv.serving.store import ContextStore, unknown_context
 from lkv.serving.stored_context import StoredContext
 
@@ -207,7 +207,7 @@ class ContextRegistry:
             self.is_closed = True
             for job in self.jobs():
                 if job.error is None:
-                    facts = format_facts({"context": job.id, "name": job.title, "progress": round(job.progress, 3)})
+                    facts = Facts(context=job.id, name=job.title, progress=round(job.progress, 3))
                     _LOG.warning("the server stops before a text is compressed, send it again: %s", facts)
             self._changed.notify_all()
 

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import time
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import override
 
 from lkv.serving import LOOPBACK
 from lkv.serving.schemas import error_object
@@ -114,7 +116,7 @@ class RequestLog:
             self._requests.labels(route, str(status)).inc()
             self._seconds.labels(route).observe(seconds)
             line = {"method": scope["method"], "path": scope["path"][:_MAX_PATH], "status": status}
-            _LOG.info("%s", format_facts(line | facts | {"seconds": round(seconds, 3)}))
+            _LOG.info("request %s", Facts(line | facts | {"seconds": round(seconds, 3)}))
 
 
 def add_facts(scope: Scope, **facts: object) -> None:
@@ -122,10 +124,31 @@ def add_facts(scope: Scope, **facts: object) -> None:
     scope.get(_FACTS, {}).update((name, value) for name, value in facts.items() if value is not None)
 
 
-def format_facts(facts: dict[str, Any]) -> str:
-    """Return facts as `name=value` pairs; texts with other than plain characters in the form of JSON."""
+class Facts(dict[str, Any]):
+    """The facts of a log line: `name=value` pairs, where texts with other than plain characters are JSON."""
 
-    def as_text(value: object) -> str:
-        return str(value) if _PLAIN.fullmatch(str(value)) else json.dumps(str(value))
+    @override
+    def __str__(self) -> str:
+        def as_text(value: object) -> str:
+            return str(value) if _PLAIN.fullmatch(str(value)) else json.dumps(str(value))
 
-    return " ".join(f"{name}={as_text(value)}" for name, value in facts.items())
+        return " ".join(f"{name}={as_text(value)}" for name, value in self.items())
+
+
+class JsonFormatter(logging.Formatter):
+    """Log lines as one JSON object each, with the line's facts as fields."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+        }
+        if isinstance(record.args, Facts):  # logging unpacks a single mapping
+            line |= {"message": str(record.msg).removesuffix("%s").rstrip(": "), **record.args}
+        else:
+            line["message"] = record.getMessage()
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

@@ -22,7 +22,7 @@ from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
 from lkv.serving.inputs import CHARACTERS_PER_TOKEN, CompressionSettings, encode_conversation, encode_text
 from lkv.serving.jobs import ContextRegistry, Job
-from lkv.serving.middleware import format_facts
+from lkv.serving.middleware import Facts
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.settings import ServiceSettings
 from lkv.serving.store import ContextStore
@@ -172,9 +172,9 @@ class Service:
         facts = {"context": job.id, "seconds": round(time.perf_counter() - start, 3)}
         if stored is not None:
             facts |= {"tokens": stored.tokens, "bytes": stored.nbytes}
-            _LOG.info("compressed %s", format_facts(facts))
+            _LOG.info("compressed %s", Facts(facts))
         elif job.error is not None:
-            _LOG.warning("not compressed %s", format_facts(facts | {"error": job.error}))
+            _LOG.warning("not compressed %s", Facts(facts | {"error": job.error}))
         self.registry.finish(job, stored)
 
     def _make_context(self, job: Job) -> StoredContext:

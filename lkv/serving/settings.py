@@ -81,6 +81,7 @@ class ServiceSettings(ContextSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what goes to stderr; info has a line for each request and each text"
     )
+    log_format: Literal["text", "json"] = Field("text", description="form of these lines; json is one object a line")
     vllm_args: str = Field(
         "",
         description="with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from lkv.context.document_reader import parse_document
-from lkv.serving.middleware import format_facts
+from lkv.serving.middleware import Facts, JsonFormatter
 from lkv.serving.service import Service
 from tests.serving.server import OTHER, TEXT, field, form, serving, slow_answers, until
 
@@ -135,4 +135,25 @@ def test_a_context_says_what_its_file_held_beside_its_text_and_keeps_its_time(pa
 
 
 def test_facts_of_clients_stay_one_line():
-    assert format_facts({"a": 1, "b": "x y\n=", "c": "é\u2028", "d": ""}) == ('a=1 b="x y\\n=" c="\\u00e9\\u2028" d=""')
+    assert str(Facts(a=1, b="x y\n=", c="é\u2028", d="")) == 'a=1 b="x y\\n=" c="\\u00e9\\u2028" d=""'
+
+
+def test_lines_in_json_have_facts_as_fields(server, caplog):
+    caplog.set_level(logging.INFO, "lkv")
+    name = server.compressed(TEXT + "In JSON.")
+    answer = server.chat("Who?", name)[1]
+
+    def lines():
+        lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+        return {line["path"] if "path" in line else line["message"]: line for line in lines}
+
+    asked = until(lambda: lines().get("/v1/chat/completions"))
+    assert (asked["message"], asked["id"], asked["context"]) == ("request", answer["id"], name)
+    assert (asked["status"], asked["completion_tokens"]) == (200, answer["usage"]["completion_tokens"])
+    assert asked["time"].endswith("+00:00") and asked["seconds"] > 0
+    assert lines()["compressed"]["context"] == name and lines()["compressed"]["bytes"] > 0
+    try:
+        raise ValueError("of \n two lines")
+    except ValueError:
+        logging.getLogger("lkv.test").exception("failed %d", 1)
+    assert "ValueError: of \n two lines" in lines()["failed 1"]["exception"]
