@@ -216,6 +216,7 @@ def test_an_embedded_model_that_cannot_be_written_is_named(tmp_path, monkeypatch
     assert "name another folder in LKV_CACHE" in refused(capsys, ["ask", tmp_path / "text.txt", "why?"])
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("out", ["mine/out", "x" * 300 + ".json", "folder"])
 def test_results_that_cannot_be_written_are_named(tmp_path, capsys, out):
     (tmp_path / "mine").write_text("mine")

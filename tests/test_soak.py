@@ -35,7 +35,7 @@ def test_bad_inputs_get_one_sentence(tmp_path):
     raise AssertionError(found)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["contexts saved", "contexts stored", "policies saved", "trainings", "evaluations", "results collected"]
 )

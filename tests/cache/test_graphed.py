@@ -110,6 +110,7 @@ def test_replayed_steps_follow_the_positions_of_images(replays):
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
 
 
+@pytest.mark.slow
 def test_replayed_steps_of_padded_rows_and_of_a_second_turn(replays, policy):
     model, text = tiny_llama(dtype=torch.float32), ids(2, 60)
     mask = torch.ones_like(text)

@@ -83,6 +83,7 @@ def reals(lengths: list[int], side: str) -> torch.Tensor:
     return real
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     st.lists(st.integers(4, 24), min_size=2, max_size=3),

@@ -199,6 +199,7 @@ def cache_of(model, storage, **options) -> RaggedCache:
     return RaggedCache(model, method=method, bits=storage.get("bits"), **options)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(storage=STORAGE, slack=st.integers(0, 5), seed=st.integers(0, 9), streaming=st.booleans())
 def test_it_equals_a_cache_of_the_values_it_stands_for(storage, slack, seed, streaming):

@@ -73,6 +73,7 @@ def test_ladder_and_preset_stand_for_retentions(tmp_path, capsys):
     assert evicted == [0.1, 0.25, 0.5, 0.75, 0.9]
 
 
+@pytest.mark.slow
 def test_ruler_at_two_lengths(model_folder, tmp_path):
     out = tmp_path / "out.jsonl"
     command = ["eval", "ruler", "--data", str(tmp_path), "--tasks", "niah_single_1", "--lengths", "1400", "1500"]

@@ -127,6 +127,7 @@ command_line.main(["inspect"])
     assert run(program.replace("LOAD", str(load))).stdout.startswith(f"{spins}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variable", "enabled"), [(None, False), ("0", True)])
 def test_logs_have_no_bars_of_transformers(variable, enabled, monkeypatch):
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)

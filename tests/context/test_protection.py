@@ -91,6 +91,7 @@ def test_the_rest_of_the_text_is_compressed_to_what_they_leave(parts):
             assert own == set(best) | set(protected)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     tokens=st.integers(100, 400),

@@ -66,6 +66,7 @@ def test_order_of_template_question_and_answer_prefix(protocol, tokenizer, chat,
     assert not prompt.truncated and not prompt.answer_lost
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(OFFICIAL)), st.text(max_size=30), st.text(max_size=30))
 def test_longbench_protocol_gives_the_official_prompt(tmp_path_factory, task, context, question):
     """Character for character, with the chat template only around the tasks that have it in the official script."""

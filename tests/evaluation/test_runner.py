@@ -30,6 +30,7 @@ RETENTIONS = (0.4, 0.2)
 PATTERN = [[0.9, 0.1], [0.2, 0.8], [0.5, 0.4]]
 
 
+@pytest.mark.slow
 def test_every_row_answers_as_its_method_alone(model, policy, tmp_path):
     examples = make_examples(1)
     header, lines = run(model, policy, tmp_path / "x.jsonl", examples, METHODS, RETENTIONS)
@@ -222,6 +223,7 @@ def test_wrong_configs_are_refused_before_anything_runs(model, policy, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_several_policies_in_one_table(model, policy, tmp_path):
     torch.manual_seed(9)
     other = Policy(policy.spec).requires_grad_(False)

@@ -102,6 +102,7 @@ def test_memory_may_run_out_in_every_stage_of_an_evaluation(
     assert not unused and tries == [19, 10]  # with half of the rows
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_any_layer_of_a_step_means_fewer_rows(on_fake, tmp_path, monkeypatch):
     """Out of memory as a cache reports it while it makes room, not as PyTorch does."""
     methods = ("knorm", "snapkv")

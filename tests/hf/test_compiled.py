@@ -49,6 +49,7 @@ def test_a_prompt_and_its_steps_are_two_graphs_whatever_the_layers(layers):
     assert len(graphs) == 3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_prompt_with_padding_equals_that_of_the_model():
     """Without a mask of its queries and keys in the graph."""
@@ -71,6 +72,7 @@ def test_a_compiled_prompt_with_padding_equals_that_of_the_model():
     assert not [shape for shape in shapes if shape[-2:] == (80, 80)]
 
 
+@pytest.mark.slow
 def test_compiled_steps_of_a_batch_equal_those_of_the_model():
     """In tiers, through the part of the compiler that makes operators without side effects of all."""
     model, text = tiny_llama(dtype=torch.float32, num_hidden_layers=1), ids(2, 40)

@@ -74,6 +74,7 @@ def test_its_weights_go_where_they_are_asked_to(loaded):
     assert loaded[0].device.type == "cpu" and load_model(DEFAULT, device="meta")[0].device.type == "meta"
 
 
+@pytest.mark.slow
 def test_an_answer_ends_behind_a_string_that_stops_it(loaded):
     context = compress(*loaded, "The lamp of the lighthouse was lit at dusk. " * 8)
     whole = context.ask("When was the lamp lit?", 8)

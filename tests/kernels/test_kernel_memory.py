@@ -95,7 +95,7 @@ def test_a_step_in_any_order_of_its_programs(lengths, many_programs):
             assert torch.equal(k[end - 4 : end], key[row, head]) and torch.equal(v[end - 4 : end], value[row, head])
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_tiers_in_any_order_of_programs(rows, many_programs):
     torch.manual_seed(rows)

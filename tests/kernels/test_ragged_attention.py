@@ -86,7 +86,7 @@ def test_attention_equals_the_reference(backend, older, group, rows, causal, sla
     assert kv.lens.tolist() == lengths
 
 
-@pytest.mark.sweep(9)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 20])
@@ -150,7 +150,7 @@ def test_capped_scores(backend, dtype, threads):
 SHAPES = {"cpp": [(1, 1), (2, 1), (3, 1), (2, 2), (5, 1), (2, 3), (3, 3)], "triton": [(4, 2)]}
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("dim", [8, 32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("tiers", [*TIERS, ((3, 4),)], ids=str)

@@ -171,6 +171,7 @@ def test_a_decode_step_never_waits_for_the_device(rows, monkeypatch):
         assert cache.get_seq_length() == 43
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_cache_over_the_kernels_equals_the_cache_over_the_loop(monkeypatch):
     ids = torch.randint(3, 67, (2, 40))
@@ -197,6 +198,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path, monkeypatch):
     out = tmp_path / "ragged.json"
     monkeypatch.setattr(benchmark, "_COPIED", {DEVICE: 1024})

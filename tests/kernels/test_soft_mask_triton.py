@@ -75,6 +75,7 @@ def assert_as_exact_as_eager(arguments, attend, slack=3.0):
 
 # Rows and columns that fill their blocks and that do not, in the first block and in later ones; each head size and each
 # shape of blocks with every dtype.
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("heads", "rows", "older", "dim", "dtype", "blocks"),
     [
@@ -104,6 +105,7 @@ def test_the_tiles_in_use_are_as_exact_as_eager_attention(dim, dtype):
         assert_as_exact_as_eager(arguments, triton.attend)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [30, 12])
 def test_empty_rows_are_zero_and_pass_no_gradient(dtype, rows):
@@ -144,6 +146,7 @@ def test_a_last_dimension_with_a_stride_and_expanded_batches_are_read_right():
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

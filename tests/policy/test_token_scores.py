@@ -70,6 +70,7 @@ def by_hand(policy: Policy, layer: int, head: int, token: int, part: LayerKV, ba
     return float(score)
 
 
+@pytest.mark.slow
 def test_every_term_equals_its_formula_token_by_token():
     model = tiny_llama(dtype=torch.float64)
     attached = patch_attention(model)

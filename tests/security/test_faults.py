@@ -96,7 +96,7 @@ def everything(server, text):
         ask(f"/v1/contexts/{name}", method="DELETE")
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [fail, vanish, run_out, hang, "lie"])
 def test_a_store_that_goes_wrong_at_any_call(parts, tmp_path, monkeypatch, how):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -80,6 +80,7 @@ def result(answer, seconds=120):
     return answer.ids
 
 
+@pytest.mark.slow
 def test_hundreds_of_requests_in_any_order_with_cancellations(start, contexts, monkeypatch):
     monkeypatch.setattr(batcher, "TURN_TOKENS", 2)  # batches make way again and again
     draw, threads = random.Random(3), threading.active_count()

@@ -73,6 +73,7 @@ def test_bytes_and_retention_follow_their_formulas(tmp_path):
     assert snapkv["realised"] == 0.15
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_run_says_why_and_the_others_go_on(tmp_path):
     full, kvzip, snapkv, duo, lkv = profiler(tmp_path).measure(60, ["full", "kvzip", "snapkv", "duo", "lkv"])
     assert "reads the text a second time" in kvzip["reason"]

@@ -97,6 +97,7 @@ def test_published_rows_are_marked_and_stand_beside_the_measured(tmp_path):
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes(tmp_path, capsys):
     path = write(tmp_path / "a.jsonl", many(retentions=(0.15, 0.5)))
     assert main(["report", str(path), "--table", "sweep", "--format", "csv", "--published"]) == 0

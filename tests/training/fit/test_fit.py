@@ -351,6 +351,7 @@ def test_a_text_of_a_few_words_is_not_held_out_alone():
     assert [item.text for item in split_held_out([passages[0], Passage("", "import system")], True)] == ["import os"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking")
 def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
     """Where longer texts are held out; every other one has eight tokens here."""
@@ -366,6 +367,7 @@ def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
     assert seen and min(len(text.context) for text in seen) >= 50
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking")
 def test_documents_that_overlap_with_evaluated_texts_are_left_out(loaded, tmp_path, capsys):
     model, tokenizer = loaded

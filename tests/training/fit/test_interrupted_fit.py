@@ -73,6 +73,7 @@ def interrupt_before_regression(model, tokenizer, monkeypatch):
             fit(model, tokenizer, minutes=0.06, name="tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking")
 def test_an_interrupted_run_on_other_texts_is_not_thrown_away(loaded, cache, capsys, monkeypatch):
     model, tokenizer = loaded
@@ -201,6 +202,7 @@ def test_one_slow_reading_of_a_busy_machine_does_not_count(loaded, monkeypatch):
     assert seconds_per_token(model, 100, 0.1, lambda: now) == 2.0 / 100
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking")
 def test_an_interrupted_run_keeps_its_length_of_contexts(loaded, cache, monkeypatch, capsys):
     """What was read fast enough for long contexts then may be slow now, and memory may have run out then."""
@@ -227,6 +229,7 @@ def test_contexts_that_memory_is_short_for_become_half_as_long(longest):
     assert 2 * distillation_lengths(shorter, 8192).most == distillation_lengths(config, 8192).most
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ticking")
 def test_a_run_that_memory_is_too_short_to_resume_goes_on_with_shorter_contexts(loaded, cache, monkeypatch, capsys):
     model, tokenizer = loaded
