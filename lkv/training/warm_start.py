@@ -1,7 +1,4 @@
-"""Warm start before distillation: measure the input statistics, and fit LKV-T and LKV-H to eviction errors.
-
-The eviction error of a token is the change in attention output without it, measured while the model repeats the text.
-"""
+"""Warm start before distillation: measure the input statistics, and fit LKV-T and LKV-H to eviction errors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,21 +6,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lkv.hf.attention import patch_attention
-from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import LayerKV, read_prompt, to_fp32
-from lkv.hf.spec import full_attention_modules, reader_modules
 from lkv.kernels.softcap import log_expected_exp
 from lkv.methods.budgets import GlobalTopKBudget
-from lkv.methods.selectors.kvzip import REQUEST, ReplayLayer, replay
+from lkv.methods.selectors.kvzip import REQUEST
 from lkv.policy.policy import Policy
 from lkv.policy.score_formula import ContentWeights, content_formula, expected_attention_scores, interpolate_knots
 from lkv.policy.token_scores import FUTURE
 from lkv.training.data.samples import TokenizedSample
+from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.processes import all_reduce, average_gradients
-from lkv.utils.devices import distributed_state, full_precision, has_float64
+from lkv.utils.devices import distributed_state, has_float64
 from lkv.utils.progress import ProgressBar
 from lkv.utils.prompts import encode_question
 
@@ -43,7 +39,6 @@ _LR = 3e-3
 _RETENTIONS = (0.05, 0.15, 0.3)  # for the targets of the heads' shares
 _MIN_ERROR = 1e-10  # lower errors are clamped
 _HEAD_UPDATES, _HEAD_LR = 400, 1e-2
-_LEAST_REST = 1e-3  # lower bound on the residual attention mass 1 - a, from its rounding error
 
 
 @torch.no_grad()
@@ -302,90 +297,3 @@ def _solve_knots(policy: Policy, targets: Sequence[RegressionTargets], is_shared
     solved = torch.linalg.solve(squares + torch.eye(2 * count).to(knots), products.T).T
     tokens.start.copy_(solved[:, :count].view_as(tokens.start))
     tokens.end.copy_(solved[:, count:].view_as(tokens.end))
-
-
-@torch.no_grad()
-def measure_eviction_errors(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ids: list[int], prompt: list[LayerKV]
-) -> Tensor:
-    """Compute the change of a layer's output without each entry of a prompt, [L, 1, H, T] in float32.
-
-    Without a token of attention a and value v, the output o of a query head becomes o + a / (1 - a) (o - v) (CAOTE,
-    Goel et al. 2025). With a head's part W of the output projection, the squared error |a / (1 - a) W (o - v)|^2 is
-    averaged over the rows of the repeated prompt and summed over the query heads that share the entry. Its root is
-    divided by the root mean square norm of the layer's residual stream, so that layers are comparable.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer, for the request to repeat.
-        ids: The token ids of the prompt, T.
-        prompt: The keys and values of its L layers.
-
-    Raises:
-        PromptError: The prompt does not fit into the model's context twice.
-    """
-    pairs = zip(full_attention_modules(model), reader_modules(model), strict=True)
-    projections = [[getattr(module, name) for module, name in (own, *readers)] for own, readers in pairs]
-    layers = [_ErrorLayer(part, projection) for part, projection in zip(prompt, projections, strict=True)]
-    repeated = encode_question(tokenizer, REQUEST) + ids
-    out = replay(model, prompt, layers, repeated, hidden_states=True)
-    kinds, device = patch_attention(model).kinds, prompt[0].key.device
-    inputs = [hidden for hidden, kind in zip(out.hidden_states, kinds, strict=False) if kind.is_evicted]
-    norms = (hidden.float().square().sum().to(device) for hidden in inputs)
-    errors = (layer.squares.to(device) / norm for layer, norm in zip(layers, norms, strict=True))
-    return torch.stack([error.clamp(min=0).sqrt() for error in errors])
-
-
-class _ErrorLayer(ReplayLayer):
-    """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T].
-
-    |W (o - v)|^2 is o P o - 2 o P v + v P v with P = W^T W; the factors of v are summed over rows first.
-    """
-
-    attention_dtype = torch.float32  # 1 - a must be accurate
-
-    def __init__(self, prompt: LayerKV, projections: list[nn.Module]):
-        super().__init__(prompt)
-        self.squares = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
-        self._projections = projections  # of the layer, then of those that read its k and v too
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
-    ) -> Tensor:
-        """Compute attention as in `ReplayLayer`."""
-        heads, dim = value.shape[1], value.shape[-1]
-        # Sharded weights are gathered only during the layer's pass, so products of them are made here.
-        with full_precision(value.device):
-            projection = self._projections[self.readers - self.reads_left]
-            products = _products_of_weights(projection, heads, query.shape[1] // heads, dim)
-            self._value = self._prompt.value.float()[:, :, None]
-            self._products = products.to(value.device)  # P [H, G, d, d]
-            self._projected_value = self._value @ self._products  # v P [B, H, G, T, d]
-        output = super().attend(query, key, value, mask, scale, model_attention)
-        del self._value, self._products, self._projected_value
-        return output
-
-    def record(self, logits: Tensor, attention: Tensor, output: Tensor) -> None:
-        output, dim = output.float(), output.shape[-1]
-        with full_precision(output.device):
-            attention = attention[..., : self._value.shape[3]]
-            odds = (1 - attention).clamp_(min=_LEAST_REST).reciprocal_().mul_(attention).square_()
-            projected = output @ self._products
-            norms = (projected * output).sum(-1, keepdim=True)
-            rows = torch.cat([-2 * projected, norms, torch.ones_like(norms)], -1)
-            crossed, of_outputs, total_odds = (odds.transpose(-1, -2) @ rows).split([dim, 1, 1], -1)
-            crossed += total_odds * self._projected_value
-            self.squares += ((crossed * self._value).sum(-1) + of_outputs[..., 0]).sum(2)
-
-
-def _products_of_weights(projection: nn.Module, kv_heads: int, groups: int, dim: int) -> Tensor:
-    """Return W^T W [H, G, d, d] of each query head's part of an output projection.
-
-    W is computed by applying the module to unit vectors, since it may be quantised, sharded or adapted.
-    """
-    parameter = next(iter([*projection.parameters(), *projection.buffers()]))
-    dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-    units = torch.eye(kv_heads * groups * dim, dtype=dtype, device=parameter.device)
-    weight = (projection(units) - projection(torch.zeros_like(units[:1]))).float()
-    weight = weight.unflatten(0, (kv_heads, groups, dim))
-    return weight @ weight.transpose(-1, -2)

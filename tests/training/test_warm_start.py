@@ -1,6 +1,7 @@
 """The warm start: eviction errors against attention without each token in float64, and what a policy learns of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,16 +15,17 @@ from lkv.methods.selectors.kvzip import REQUEST
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.training.data.samples import TokenizedSample
+from lkv.training.eviction_errors import measure_eviction_errors
 from lkv.training.warm_start import (
     _scores_of_all_heads,
     calibrate,
     fit_to_targets,
-    measure_eviction_errors,
     regression_targets,
     warm_start,
 )
 from lkv.utils.prompts import encode_question
-from tests.conftest import save_model
+from tests.conftest import present, save_model
+from tests.families import HYBRIDS
 from tests.training.fit.helpers import ids
 
 
@@ -109,12 +111,22 @@ def expected_errors(model, tokenizer, context: list[int]) -> torch.Tensor:
     sequence = torch.tensor([context + encode_question(tokenizer, REQUEST) + context])
     model.double()
     model.set_attn_implementation("eager")
+    blocks = {layer: block.self_attn for layer, block in enumerate(model.model.layers) if hasattr(block, "self_attn")}
+    projected: list[torch.Tensor] = []
+    hooks = [
+        block.q_proj.register_forward_hook(lambda *call: projected.append(call[2][0])) for block in blocks.values()
+    ]
     out = model(sequence, output_attentions=True, output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
     errors = []
-    for layer, block in enumerate(model.model.layers):
-        value, attention = out.past_key_values.layers[layer].values[0], out.attentions[layer][0, :, tokens:]
+    for (layer, block), weights, queries in zip(blocks.items(), out.attentions, projected, strict=True):
+        value, attention = out.past_key_values.layers[layer].values[0], weights[0, :, tokens:]
         heads, groups = attention.shape[0], attention.shape[0] // value.shape[0]
-        weights = block.self_attn.o_proj.weight.unflatten(1, (heads, -1))
+        weights = block.o_proj.weight.unflatten(1, (heads, -1))
+        # Qwen3.5 computes the gates together with the queries.
+        _, *gates = queries[tokens:].unflatten(-1, (heads, -1)).split(value.shape[-1], -1)
+        gate = gates[0].sigmoid() if gates else torch.ones(len(attention[0]), heads, 1)
         hidden = out.hidden_states[layer][0, tokens:].square().sum(-1).mean()
         table = torch.zeros(value.shape[0], tokens, dtype=torch.float64)
         for head in range(heads):
@@ -123,7 +135,7 @@ def expected_errors(model, tokenizer, context: list[int]) -> torch.Tensor:
                 without = attention[head].clone()
                 without[:, token] = 0
                 without /= without.sum(-1, keepdim=True)
-                difference = (attention[head] @ values - without @ values) @ projection.T
+                difference = (attention[head] @ values - without @ values) * gate[:, head] @ projection.T
                 table[head // groups, token] += difference.square().sum(-1).mean() / hidden
         errors.append(table.sqrt())
     return torch.stack(errors)
@@ -139,6 +151,32 @@ def test_the_error_of_a_token_is_that_of_attention_without_it(tmp_path):
     assert errors.shape == (len(prompt), 1, *expected.shape[1:])
     assert errors[:, 0].double() == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert expected.max() > 20 * expected.median(), "all tokens count alike: the test would show nothing"
+
+
+@pytest.mark.parametrize("columns", ["orthogonal", "any"])
+def test_the_error_of_a_token_counts_only_what_passes_the_gates_of_qwen35(columns, tmp_path):
+    """It is exact where the columns of the output projection are orthogonal, and close for random ones."""
+    family = next(family for family in HYBRIDS if family.name == "Qwen3_5")
+    present(family)
+    _, tokenizer = load_model(str(save_model(tmp_path)), torch.float32)
+    model = replace(family, changes=family.changes | {"vocab_size": 259}).build(torch.float32)
+    with torch.no_grad():
+        for block in model.model.layers:
+            if hasattr(block, "self_attn"):
+                block.self_attn.q_proj.weight.mul_(3)  # some gates are open, some closed
+                weight = block.self_attn.o_proj.weight
+                parts = [torch.linalg.qr(part).Q for part in weight.split(16, 1)]
+                weight.copy_(torch.cat(parts, 1) if columns == "orthogonal" else torch.randn(weight.shape))
+    context = ids(1, 80)
+    prompt = read_prompt(model, torch.tensor([context]))
+    errors = measure_eviction_errors(model, tokenizer, context, prompt)[:, 0].double()
+    unpatch_attention(model)
+    expected = expected_errors(model, tokenizer, context)
+    assert expected.max() > 5 * expected.median(), "all tokens count alike: the test would show nothing"
+    if columns == "orthogonal":
+        assert errors == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    else:
+        assert correlation(errors.log(), expected.log()) > 0.98
 
 
 def test_a_bias_of_the_output_projection_changes_nothing(tmp_path):
