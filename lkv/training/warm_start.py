@@ -59,7 +59,7 @@ def calibrate(model: "PreTrainedModel", policy: Policy, texts: Sequence[list[int
                 heads, group = policy.spec.kv_heads, policy.spec.heads // policy.spec.kv_heads
                 grouped = unrotated[0, :, _FIRST_TOKENS:].unflatten(0, (heads, -1, group)).transpose(1, 2)
                 queries[layer].add(grouped.flatten(2, 3).flatten(0, 1), outer=True)
-        if len(prompts) < _SCALING_TEXTS:
+        if len(prompts) < _SCALING_TEXTS and len(ids) > _FIRST_TOKENS:
             prompts.append([replace(part, queries=None) for part in prompt])
     for layer, moments in enumerate(inputs):
         mean, variance = moments.mean_and_covariance()
@@ -112,7 +112,7 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
                 future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
                 if is_scaled:
                     scores = expected_attention_scores(term, part.key, part.value, future, part.scale, part.softcap)
-                    deviations[layer] += scores[0, :, _FIRST_TOKENS:].std(-1).to(deviations) / len(prompts)
+                    deviations[layer] += scores[0, :, _FIRST_TOKENS:].std(-1, correction=0).to(deviations) / len(prompts)
                 else:
                     mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
                     key = key[0, :, _FIRST_TOKENS:]
@@ -219,7 +219,7 @@ def regression_scores(errors: Tensor) -> Tensor:
     few very low errors do not dominate the squared difference. Equal errors share a rank.
     """
     log = errors.clamp(min=_MIN_ERROR).log()
-    standardised = (log - log.mean(-1, keepdim=True)) / log.std(-1, keepdim=True).clamp(min=1e-6)
+    standardised = (log - log.mean(-1, keepdim=True)) / log.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
     ordered = log.sort(-1).values
     below, not_above = (torch.searchsorted(ordered, log, right=right) for right in (False, True))
     return (standardised + torch.special.ndtri((below + not_above) / (2 * log.shape[-1]))) / 2 * _SCORE_STD

@@ -104,6 +104,16 @@ def test_a_text_that_the_model_cannot_read_twice_is_shortened(tmp_path):
     assert math.isfinite(warm_start(model, tokenizer, policy, text, 2))
 
 
+def test_texts_of_a_few_tokens_leave_every_number_finite(loaded):
+    model, tokenizer = loaded
+    policy = fresh(model)
+    calibrate(model, policy, [text(100).context, *(text(number).context[:number] for number in range(1, 7))])
+    targets = [regression_targets(model, tokenizer, policy, text(0).context[:tokens]) for tokens in (1, 2, 5, 120)]
+    assert targets[0].scores.tolist() == [[0.0]] * len(targets[0].scores)
+    assert math.isfinite(fit_to_targets(policy, targets))
+    assert all(bool(value.isfinite().all()) for value in policy.state_dict().values())
+
+
 @torch.no_grad()
 def expected_errors(model, tokenizer, context: list[int]) -> torch.Tensor:
     """The errors [L, H, T] by attention without each token, from the stock model over the text and its repetition."""
