@@ -112,7 +112,8 @@ def _scale_attention_term(policy: Policy, prompts: Sequence[list[LayerKV]]) -> N
                 future = part.required_rotation.mean_rotation(key, part.end, part.end + FUTURE)
                 if is_scaled:
                     scores = expected_attention_scores(term, part.key, part.value, future, part.scale, part.softcap)
-                    deviations[layer] += scores[0, :, _FIRST_TOKENS:].std(-1, correction=0).to(deviations) / len(prompts)
+                    deviation = scores[0, :, _FIRST_TOKENS:].std(-1, correction=0)
+                    deviations[layer] += deviation.to(deviations) / len(prompts)
                 else:
                     mean, spread = term.mean @ future * part.scale, future.T @ term.spread * part.scale
                     key = key[0, :, _FIRST_TOKENS:]
