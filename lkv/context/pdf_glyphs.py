@@ -22,6 +22,7 @@ _SYMBOL_FONTS = re.compile("Wingdings|Webdings")
 _MAX_UNNAMED = 0.05  # of a font's characters
 _MIN_WIDTH = 0.02  # of an object, in points
 _MAX_CHARACTERS = 250_000  # of a page; more take minutes
+_SIDE_BEARINGS = 0.2  # of the font's size
 _MAX_DEPTH = 40  # of forms within forms
 
 
@@ -167,13 +168,15 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
         sides = box.right - box.left, box.top - box.bottom  # of what is drawn and the advance
         most = style.size if style.side is None else sides[style.side]
         if last and last.style is style and (last.x, last.y) == (x.value, y.value):  # of a ligature, or an accent
-            most *= len(last.text) + 1 if style.span else 1  # of /ActualText, each character has its share
+            most *= len(last.text) + 1 if style.span else 1  # each character of /ActualText has its share
             last = last._replace(text=last.text + character, width=most, is_unnamed=last.is_unnamed or is_unnamed)
             continue
         if last:
             yield last
         pdfium.FPDFFont_GetGlyphWidth(pdfium.FPDFTextObj_GetFont(drawn), code, 1.0, width)
         advance = min(abs(width.value) * style.stretch or most, most)
+        if style.span:  # the box of /ActualText is what is drawn alone
+            advance = most + _SIDE_BEARINGS * style.size
         last = _Placed(character, x.value, y.value, advance, style, is_unnamed)
     if last:
         yield last

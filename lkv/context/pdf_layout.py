@@ -4,7 +4,7 @@ import re
 from bisect import bisect, bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 from unicodedata import bidirectional, combining
 
@@ -20,9 +20,10 @@ _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
 _MAX_RAISE, _MAX_DROP = 0.7, 0.4  # of superscripts and of subscripts
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
 _MAX_SCRIPT = 8  # glyphs
-_SMALL = 0.8  # superscripts and subscripts are smaller
+_SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _LONG_LINE = 28  # characters, on average: longer than the names of a form's fields
+_MAX_LEADING = 1.4  # of a line of a column, by the usual leading
 _MAX_GUTTERS = 12  # places that are tried
 _NEIGHBOURS = 40  # segments that are compared with each one
 # Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
@@ -156,10 +157,13 @@ def _columns(segments: list[_Segment]) -> Iterator[list[_Segment]]:
     gutters = sorted(x for x, count in starts.most_common(_MAX_GUTTERS) if count > 1)[1:]
     ordered = sorted(segments, key=lambda segment: -segment.y)
     for gutter in gutters:
+        left = [segment.y for segment in ordered if segment.end < gutter]
+        leadings = sorted(a - b for a, b in pairwise(left) if a - b > 1)
         blocks: list[tuple[bool, list[_Segment]]] = []  # whether all its segments are on one side of the gutter
-        for segment in ordered:
+        for before, segment in pairwise([ordered[0], *ordered]):
             is_beside = segment.end < gutter or segment.x > gutter - 1
-            if not blocks or blocks[-1][0] != is_beside:
+            is_apart = leadings and before.y - segment.y > _MAX_LEADING * leadings[len(leadings) // 2]
+            if not blocks or blocks[-1][0] != is_beside or is_apart:
                 blocks.append((is_beside, []))
             blocks[-1][1].append(segment)
         for i, (is_beside, block) in enumerate(blocks):
@@ -276,6 +280,17 @@ def _line_text(row: list[_Segment]) -> str:
     return "".join(_in_reading_order(texts)).strip(" ")
 
 
+def _pair_brackets(texts: list[str]) -> list[str]:
+    """Open and close brackets in turn where they do not match; pdfium mirrors some of those in right-to-left text."""
+    for pair in ("()", "[]", "{}"):
+        depths = [0, *accumulate((text == pair[0]) - (text == pair[1]) for text in texts)]
+        marks = [i for i, text in enumerate(texts) if text in (*pair,)]
+        if len(marks) % 2 == 0 and (min(depths) < 0 or depths[-1]):
+            for number, i in enumerate(marks):
+                texts[i] = pair[number % 2]
+    return texts
+
+
 def _texts(glyphs: list[Glyph]) -> Iterator[str]:
     """Yield the texts of a segment's glyphs, with a space at each gap."""
     tracking, pitch = _tracking(glyphs)
@@ -327,4 +342,4 @@ def _in_reading_order(texts: list[str]) -> list[str]:
         parts += [[text] for text in texts[place : zone.end()]]
         ordered += [text for part in reversed(parts) for text in part]
         place = zone.end()
-    return ordered + texts[place:]
+    return _pair_brackets(ordered + texts[place:])

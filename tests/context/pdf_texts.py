@@ -296,6 +296,17 @@ PDF_TEXTS |= {
     "a word from left to right within Hebrew": PdfDocument(
         _right_to_left(_HEBREW, lines("gfe PDF FILE dcba")), "שלום PDF FILE עבד"
     ),
+    "brackets around a word from left to right": PdfDocument(
+        _right_to_left(_HEBREW, lines("gfe (PDF FILE) dcba")), "שלום (PDF FILE) עבד"
+    ),
+    "columns above a table": PdfDocument(
+        pdf(_side_by_side(_LEFT, _RIGHT) + _at(72, 634, "2023") + _at(120, 634, "17") + _at(72, 620, "2024")),
+        _COLUMNS + "\n2023 17\n2024",
+    ),
+    "scripts of browsers": PdfDocument(
+        pdf(_at(72, 700, "10") + _at(85.4, 706, "6", 10) + _at(94.5, 700, "m of H") + _at(129.9, 697, "2", 10)),
+        "10⁶ m of H₂",
+    ),
     "a table from right to left": PdfDocument(
         _right_to_left(_HEBREW, _at(300, 700, "dcba") + _at(200, 700, "1500") + _at(72, 700, "gfe")), "שלום 1500 עבד"
     ),
