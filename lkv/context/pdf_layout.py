@@ -318,9 +318,10 @@ def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:
     gaps, pitches = sorted(b.x - a.end for a, b in letters), sorted(b.x - a.x for a, b in letters)
     if count < 4:
         return 0.0, 0.0
-    has_tracking = gaps[count // 2] - gaps[count // 4] < 0.1 * size and gaps[count // 4] < _MAX_TRACKING * size
+    is_even = gaps[count // 2] - gaps[count // 4] < 0.1 * size
+    has_tracking = is_even and _NUMBER_GAP * size < gaps[count // 4] < _MAX_TRACKING * size
     has_pitch = pitches[3 * count // 4] - pitches[0] < 0.02 * size and pitches[0] < size
-    return max(0.0, gaps[count // 4] * has_tracking), pitches[0] * has_pitch
+    return gaps[count // 4] * has_tracking, pitches[0] * has_pitch
 
 
 def _in_reading_order(texts: list[str]) -> list[str]:
