@@ -33,8 +33,8 @@ class Turn(NamedTuple):
 class Chat:
     """A conversation about one compressed text: every question sees all earlier turns.
 
-    The turns are appended to a copy of the context's cache until `undo` removes them. It is thread-safe: a question
-    waits until the answer that is being generated ends, and follows it.
+    The turns are appended to a copy of the context's cache until `undo` removes them; `copy.deepcopy` branches off. It
+    is thread-safe: a question waits until the answer that is being generated ends, and follows it.
 
     Attributes:
         turns: The turns so far.
@@ -91,6 +91,13 @@ class Chat:
                 start = self.turns[-turns].start
                 del self.turns[-turns:], self._ids[start:]
                 self._crop(start)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Chat":
+        # Another branch of the conversation; the model is not copied.
+        with self._context._exclusive():
+            chat = Chat(self._context)
+            chat.turns, chat._ids = list(self.turns), list(self._ids)
+        return chat
 
     def nbytes(self) -> int:
         """Return the bytes of k and v of the text and all turns."""

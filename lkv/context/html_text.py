@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
 from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, table_lines
-from lkv.context.style_sheets import StyleSheets, gap, other_alternatives
+from lkv.context.style_sheets import StyleSheets, gap, is_transparent, other_alternatives
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -30,7 +30,7 @@ _DISPLAYS = {
     "table-row-group": "caption colgroup tbody tfoot thead",
 }
 _DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.split()}
-_DISPLAY_KEYWORDS = (None, "inherit", "initial", "revert", "unset")
+_DISPLAY_KEYWORDS = (None, "inherit", "revert")
 _LINE_BREAKS = {"inline": 0, "inline-block": 0, "contents": 0, "table-cell": 0, "spaced block": 2}  # else 1
 _PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
 _NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
@@ -144,7 +144,7 @@ class _Renderer:
         default = _DISPLAY.get(tag, "inline")
         is_default = style.get("display") in _DISPLAY_KEYWORDS
         has_margins = style.get("display") == "block" and default == "spaced block"
-        display = default if is_default or has_margins else style["display"]
+        display = default if is_default or has_margins else re.sub("^(initial|unset)$", "inline", style["display"])
         if tag in _NOT_READ:
             self._skip(tag, attributes)
             return [*_children(node)] if tag == "object" else []  # whose content stands in for it
@@ -153,7 +153,8 @@ class _Renderer:
         if display == "none" or (is_hidden and is_default):
             self.left_out["hidden element"] += default != "none" and _has_text(node)
             return []
-        self.left_out["perhaps hidden element"] += node.mem_id in self._sheets.doubtful and _has_text(node)
+        is_doubtful = node.mem_id in self._sheets.doubtful or is_transparent(style)
+        self.left_out["perhaps hidden element"] += is_doubtful and _has_text(node)
         outer_style = {} if node.parent is None else self._sheets.style(node.parent)
         is_apart = re.search("flex|grid", outer_style.get("display", ""))
         if is_apart or style.get("float") in ("left", "right") or style.get("position") in ("absolute", "fixed"):

@@ -14,7 +14,7 @@ _PART = re.compile(r"([^{};]*)([{};]?)")
 _NO_PARTS = re.compile(r"""/\*.*?(?:\*/|\Z)|<!--|-->|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""", re.DOTALL)
 # Of the declarations that are used, margins alone are left out where there are too many.
 _USED = re.compile(
-    r"(?<![\w-])(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align|content|counter-\S*|"
+    r"(?<![\w-])(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align|opacity|content|counter-\S*|"
     r"list-style\S*|(margin|padding|border)(?:-left|-right|-style|-inline\S*)?)\s*:"
 )
 _APART = ("display", "float", "position", "vertical-align")
@@ -125,6 +125,11 @@ def gap(tag: str | None, style: Style, side: str) -> float:
     border = re.search(r"solid|dashed|dotted|double|groove|ridge|inset|outset", style.get(f"border-{side}", ""))
     margin, padding = (_length(style.get(f"{name}-{side}", "0")) for name in ("margin", "padding"))
     return margin + max(0.0, padding) + (border is not None)
+
+
+def is_transparent(style: Style) -> bool:
+    """Return whether nothing of an element can be seen, though it takes its place."""
+    return re.fullmatch(r"0*\.?0+%?", style.get("opacity", "")) is not None
 
 
 def _length(value: str) -> float:

@@ -298,7 +298,8 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
     document: Document | None = None
     for name, file, data in _form_parts(body, _parameter(content_type, "boundary") or ""):
         if name == "protect":
-            fields.setdefault(name, []).append(_decode_field(name, data))
+            is_role = data.lstrip().startswith(b'{"role"')
+            fields.setdefault(name, []).append(_decode_field("messages" if is_role else name, data))
             continue
         if name in fields or (name == "file" and document is not None):
             raise PromptError(f"the form has the field {name[:80]!r} twice; send it once.")

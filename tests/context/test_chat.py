@@ -1,5 +1,6 @@
 """Questions side by side, in turns, and as they come: all held to `ask` and to the model without any cache."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from lkv.utils.prompts import (
 )  # fmt: skip
 from tests.conftest import save_model, tiny_llama
 from tests.context.test_compression import TEXT, Words
+from tests.families import build
 
 QUESTIONS = ["what is one ?", "and what now then please ?", "why ?", "where did all of them go to ?", "why ?"]
 TEMPLATE = (
@@ -185,6 +187,27 @@ def test_threads_take_turns_in_a_chat(saved):
     assert [replayed.ask(turn.question, 6) for turn in chat.turns] == [turn.answer for turn in chat.turns]
     chat.undo(9)
     assert chat.ask("zero?", 6) == replayed.turns[0].answer
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_a_copy_of_a_chat_is_a_branch(saved, family):
+    """Both answer as chats that had their turns alone."""
+    model, tokenizer = build(family, vocab_size=300), saved[1]
+    context = compress(model, tokenizer, TEXT[:200], method="knorm", retention=0.4)
+    chat, chains = Chat(context), (["one?", "two?"], ["one?", "three?", "four?"])
+    expected = []
+    for questions in chains:
+        fresh = Chat(context)
+        expected.append([fresh.ask(question, 6) for question in questions])
+    chat.ask("one?", 6)
+    branch = copy.deepcopy(chat)
+    assert (
+        branch._model is model and branch.ask("three?", 6) == expected[1][1] and chat.ask("two?", 6) == expected[0][1]
+    )
+    assert branch.ask("four?", 6) == expected[1][2]
+    assert [[turn.answer for turn in each.turns] for each in (chat, branch)] == expected
+    branch.undo(3)
+    assert branch.ask("one?", 6) == expected[1][0] and len(chat.turns) == 2
 
 
 def test_a_chat_is_not_asked_by_its_own_streamer(saved):

@@ -140,6 +140,11 @@ def test_a_conversation_is_folded_and_continues(server, parts):
     assert server.service.store.get(name).ids == own.ids
     assert server.service.store.get(name).cache.kept_counts() == own.cache.kept_counts()
     assert server.answer("Sure?", name) == own.ask("Sure?", 8)
+    fields = (
+        field("messages", json.dumps(turns)) + field("protect", json.dumps(protect[0])) + field("protect", "41 boats")
+    )
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    assert server.ask("/v1/contexts", fields + b"--b--\r\n", **kind)[1]["id"] == name
     # With everything kept it is the stock model that reads the whole conversation.
     whole = server.compressed(None, messages=turns, retention=1.0)
     more = [SURE, {"role": "assistant", "content": "Yes."}, WHO]
