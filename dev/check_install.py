@@ -93,7 +93,7 @@ assert 0.2 < held["realised_retention"] <= 0.25 and held["bytes_held"] < held["b
 """
 ASK = ["lkv", "ask", "text.txt", "What is it about?", "--max-new-tokens", "8"]
 TRAIN = ["lkv", "train", "--preset", "cpu", "--model", "tiny", "--data", "data", "--out", "run", "--steps", "2"]
-DATA = ["python", "-m", "experiments.data", "build", "--recipe", "wide", "--data", "sets", "--out", "built", "--model", "tiny"]
+DATA = "python -m experiments.data build --recipe wide --data sets --out built --model tiny".split()
 RULER = ["lkv", "eval", "ruler", "--tasks", "niah_single_1", "--lengths", "1500", "--samples", "1", "--data", "data"]
 
 

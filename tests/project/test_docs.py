@@ -237,6 +237,22 @@ def test_the_selector_of_the_page_works_everywhere(own_registry, capsys):
     assert cache.realised_retention() == 0.5
 
 
+@pytest.mark.parametrize("amount", [{"memory": 0.1}, {"memory": 0.15}, {"retention": 0.2}, {"retention": 0.4}])
+def test_the_budget_of_the_methods_page_follows_its_target(own_registry, amount):
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.search(r"`my_methods.py`:\n\n```python\n(.*?)```", page, re.DOTALL)[1], names)
+    names["register"]()
+    model = tiny_llama(num_hidden_layers=4)
+    ids = torch.randint(3, 67, (1, 500), generator=torch.Generator().manual_seed(0))
+    own, uniform = (RaggedCache(model, method=name, **amount) for name in ("lower-layers", "uniform+large-values"))
+    for cache in (own, uniform):
+        model(ids, past_key_values=cache, use_cache=True)
+    assert own.nbytes() == pytest.approx(uniform.nbytes(), rel=0.02)
+    lower, upper = (sum(own.kept_counts()[layer]) for layer in (0, 3))
+    assert lower == pytest.approx(3 * upper, rel=0.03)
+
+
 def test_the_package_of_the_methods_page_is_found(tmp_path, own_registry, monkeypatch, capsys):
     """Its files as they are shown, installed as pip would: the command line lists the method."""
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
@@ -260,7 +276,9 @@ def test_the_package_of_the_methods_page_is_found(tmp_path, own_registry, monkey
     finally:
         registry._load_plugins.cache_clear()
         sys.modules.pop(module, None)
-    assert re.search(r"^ *large-values +.*values of large norm", capsys.readouterr().out, re.MULTILINE)
+    listed = capsys.readouterr().out
+    assert re.search(r"^ *large-values +.*values of large norm", listed, re.MULTILINE)
+    assert re.search(r"^ *lower-layers +.*lower layers keep three times as much", listed, re.MULTILINE)
 
 
 def printed(block: re.Match, names: dict) -> str:

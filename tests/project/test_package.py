@@ -14,9 +14,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 import lkv
-from dev import release
+from dev import check_install, release
 from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
+from tests.commands import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "https://example.org/owner/lkv"
@@ -52,6 +53,15 @@ def test_the_wheel_has_its_data_its_types_and_nothing_else(built):
     assert all(name.startswith(("lkv/", "lkv_cache-")) for name in files)
     assert about["Version"] == lkv.__version__ == "".join(re.findall(r"lkv_cache-([^-]+)-", path.name))
     assert f"Source, {ADDRESS}" in about.get_all("Project-URL")
+
+
+def test_commands_of_the_check_of_extras_are_there(capsys):
+    commands = [command for features in check_install.FEATURES.values() for command in features]
+    own = [command[1:] for command in commands if command[0] == "lkv" and command[1:] != ["--version"]]
+    programs = [command[2:] for command in commands if command[2:3] == ["experiments.data"]]
+    assert len(own) > 8 and programs
+    for words in [*own, *([words[0].partition(".")[2], *words[1:]] for words in programs)]:
+        parse_arguments(words)  # ends the test where argparse finds a mistake
 
 
 def test_links_of_a_release_lead_to_its_tag_and_its_files_are_there(built):
