@@ -189,9 +189,22 @@ WRONG_OPTIONS = [
             "logits_processor": "a LogitsProcessorList",
             "prefix_allowed_tokens_fn": "a function",
             "assistant_model": "a model",
+            "stop_strings": "a text or a list of texts",
+            "suppress_tokens": "a list of ids",
+            "top_p": "a number from 0 to 1",
         }.items()
     ),
     ({"stopping_criteria": [3]}, CacheError, r"stopping_criteria is \[3\]"),
+    *(
+        ({name: "x"}, CacheError, f"{name} is 'x'; give {remedy}")
+        for name, remedy in {
+            "eos_token_id": "a token's id",
+            "pad_token_id": "a token's id",
+            "min_new_tokens": "a whole number",
+            "prompt_lookup_num_tokens": "a whole number",
+            "max_time": "a number of seconds",
+        }.items()
+    ),
 ]
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from inspect import signature
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -38,13 +39,28 @@ _RESERVED = [
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _NEUTRAL_SAMPLING = {"temperature": 0, "top_p": 1}  # values that ask for a greedy answer
 _COUNTS = ("num_beams", "num_return_sequences")
-# Options that are objects: whether a value can be one, and what to give.
-_OBJECTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+# Options whose values transformers does not check: whether one can be used, and what to give.
+_CHECKED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "streamer": (lambda value: hasattr(value, "put") and hasattr(value, "end"), "one such as TextStreamer(tokenizer)"),
     "stopping_criteria": (lambda value: _is_callables(value), "a StoppingCriteriaList"),
     "logits_processor": (lambda value: _is_callables(value), "a LogitsProcessorList"),
     "prefix_allowed_tokens_fn": (callable, "a function"),
     "assistant_model": (lambda value: isinstance(value, torch.nn.Module), "a model"),
+    "stop_strings": (lambda value: isinstance(value, str) or _is_list(value, str), "a text or a list of texts"),
+    "suppress_tokens": (lambda value: _is_list(value, Integral), "a list of ids"),
+    "max_time": (lambda value: isinstance(value, Real), "a number of seconds"),
+    "top_p": (lambda value: isinstance(value, Real) and 0 <= float(value) <= 1, "a number from 0 to 1"),
+    **dict.fromkeys(
+        ("eos_token_id", "pad_token_id"),
+        (
+            lambda value: isinstance(value, Integral | Tensor) or _is_list(value, Integral),
+            "a token's id, or a list of them",
+        ),
+    ),
+    **dict.fromkeys(
+        ("min_new_tokens", "min_length", "prompt_lookup_num_tokens"),
+        (lambda value: isinstance(value, Integral) and int(value) >= 0, "a whole number"),
+    ),
 }
 _ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
 
@@ -56,7 +72,7 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
     names = vars(GenerationConfig()).keys() | signature(unwrap_model(model).generate).parameters.keys()
     if unknown := sorted(set(options) - names):
         raise CacheError(f"model.generate has no option {', '.join(unknown)}; leave it out.")
-    for name, (is_one, remedy) in _OBJECTS.items():
+    for name, (is_one, remedy) in _CHECKED.items():
         if options.get(name) is not None and not is_one(options[name]):
             raise CacheError(f"{name} is {options[name]!r}; give {remedy}, or leave it out.")
     config = options.get("generation_config")
@@ -89,6 +105,10 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
 
 def _is_callables(value: object) -> bool:
     return isinstance(value, list) and all(map(callable, value))
+
+
+def _is_list(value: object, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
 
 
 def is_assisted(model: PreTrainedModel, options: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TextStreamer
 
 import lkv
 from lkv.context.chat import Chat
@@ -96,7 +96,7 @@ def test_what_one_answer_takes_alone_is_asked_one_by_one_or_refused(model, polic
     counted = context.answer_tokens, context.is_truncated
     assert 8 < counted[0] <= 16
     with pytest.raises(CacheError, match="a streamer shows one answer alone"):
-        context.batch_ask(questions, 8, streamer=object())
+        context.batch_ask(questions, 8, streamer=TextStreamer(Words()))
     if Version(transformers.__version__) < Version("5.17"):
         with pytest.raises(CacheError, match=r"it needs transformers 5\.17 or newer"):
             context.batch_ask(questions, 8, eos_token_id=66, prompt_lookup_num_tokens=3)
