@@ -21,7 +21,7 @@ _NO_CHARACTER = re.compile(r"[\x01-\x08\x0e-\x1f\ufffd\ue000-\uefff\uf100-\uf8ff
 _SYMBOL_FONTS = re.compile("Wingdings|Webdings")
 _MAX_UNNAMED = 0.05  # of a font's characters
 _MIN_WIDTH = 0.02  # of an object, in points
-_MAX_CHARACTERS = 250_000  # of a page; more take minutes
+_MAX_CHARACTERS = 500_000  # of a page
 _SIDE_BEARINGS = 0.2  # of the font's size
 _MAX_DEPTH = 40  # of forms within forms
 

@@ -25,6 +25,7 @@ _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _LONG_LINE = 28  # characters, on average: longer than the names of a form's fields
 _MAX_LEADING = 1.4  # of a line of a column, by the usual leading
 _MAX_GUTTERS = 12  # places that are tried
+_MAX_SEGMENTS = 5000  # of a page with columns
 _NEIGHBOURS = 40  # segments that are compared with each one
 # Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
 _KINDS = {"L": "L", "R": "R", "AL": "R", "EN": "N", "AN": "N", "ES": ".", "CS": ".", "ET": "T", "WS": " "}
@@ -94,9 +95,11 @@ def _is_copy(run: _Run, other: _Run) -> bool:
 
 def _attach_scripts(lines: list[list[_Run]]) -> list[list[_Run]]:
     """Put small runs that are raised or lowered next to a larger glyph into its run."""
+    reach = [_MAX_RAISE * max(glyph.size for run in line for glyph in run) for line in lines]
     for number, line in enumerate(lines):
-        near = [other for other in lines[max(0, number - 4) : number + 5] if other and other is not line]
-        near.sort(key=lambda other: abs(other[0][0].y - line[0][0].y))
+        y, first = line[0][0].y, max(0, number - 4)
+        others = [(abs(other[0][0].y - y), first + i) for i, other in enumerate(lines[first : number + 5]) if other]
+        near = [lines[i] for distance, i in sorted(others) if i != number and distance < reach[i]]
         line[:] = [run for run in line if len(run) > _MAX_SCRIPT or not any(_is_inserted(run, other) for other in near)]
     return [line for line in lines if line]
 
@@ -154,7 +157,8 @@ def _attach_capitals(segments: list[_Segment]) -> list[_Segment]:
 def _columns(segments: list[_Segment]) -> Iterator[list[_Segment]]:
     """Divide a page into blocks in the order of reading: columns of prose one after the other."""
     starts = Counter(round(segment.x) for segment in segments)
-    gutters = sorted(x for x, count in starts.most_common(_MAX_GUTTERS) if count > 1)[1:]
+    common = starts.most_common(_MAX_GUTTERS) if len(segments) < _MAX_SEGMENTS else []
+    gutters = sorted(x for x, count in common if count > 1)[1:]
     ordered = sorted(segments, key=lambda segment: -segment.y)
     for gutter in gutters:
         left = [segment.y for segment in ordered if segment.end < gutter]
@@ -167,9 +171,11 @@ def _columns(segments: list[_Segment]) -> Iterator[list[_Segment]]:
                 blocks.append((is_beside, []))
             blocks[-1][1].append(segment)
         for i, (is_beside, block) in enumerate(blocks):
+            if not is_beside or len(block) < 4:
+                continue
             sides = [[each for each in block if (each.x > gutter - 1) == side] for side in (False, True)]
             titles = _take_titles(*sides)
-            if is_beside and _are_columns(*sides):
+            if _are_columns(*sides):
                 if max(each.order for each in sides[1]) < min(each.order for each in sides[0]):
                     sides.reverse()
                 above, below = (list(chain(*(each for _, each in part))) for part in (blocks[:i], blocks[i + 1 :]))
@@ -249,11 +255,11 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
     """Join the two lines of a cell whose row has its base line between them; `segments` are from top to bottom."""
     merged: dict[int, _Segment | None] = {}
     for i, top in enumerate(segments):
-        near = segments[i + 1 : i + _NEIGHBOURS]
-        bottom = next((each for each in near if _overlap(top, each)), top)
-        leading = top.y - bottom.y
-        if not 0 < leading < 1.4 * top.size or id(top) in merged:
+        near = [each for each in segments[i + 1 : i + _NEIGHBOURS] if 0 < top.y - each.y < 1.4 * top.size]
+        bottom = next((each for each in near if _overlap(top, each)), None)
+        if bottom is None or id(top) in merged:
             continue
+        leading = top.y - bottom.y
         for between in near[: near.index(bottom)]:
             is_beside = not _overlap(between, top) and not _overlap(between, bottom)
             if is_beside and abs(between.y - bottom.y - leading / 2) < _SAME_BASE * between.size:
