@@ -326,7 +326,9 @@ def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:
         return 0.0, 0.0
     is_even = gaps[count // 2] - gaps[count // 4] < 0.1 * size
     has_tracking = is_even and _NUMBER_GAP * size < gaps[count // 4] < _MAX_TRACKING * size
-    has_pitch = pitches[3 * count // 4] - pitches[0] < 0.02 * size and pitches[0] < size
+    widths = [a.end - a.x for a, b in letters if b.x - a.x - pitches[0] < 0.02 * size]
+    # Evenly placed, though not as wide as each other: not so in ordinary text.
+    has_pitch = len(widths) > 0.7 * count and max(widths) - min(widths) > 0.15 * size and pitches[0] < size
     return gaps[count // 4] * has_tracking, pitches[0] * has_pitch
 
 
