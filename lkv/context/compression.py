@@ -100,6 +100,8 @@ def compress(
             f"expected a text but got the path {text!r}; read the file first: "
             f"lkv.compress(model, tokenizer, lkv.read_document({text!r}), ...)."
         )
+    if progress is not None and not callable(progress):
+        raise PromptError(f"progress is {progress!r}; give a function of the completed share, or leave it out.")
     if system is not None:
         check_text(system, "the system prompt", "give some text, or leave it out")
     inputs: dict[str, Tensor] = {}

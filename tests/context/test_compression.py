@@ -193,6 +193,7 @@ def test_prediction_is_teacher_forced(model, policy):
         ("word " * 600, {}, PromptError, "has 600 tokens, but the model reads at most 512"),
         (TEXT, {"retention": 1.5}, RetentionError, "retention is 1.5"),
         (TEXT, {"prompt_tokens": 100}, PromptError, "the whole text is the prompt here"),
+        (TEXT, {"progress": 3}, PromptError, "progress is 3; give a function"),
         (TEXT, {"chunk": 0}, PromptError, "chunk is 0"),
         (TEXT, {"streaming": True}, PromptError, "give their size in tokens as chunk"),
         (TEXT, {"method": "full", "bits": 8, "slack": 2}, CacheError, "'full' has no options; leave bits, slack out"),
