@@ -125,6 +125,23 @@ def test_compare_leaves_a_full_cache_that_was_there_before():
 
 
 @needs_node
+def test_an_error_ends_a_comparison_and_the_next_answers_are_alone():
+    found = run("""
+      await compare();
+      at("key").value = "guess";
+      server.key = "sesame";
+      await ask();
+      const refused = [[...log], at("ask").disabled];
+      server.key = "";
+      await ask();
+      return [refused, log, at("full").textContent, at("problem").textContent];
+    """)
+    made = 'make {"text":"A text.","retention":1}'
+    log = ["ask small", "end small", made, "ask full", "end full", "delete full"]
+    assert found == [[[], False], log, "41", ""]
+
+
+@needs_node
 def test_a_stopped_comparison_deletes_the_full_cache():
     found = run("""
       await compare();
