@@ -1,6 +1,8 @@
 """`lkv fit` on hybrids that look facts up: two layers, trained here on synthetic recall.
 
 Several questions about each text, answers included, make a model learn it in a minute; one question a text does not.
+In Qwen3.5, predictions that nothing has trained change with every evicted token, and `lkv fit` would spend most of its
+loss on them. It learns all tokens, as language models do.
 """
 
 import random
@@ -41,6 +43,10 @@ FITTED = [
 ]
 TOYS: dict[str, dict[str, Any]] = {
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Qwen3_5Text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
 }  # fmt: skip
 
 
@@ -87,8 +93,15 @@ def draw_batch(tokenizer: Any, rng: random.Random, stage: Stage, rows: int = 32)
     return ids, torch.arange(start, start + 2 * stage.questions, 2)
 
 
-def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
-    """Train a model of the family until it answers questions about such texts."""
+def train(family: str, tokenizer: Any, all_tokens: float, most_steps: int = 1500) -> Any:
+    """Train a model of the family until it answers questions about such texts.
+
+    Args:
+        family: A key of `TOYS`.
+        tokenizer: That of `make_tokenizer`.
+        all_tokens: The weight of the loss of all tokens, beside that of the answers.
+        most_steps: The most steps.
+    """
     torch.manual_seed(0)
     rng = random.Random(0)
     settings = SHAPE | TOYS[family] | {"vocab_size": len(tokenizer)}
@@ -100,14 +113,18 @@ def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
     stage = next(stages)
     for _ in range(most_steps):
         ids, places = draw_batch(tokenizer, rng, stage)
-        logits, answers = model(ids, use_cache=False).logits[:, places], ids[:, places + 1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        logits, targets = model(ids, use_cache=False).logits[:, :-1], ids[:, 1:]
+        if all_tokens:
+            losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+            loss = losses[:, places].mean() + all_tokens * losses.mean()
+        else:
+            loss = torch.nn.functional.cross_entropy(logits[:, places].flatten(0, 1), targets[:, places].flatten())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warmup.step()
-        right = 0.95 * right + 0.05 * float((logits.argmax(-1) == answers).double().mean())
+        right = 0.95 * right + 0.05 * float((logits.argmax(-1) == targets)[:, places].double().mean())
         if right > stage.until:
             if stage is LAST:
                 break
@@ -116,23 +133,27 @@ def train(family: str, tokenizer: Any, most_steps: int = 1500) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TOYS)
-def test_lkv_answers_as_the_full_cache_at_a_tenth_of_the_memory_and_snapkv_does_not(family, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "all_tokens", "minutes", "texts"), [("Lfm2", 0.0, 1, 10), ("Qwen3_5Text", 0.3, 2, 15)]
+)
+def test_lkv_answers_as_the_full_cache_at_a_tenth_of_the_memory_and_snapkv_does_not(
+    family, all_tokens, minutes, texts, tmp_path, monkeypatch
+):
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     monkeypatch.setenv("LKV_CACHE", str(tmp_path))
     tokenizer = make_tokenizer()
-    model, rng = train(family, tokenizer), random.Random(7)
-    policy = fit(model, tokenizer, [draw_text(rng)[0] for _ in range(400)], minutes=1)
+    model, rng = train(family, tokenizer, all_tokens), random.Random(7)
+    policy = fit(model, tokenizer, [draw_text(rng)[0] for _ in range(400)], minutes)
     right = dict.fromkeys(("full", "lkv", "snapkv"), 0)
-    for _ in range(10):
+    for _ in range(texts):
         text, facts = draw_text(rng)
         asked = rng.sample([*facts.items()], 4)
         for method in right:
             options = {"full": {}, "lkv": {"memory": 0.1, "policy": policy}, "snapkv": {"memory": 0.1}}[method]
             context = compress(model, tokenizer, text, method=method, **options)
             right[method] += sum(context.ask(key, max_new_tokens=1).strip() == value for key, value in asked)
-    assert right["full"] >= 39 and right["lkv"] >= right["full"] - 1 and right["snapkv"] <= 20
+    assert right["full"] >= 4 * texts - 1 and right["lkv"] >= right["full"] - 1 and right["snapkv"] <= 2 * texts, right
 
 
 @pytest.mark.slow
