@@ -15,6 +15,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.methods.request import CompressionRequest
+from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.overrides import current_method, override_method
 
 _logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             request = replace(config.request, prompt_tokens=tokens)
             compression.cache = RaggedCache.from_config(model, replace(config, request=request))
             kwargs |= cache_argument(compression.cache)
+            with adapted_threads(getattr(model, "device", None)):
+                return generate(*args, **kwargs)
         return generate(*args, **kwargs)
 
     _own_blocks.set((*_own_blocks.get(), compression))

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.hf.loading import load_model
 from lkv.utils import cpu_threads
@@ -93,6 +94,8 @@ def test_loading_compressing_and_answering_use_the_measured_number(monkeypatch, 
     context.ask("what ?", 2)
     context.predict("what ?", "who")
     list(context.stream("what ?", 2))
+    with compress_prefill(model, method="knorm", retention=0.4):
+        model.generate(torch.arange(3, 40)[None], max_new_tokens=2)
     assert passes and len(used) > passes + 3 and set(used) == {1} and torch.get_num_threads() == 2
     save_model(tmp_path)
     plain = torch.nn.Module.__init__
