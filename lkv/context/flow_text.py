@@ -6,8 +6,8 @@ from typing import NamedTuple
 SPACES = " \t\n\r\f"
 # Displayed as spaces, or not at all: soft hyphens, zero-width spaces, word joiners, byte order marks.
 UNSEEN = {0xA0: " ", 0xAD: None, 0x200B: None, 0x2060: None, 0xFEFF: None}
-SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
-SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
+_SUPERSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()ni", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾ⁿⁱ")
+_SUBSCRIPTS = str.maketrans("0123456789+-\N{MINUS SIGN}=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
 _MAX_COLUMNS = 200  # of a table whose columns are aligned
 _MAX_CELL = 300  # characters of a cell of several lines that is put on one
 _WORD_GAP = 0.249  # em; a space of common fonts
@@ -73,6 +73,24 @@ class FlowText:
     def value(self) -> str:
         """Return the text so far."""
         return "".join(self._pieces).strip("\n")
+
+
+def script_text(text: str, before: str, is_raised: bool) -> str:
+    """Return a power, an index or a footnote's number: 10⁶, x_max and e^(2x), not the other numbers 106 and e2x.
+
+    Args:
+        text: The superscript or subscript.
+        before: The character that it follows without a gap; empty for none.
+        is_raised: Whether it is a superscript.
+    """
+    characters = _SUPERSCRIPTS if is_raised else _SUBSCRIPTS
+    if all(ord(character) in characters for character in text):
+        return text.translate(characters)
+    is_raised_word = is_raised and re.fullmatch("st|[nr]d|th|er|re|ère|ème|TM|SM", text)
+    if is_raised_word or not before or not re.search(r"\w", text):
+        return text
+    is_one = len(text) == 1 or re.fullmatch(r"\[.*\]" if is_raised else r"\[.*\]|\w+", text)
+    return ("^" if is_raised else "_") + (text if is_one else f"({text})")
 
 
 class Cell(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
-from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS, UNSEEN, Cell, FlowText, table_lines
+from lkv.context.flow_text import UNSEEN, Cell, FlowText, script_text, table_lines
 from lkv.context.style_sheets import StyleSheets, gap, is_transparent, other_alternatives
 
 if TYPE_CHECKING:
@@ -318,21 +318,14 @@ class _Renderer:
         return [*children, end]
 
     def _write_superscript(self, text: str) -> None:
-        is_raised_word = re.fullmatch("st|[nr]d|th|er|re|ère|ème|TM|SM", text)
-        self._write_script(text, "" if is_raised_word else "^", SUPERSCRIPTS)
+        self._write_script(text, is_raised=True)
 
     def _write_subscript(self, text: str) -> None:
-        self._write_script(text, "_", SUBSCRIPTS)
+        self._write_script(text, is_raised=False)
 
-    def _write_script(self, text: str, sign: str, characters: dict[int, int]) -> None:
-        """Add a power, an index or a footnote's number: 10⁶, x_max and e^(2x), not the other numbers 106 and e2x."""
-        if all(ord(character) in characters for character in text):
-            self.text.write_verbatim(text.translate(characters))
-        elif not sign or not self.text.last_character() or not re.search(r"\w", text):
-            self.text.write(text)
-        else:
-            is_one = len(text) == 1 or re.fullmatch(r"\[.*\]|\w+" if sign == "_" else r"\[.*\]", text)
-            self.text.write_verbatim(sign + (text if is_one else f"({text})"))
+    def _write_script(self, text: str, is_raised: bool) -> None:
+        script = script_text(text, self.text.last_character(), is_raised)
+        (self.text.write if script == text else self.text.write_verbatim)(script)
 
     def _render_formula(self, tag: str, children: list["LexborNode"]) -> list[_Step]:
         def write_operand(text: str) -> None:

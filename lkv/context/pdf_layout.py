@@ -5,10 +5,11 @@ from bisect import bisect, bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 from unicodedata import bidirectional, combining
 
-from lkv.context.flow_text import SUBSCRIPTS, SUPERSCRIPTS
+from lkv.context.flow_text import script_text
 
 # Shares of the font's size.
 _SAME_BASE = 0.15  # between the base lines of one line
@@ -17,12 +18,14 @@ _NUMBER_GAP = 0.12  # between numbers
 _CELL_GAP = 1.0  # between cells or columns, at least
 _ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
-_MAX_RAISE, _MAX_DROP = 0.7, 0.4  # of superscripts and of subscripts
+_MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
+_CLEAR_RAISE = 0.2  # of scripts that are apart from other glyphs
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
 _MAX_SCRIPT = 8  # glyphs
 _SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _LONG_LINE = 28  # characters, on average: longer than the names of a form's fields
+_MIN_WIDTH = 4  # of a line whose last word is broken
 _MAX_LEADING = 1.4  # of a line of a column, by the usual leading
 _MAX_GUTTERS = 12  # places that are tried
 _MAX_SEGMENTS = 5000  # of a page with columns
@@ -60,7 +63,7 @@ class _Segment(NamedTuple):
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
     segments = [segment for line in _attach_scripts(_base_lines(glyphs)) for segment in _segments(line)]
-    return [_line_text(row) for block in _columns(_attach_capitals(segments)) for row in _rows(block)]
+    return [line for block in _columns(_attach_capitals(segments)) for line in _mark_breaks(_rows(block))]
 
 
 def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
@@ -114,7 +117,8 @@ def _is_inserted(run: _Run, line: list[_Run]) -> bool:
         is_off = size == other[0].size and len(run) < len(other) and abs(other[0].y - y) < _MAX_OFFSET * size
         for glyph in base[-1:] or other[max(0, index - 1) : max(1, index)] * is_off:
             gap = x - glyph.end if index else glyph.x - end
-            is_near = -0.25 * glyph.size < gap < 0.35 * glyph.size
+            following = (each.x for each in chain(other[index:], *line[place : place + 1]) if each.size > size)
+            is_near = -0.25 * glyph.size < gap < 0.35 * glyph.size and end - next(following, end) < 0.25 * glyph.size
             if is_near and -_MAX_DROP * glyph.size < y - glyph.y < _MAX_RAISE * glyph.size:
                 other[index:index] = run
                 return True
@@ -276,11 +280,22 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
     return sorted((cell for cell in cells if cell), key=lambda cell: -cell.y)
 
 
+def _mark_breaks(rows: list[list[_Segment]]) -> Iterator[str]:
+    """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
+    texts = [*map(_line_text, rows), 8 * "?"]  # where the text goes on is not known yet
+    for number, row in enumerate(rows):
+        end, text, following = row[-1].end, texts[number], texts[number + 1]
+        edge = max(each[-1].end for each in rows[max(0, number - 2) : number + 3])
+        letter = (end - row[0].x) / max(1, len(text))
+        is_full = end - row[0].x > _MIN_WIDTH * row[-1].size and end + letter * len(following.partition(" ")[0]) > edge
+        yield text + "\N{SOFT HYPHEN}" * (is_full and text[-1:] in ("-", "\N{HYPHEN}"))
+
+
 def _line_text(row: list[_Segment]) -> str:
     """Return a row's text in the order of reading, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
     texts: list[str] = []
     for segment in row:
-        part = list(_texts(segment.glyphs))
+        part = _texts(segment.glyphs)
         texts += [" "] * (bool(texts) and texts[-1] != " " != part[0])
         texts += part
     return "".join(_in_reading_order(texts)).strip(" ")
@@ -297,24 +312,34 @@ def _pair_brackets(texts: list[str]) -> list[str]:
     return texts
 
 
-def _texts(glyphs: list[Glyph]) -> Iterator[str]:
-    """Yield the texts of a segment's glyphs, with a space at each gap."""
+def _texts(glyphs: list[Glyph]) -> list[str]:
+    """Return the texts of a segment's glyphs, with a space at each gap and scripts as part of what they follow."""
     tracking, pitch = _tracking(glyphs)
     base = max(glyphs, key=lambda glyph: glyph.size)
-    before: Glyph | None = None
-    for shift, run in groupby(glyphs, key=lambda glyph: glyph.size < _SMALL * base.size and glyph.y - base.y):
-        part = list(run)
-        characters = SUPERSCRIPTS if shift > 0 else SUBSCRIPTS
-        is_script = abs(shift) > 0.05 * base.size and all(ord(glyph.text[0]) in characters for glyph in part)
-        is_script = is_script and before is not None and before.text[-1].isalnum()
-        for glyph in part:
-            if before and before.text[-1] != " " != glyph.text[0]:
-                gap, size = glyph.x - before.end, before.size
-                are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
-                most = (_NUMBER_GAP if are_digits else _WORD_GAP) * size
-                yield from () if -size <= gap <= max(tracking, pitch + before.x - before.end) + most else " "
-            yield glyph.text.translate(characters) if is_script else glyph.text
-            before = glyph
+    raises = [(glyph.y - base.y) * (glyph.size < _SMALL * base.size) for glyph in glyphs]
+    raises = [shift if abs(shift) > 0.05 * base.size else 0.0 for shift in raises]
+    spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
+    for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
+        if before.text[-1] != " " != glyph.text[0]:
+            gap, size = glyph.x - before.end, before.size
+            are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
+            most = (_NUMBER_GAP if are_digits else _WORD_GAP) * size
+            if not -size <= gap <= max(tracking, pitch + before.x - before.end) + most:
+                spaced.append((" ", shift * (last == shift)))
+        spaced.append((glyph.text, shift))
+    texts: list[str] = []
+    place = 0
+    for raised, run in groupby(spaced, key=itemgetter(1)):
+        part = [text for text, _ in run]
+        place += len(part)
+        before_script = texts[-1].strip(" ")[-1:] if texts else ""
+        is_near = before_script or (spaced[place : place + 1] or [(" ", 0)])[0][0] != " "
+        if abs(raised) > _CLEAR_RAISE * base.size or (raised and is_near):
+            script = script_text("".join(part), before_script, raised > 0)
+            # A footnote's letter is no part of the number behind it.
+            part = [texts.pop() + script] if before_script else [script, *[" "] * (script == "".join(part))]
+        texts += part
+    return texts
 
 
 def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from lkv.context.pdf_glyphs import PageText, read_pages
 from lkv.errors import DocumentError
 
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
-_BROKEN_WORD = re.compile(r"([^\W\d_]+)[-\N{HYPHEN}]\n([^\W\d_]+)")
+_BROKEN_WORD = re.compile(r"([^\W\d_]{2,})[-\N{HYPHEN}]\N{SOFT HYPHEN}\n([^\W\d_]+)")
 _UNNAMED, _OUTSIDE, _HIDDEN, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
     "text in fonts without characters on page",
     "text outside of page",
@@ -122,14 +122,16 @@ def _is_update_cut(data: bytes) -> bool:
 
 def _join_words(text: str) -> str:
     """Join words that are broken at a line's end; the hyphen stays where the text has it elsewhere in the word."""
-    text = text.replace("\N{SOFT HYPHEN}\n", "").replace("\N{SOFT HYPHEN}", "")
 
     def join(match: re.Match[str]) -> str:
         first, second = match.groups()
-        has_hyphen = second[0].isupper() or re.search(rf"\b{first}-{second}\b", text, re.IGNORECASE)
+        if not (first[-1] + second[0]).islower():
+            return match[0]
+        has_hyphen = re.search(rf"\b{first}-{second}\b", text, re.IGNORECASE)
         return f"{first}-{second}" if has_hyphen else first + second
 
-    return _BROKEN_WORD.sub(join, text)
+    joined = re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}\n", "", _BROKEN_WORD.sub(join, text))
+    return joined.replace("\N{SOFT HYPHEN}", "")
 
 
 def _left_out(reader: PdfReader, all_missing: list[list[str]]) -> Iterator[str]:

@@ -106,8 +106,8 @@ PDFS = {
     ),
     "pages": PdfDocument(pdf(lines("one"), lines("two"), lines("three")), "one\n\ntwo\n\nthree"),
     "hyphens at line ends": PdfDocument(
-        pdf(lines("The light-", "house of the well-", "known keeper; well-known.")),
-        "The lighthouse of the well-known keeper; well-known.",
+        pdf(lines("The log of the old light-", "house that has the well-", "known keeper; well-known.")),
+        "The log of the old lighthouse that has the well-known keeper; well-known.",
     ),
     "soft hyphens at line ends": PdfDocument(pdf(lines("The light\\255", "house.")), "The lighthouse."),
     "a dash at a line's end": PdfDocument(
@@ -420,9 +420,9 @@ PDFS |= {
         "See\nthe lamp",
     ),
     "hyphens by actual text": PdfDocument(
-        pdf("BT /F1 12 Tf 72 700 Td (com) Tj /Span << /ActualText <FEFF00AD> >> BDC (-) Tj EMC 0 -14 Td (puter) Tj ET"
-            " BT 72 660 Td (light) Tj /Span << /ActualText () >> BDC (-) Tj EMC 0 -14 Td (house) Tj ET"),
-        "computer\nlighthouse",
+        pdf("BT /F1 12 Tf 9 700 Td (The com) Tj /Span << /ActualText <FEFF00AD> >> BDC (-) Tj EMC 0 -9 Td (puter) Tj ET"
+            " BT 9 660 Td (The light) Tj /Span << /ActualText () >> BDC (-) Tj EMC 0 -14 Td (house) Tj ET"),
+        "The computer\nThe lighthouse",
     ),
     "empty actual text of displayed words": PdfDocument(pdf(_span("()", "(17 ships) Tj")), "See 17 ships lit"),
     "letters of a symbol font": PdfDocument(
