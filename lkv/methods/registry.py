@@ -173,15 +173,8 @@ def _register(
 ) -> Callable[[T], T]:
     """Register a class under a name; a class may be registered under several.
 
-    Requirements follow from the class: its `required_inputs`, `reads_queries` and `has_second_pass`.
-
-    Args:
-        registry: the registry of budgets or selectors.
-        name: its name in "BUDGET+SELECTOR".
-        label: its name in tables and figures.
-        description: what it does, in one line.
-        variant: its variant, if there are several of one name.
-        **options: passed on to the class's `from_inputs`.
+    Requirements follow from the class: its `required_inputs`, `reads_queries` and `has_second_pass`. The keywords are
+    the fields of `RegisteredComponent`; `options` are passed on to the class's `from_inputs`.
     """
 
     def register(cls: T) -> T:
