@@ -3,7 +3,10 @@
 import errno
 import logging
 import os
+import signal
 import socket
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 from lkv.cli.command import option
@@ -39,7 +42,7 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
 
         self._check_engine()
         require("serve" if self.engine == "lkv" else "vllm", "lkv serve")
-        key = read_api_key(self.host)
+        key = read_api_key(self.host, *self.allowed_hosts)
         if self.method == FULL:
             raise LkvError("uncompressed contexts cannot be stored; use a method that compresses, such as lkv.")
         check_port(self.host, self.port)
@@ -53,29 +56,29 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
                 f"vLLM starts, which takes a minute or more, and then serves on {address} (Ctrl-C ends it)", flush=True
             )
             os.execve(words[0], words, {**os.environ, **environment})  # replaces this process
-        import uvicorn
+        from lkv.serving.app import HttpServer
 
-        from lkv.serving.app import make_app
-        from lkv.serving.middleware import JsonFormatter
+        self._set_up_logs()
+        service = self.make_service()
+        if self.log_format == "text":
+            print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # uvicorn raises it again after the shutdown
+        with suppress(KeyboardInterrupt):
+            HttpServer(service, key).run()
+
+    def _set_up_logs(self) -> None:
+        """Write log lines to stderr, and with `--log-format json` also what is printed there as such lines."""
+        from lkv.serving.middleware import JsonFormatter, LineLogger
 
         # Other packages' messages from warnings on; uvicorn's in the same form.
-        text = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
         handler = logging.StreamHandler()
-        handler.setFormatter(JsonFormatter() if self.log_format == "json" else text)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        if self.log_format == "json":
+            handler.setFormatter(JsonFormatter())
+            logging.raiseExceptions = False  # a broken stderr cannot be reported there
+            sys.stderr = LineLogger(handler)
         logging.basicConfig(handlers=[handler])
         logging.getLogger("lkv").setLevel(self.log_level.upper())
-        service = self.make_service()
-        app = make_app(service, key)
-        print(f"lkv serves {service.name!r} on http://{self.host}:{self.port} (Ctrl-C ends it)", flush=True)
-        uvicorn.run(
-            app,
-            host=self.host,
-            port=self.port,
-            log_level="warning",
-            log_config=None,
-            access_log=False,  # `RequestLog` has more
-            timeout_graceful_shutdown=int(self.grace) + 1,
-        )
 
     def make_service(self) -> "Service":
         """Load the model and its policy, and start the service. Raises as loading them does."""
@@ -99,12 +102,13 @@ class Serve(PolicyOptions, RunOptions, ServiceSettings):
             raise LkvError("--vllm-args needs --engine vllm; add it, or leave --vllm-args out.")
 
 
-def read_api_key(host: str) -> str | None:
-    """Return the key that clients must send. Raises ServerError if `host` needs one and none is set."""
+def read_api_key(*hosts: str) -> str | None:
+    """Return the key that clients must send. Raises ServerError if one of `hosts` needs one and none is set."""
     key = os.environ.get(KEY_VARIABLE) or None
-    if host not in LOOPBACK and key is None:
+    if key is None and (public := [host for host in hosts if host not in LOOPBACK]):
         raise ServerError(
-            f"{host} can be reached by others: set {KEY_VARIABLE} to a key that clients must send, or leave --host out."
+            f"{public[0]} can be reached by others: set {KEY_VARIABLE} to a key that clients must send, or leave "
+            "--host and --allowed-hosts out."
         )
     return key
 

@@ -61,7 +61,7 @@ class Answer:
         ids: The tokens so far.
         text: The text so far that can no longer change.
         reason: Why it has ended: "stop" (an end token or a stop string), "length", "error", "cancelled"; None before.
-        error: The error, in one sentence.
+        error: The error, or with "length" why the answer was cut off, in one sentence.
     """
 
     def __init__(

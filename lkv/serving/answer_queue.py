@@ -105,14 +105,14 @@ class AnswerQueue:
             self._is_stopping = True
 
     def drop_all(self) -> None:
-        """End all requests with an error, and make `next_batch` return none."""
+        """End all requests with the text that they have, and make `next_batch` return none."""
         with self._changed:
             self._is_stopped = True
             rest = list(self._open)
             self._waiting.clear()
             self._changed.notify_all()
         for answer in rest:
-            answer.finish("error", "the server was stopped before this answer was complete; ask again when it runs.")
+            answer.finish("length", "the server was stopped before this answer was complete; ask again when it runs.")
 
     def put_back(self, batch: list[Answer]) -> None:
         """Close the requests of a batch that are answered, and queue the others again."""

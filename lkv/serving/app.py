@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import logging
+import math
+import socket
 import threading
 import time
 import uuid
@@ -10,16 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, disable_created_metrics, generate_latest
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
+import lkv
 from lkv.errors import LkvError, PromptError
 from lkv.serving import LOOPBACK
 from lkv.serving.answer import Answer
-from lkv.serving.middleware import RequestGuard, RequestLog, add_facts
+from lkv.serving.middleware import Facts, RequestGuard, RequestLog, add_facts
 from lkv.serving.routes import (
     add_context_routes,
     add_error_handlers,
@@ -28,20 +33,55 @@ from lkv.serving.routes import (
     read_body,
     split_model_name,
 )
-from lkv.serving.schemas import ChatRequest, error_object, parse_chat
+from lkv.serving.schemas import ChatRequest, ClientGoneError, error_object, error_response, parse_chat
 from lkv.serving.service import Service
 
 _ROUTES = "the server has /v1/chat/completions, /v1/models, /v1/contexts, /metrics, /healthz and a page at /"
 _DISCONNECT_CHECK = 0.5  # seconds between checks whether a client is still there
 _THREADS = 32
+_LOG = logging.getLogger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server of one service, which stops with it: answers in flight have its `grace` seconds."""
+
+    def __init__(self, service: Service, key: str | None = None):
+        """Create the server; `key` is as in `make_app`."""
+        self._service, settings = service, service.settings
+        config = uvicorn.Config(
+            make_app(service, key),
+            host=settings.host,
+            port=settings.port,
+            log_level="warning",
+            log_config=None,
+            access_log=False,  # `RequestLog` has more
+            timeout_graceful_shutdown=math.ceil(settings.grace) + 1,  # until cut off answers have been sent
+        )
+        super().__init__(config)
+
+    @override
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        address = f"http://{self.config.host}:{self.config.port}"
+        _LOG.info("started: %s", Facts(version=lkv.__version__, model=self._service.name, address=address))
+
+    @override
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.create_task(asyncio.to_thread(self._service.stop, self._service.settings.grace))
+        await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C
+            self._service.answers.drop_all()
+        await stopping
+        _LOG.info("stopped")
 
 
 def make_app(service: Service, key: str | None = None) -> FastAPI:
-    """Return the API over a service, which has its `grace` seconds for running answers when the server ends.
+    """Return the API over a service.
 
     Clients send `key` as a bearer token. A server that listens on this machine alone accepts only browsers and clients
-    on it, by the host name that they send.
+    on it, by the host name that they send, and those that the service's `allowed_hosts` name.
     """
+    disable_created_metrics()  # a line beside each metric
     settings = service.settings
 
     @asynccontextmanager
@@ -49,12 +89,11 @@ def make_app(service: Service, key: str | None = None) -> FastAPI:
         # As many as may wait for a slow store.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "lkv-serve"))
         yield
-        await asyncio.to_thread(service.stop, settings.grace)
 
     app = FastAPI(title="lkv", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     registry = CollectorRegistry()  # of this service alone: several may run in one process
     registry.register(service)
-    app.add_middleware(RequestGuard, key=key, is_local=settings.host in LOOPBACK)
+    app.add_middleware(RequestGuard, key=key, is_local=settings.host in LOOPBACK, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(RequestLog, registry=registry)  # outermost: refused requests are logged too
     add_error_handlers(app, _ROUTES)
 
@@ -89,6 +128,7 @@ def _add_chat(app: FastAPI, service: Service) -> None:
                 loop.call_soon_threadsafe(changed.set)
 
         context = _find_context(service, body)
+        add_facts(request.scope, context=context)
         is_gone, submitted = threading.Event(), list[Answer]()
 
         def submit() -> None:
@@ -106,7 +146,6 @@ def _add_chat(app: FastAPI, service: Service) -> None:
             raise
         (answer,) = submitted
         response = _AnswerResponse(service, body, request, answer, changed)
-        add_facts(request.scope, context=context)
         return _Stream(response) if body.stream else await response.whole()
 
 
@@ -143,7 +182,6 @@ class _AnswerResponse:
         model = body.model or service.name
         self._base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._has_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._is_late = False
         add_facts(request.scope, id=self._base["id"])
 
     async def whole(self) -> Any:
@@ -151,7 +189,11 @@ class _AnswerResponse:
         try:
             text = "".join([piece async for piece in self._pieces()])
         except LkvError as error:
-            return JSONResponse(error_object(str(error), "server_error"), 504 if self._is_late else 500)
+            if isinstance(error, ClientGoneError):
+                return error_response(error)
+            return JSONResponse(
+                error_object(str(error), "server_error"), 504 if self._answer.reason == "length" else 500
+            )
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._answer.reason}
         return {**self._base, "object": "chat.completion", "choices": [choice], "usage": self._usage()}
@@ -163,6 +205,7 @@ class _AnswerResponse:
             async for piece in self._pieces():
                 yield self._chunk({"content": piece})
         except LkvError as error:
+            add_facts(self._request.scope, error=str(error))
             yield _event(error_object(str(error), "server_error"))
             return
         yield self._chunk({}, self._answer.reason)
@@ -175,7 +218,10 @@ class _AnswerResponse:
         return _event({**self._base, "object": "chat.completion.chunk", "choices": [choice]})
 
     async def _pieces(self) -> AsyncIterator[str]:
-        """Yield the answer's text as it is generated; cancel it when its client has gone or it takes too long."""
+        """Yield the answer's text as it is generated; cancel it when its client has gone or it takes too long.
+
+        The beginning of an answer that is cut off gets a warning. Raises LkvError where there is none.
+        """
         seconds, clock, sent = self._service.settings.timeout, asyncio.get_running_loop().time, 0
         deadline = clock() + seconds
         try:
@@ -184,23 +230,21 @@ class _AnswerResponse:
                 while not self._changed.is_set():
                     if (seconds_left := deadline - clock()) <= 0:
                         late = f"the answer took more than {seconds:g} seconds; ask for fewer tokens."
-                        if sent:  # its beginning is the answer
-                            self._base["warning"] = late
-                            self._answer.finish("length")
-                            return
-                        self._is_late = True
-                        raise LkvError(late)
+                        self._answer.finish("length", late)
+                        break
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._changed.wait(), min(_DISCONNECT_CHECK, seconds_left))
                     if await self._request.is_disconnected():
-                        raise LkvError("the client has gone.")
+                        raise ClientGoneError("the client has gone.")
                 self._changed.clear()
                 is_ended = self._answer.done.is_set()
-                if self._answer.error is not None:
-                    raise LkvError(self._answer.error)
                 if piece := self._answer.text[sent:]:
                     sent += len(piece)
                     yield piece
+                if is_ended and self._answer.error is not None:
+                    if not sent or self._answer.reason != "length":
+                        raise LkvError(self._answer.error)
+                    self._base["warning"] = self._answer.error
         finally:
             self.cancel()
 

@@ -1,11 +1,15 @@
 """ASGI middleware: checks of a request's headers before its body is read, and a log line and two metrics for each."""
 
 import hmac
+import io
 import json
 import logging
 import re
+import threading
 import time
+from collections.abc import Collection
 from datetime import UTC, datetime
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import override
 
 from lkv.serving import LOOPBACK
-from lkv.serving.schemas import error_object
+from lkv.serving.schemas import UNREADABLE, error_object
 
 _PUBLIC = ("/", "/health", "/healthz")  # without a key: the page prompts for it
 _FACTS = "lkv.facts"  # the key of a request's scope
@@ -30,14 +34,15 @@ _LOG = logging.getLogger(__name__)
 class RequestGuard:
     """ASGI middleware that refuses requests without the key, to a foreign host name or from a foreign page."""
 
-    def __init__(self, app: ASGIApp, key: str | None, is_local: bool):
-        self._app, self._key, self._is_local = app, key, is_local
+    def __init__(self, app: ASGIApp, key: str | None, is_local: bool, allowed_hosts: Collection[str]):
+        self._app, self._key, self._is_local, self._allowed_hosts = app, key, is_local, allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            if refusal := refuse_foreign(headers, self._is_local) or self._refuse_key(scope["path"], headers):
+            refusal = refuse_foreign(headers, self._is_local, self._allowed_hosts)
+            if refusal := refusal or self._refuse_key(scope["path"], headers):
                 return await refusal(scope, receive, send)
         await self._app(scope, receive, send)
 
@@ -50,15 +55,22 @@ class RequestGuard:
         return refusal(401, "the key is missing or wrong; send 'Authorization: Bearer KEY'.", "invalid_api_key")
 
 
-def refuse_foreign(headers: Headers, is_local: bool) -> JSONResponse | None:
-    """Return the response to a request from a foreign page, or with `is_local` to a foreign host name; None else."""
+def refuse_foreign(headers: Headers, is_local: bool, allowed_hosts: Collection[str] = ()) -> JSONResponse | None:
+    """Return the response to a request from a foreign page or to a foreign host name; None to others.
+
+    Args:
+        headers: Those of the request.
+        is_local: Whether host names other than localhost and `allowed_hosts` are foreign; these always make them so.
+        allowed_hosts: Names of this server behind a proxy. Their pages may ask, by any port.
+    """
     host, origin = headers.get("host", ""), headers.get("origin")
     name, _ = _parts(host)
-    if is_local and name not in LOOPBACK:
-        return refusal(
-            421, f"the server accepts requests to localhost only, not to {name!r}; use 127.0.0.1.", "wrong_host"
-        )
-    if origin is not None and _parts(origin.partition("//")[2])[1] != host:
+    if (is_local or allowed_hosts) and name not in (*LOOPBACK, *allowed_hosts):
+        names = ", ".join(["localhost", *allowed_hosts])
+        advice = "use 127.0.0.1, or name the host in --allowed-hosts"
+        return refusal(421, f"the server accepts requests to {names} only, not to {name!r}; {advice}.", "wrong_host")
+    page_name, page_host = _parts((origin or "").partition("//")[2])
+    if origin is not None and page_host != host and page_name not in allowed_hosts:
         return refusal(403, f"pages of {origin} may not use this server; ask from its own page.", "wrong_origin")
     return None
 
@@ -106,9 +118,14 @@ class RequestLog:
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif status >= HTTPStatus.BAD_REQUEST and (error := _find_error(message)):
+                facts.update(code=error["code"] or error["type"], error=error["message"])
 
         try:
             await self._app(scope, receive, send_and_note)
+        except Exception:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR.value  # which is sent after this
+            raise
         finally:
             seconds = time.perf_counter() - start
             # Not the path, which clients choose: each would be a metric of its own.
@@ -116,7 +133,18 @@ class RequestLog:
             self._requests.labels(route, str(status)).inc()
             self._seconds.labels(route).observe(seconds)
             line = {"method": scope["method"], "path": scope["path"][:_MAX_PATH], "status": status}
-            _LOG.info("request %s", Facts(line | facts | {"seconds": round(seconds, 3)}))
+            is_problem = status >= HTTPStatus.INTERNAL_SERVER_ERROR or facts.get("code") == UNREADABLE
+            level = logging.WARNING if is_problem else logging.INFO
+            _LOG.log(level, "request %s", Facts(line | facts | {"seconds": round(seconds, 3)}))
+
+
+def _find_error(message: Message) -> dict[str, str | None] | None:
+    """Return the error of OpenAI's form that a part of a response is; None for other parts."""
+    try:
+        error: dict[str, str | None] = json.loads(message["body"])["error"]
+        return error
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def add_facts(scope: Scope, **facts: object) -> None:
@@ -152,3 +180,20 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+class LineLogger(io.TextIOBase):
+    """A text stream, in place of stderr, that makes each line one of the log; of a progress bar its last state."""
+
+    def __init__(self, handler: logging.Handler):
+        self._handler, self._line, self._lock = handler, "", threading.RLock()
+
+    @override
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            *lines, self._line = (self._line + text).split("\n")
+            for line in lines:
+                if shown := line.rstrip("\r").rpartition("\r")[2].rstrip():
+                    facts = {"name": "stderr", "levelname": "INFO", "msg": shown}
+                    self._handler.handle(logging.makeLogRecord(facts))
+        return len(text)

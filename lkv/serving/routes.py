@@ -13,7 +13,14 @@ from starlette.types import Receive
 from lkv.errors import LkvError, PromptError, UnknownContextError
 from lkv.serving.jobs import ContextRegistry, Job
 from lkv.serving.middleware import add_facts
-from lkv.serving.schemas import ContextRequest, TooLargeError, error_object, error_response, parse_context
+from lkv.serving.schemas import (
+    ClientGoneError,
+    ContextRequest,
+    TooLargeError,
+    error_object,
+    error_response,
+    parse_context,
+)
 from lkv.serving.stored_context import StoredContext
 
 # Content Security Policy: same origin only, no framing.
@@ -83,8 +90,8 @@ def add_context_routes(app: FastAPI, server: ContextServer) -> None:
         found = await asyncio.to_thread((await server.open_registry()).find, context)
         return describe_model(name, found.created)
 
-    @app.get("/health")  # the path of vLLM
-    @app.get("/healthz")
+    @app.api_route("/health", methods=["GET", "HEAD"])  # the path of vLLM
+    @app.api_route("/healthz", methods=["GET", "HEAD"])
     async def health() -> PlainTextResponse:
         if not await server.check_health():
             return PlainTextResponse("the server has failed; restart it\n", 503)
@@ -148,12 +155,12 @@ def page_response() -> HTMLResponse:
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """Return a request's body. Raises TooLargeError beyond `limit` bytes, PromptError where the client has gone."""
+    """Return a request's body. Raises TooLargeError beyond `limit` bytes, ClientGoneError without its end."""
     parts, size, has_more = [], 0, True
     while has_more:
         message = await receive()
         if message["type"] != "http.request":
-            raise PromptError("the client has gone.")
+            raise ClientGoneError("the client has gone.")
         parts.append(message.get("body", b""))
         size, has_more = size + len(parts[-1]), message.get("more_body", False)
         if size > limit:

@@ -66,11 +66,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+class ClientGoneError(LkvError):
+    """The client has disconnected."""
+
+
 class TooLargeError(PromptError):
     """The request has more bytes than the server takes."""
 
 
+UNREADABLE = "unreadable_context"  # an error's code
 _STATUS: dict[type[LkvError], tuple[int, str]] = {
+    ClientGoneError: (499, "invalid_request_error"),  # as web servers log it
     UnknownContextError: (404, "not_found_error"),
     BusyError: (429, "rate_limit_error"),
     ContextFileError: (409, "conflict_error"),
@@ -378,9 +384,8 @@ def first_problem(error: ValidationError) -> tuple[str, str]:
 def error_response(error: LkvError) -> JSONResponse:
     """Return the answer to a request that fails with `error`."""
     status, kind = next((value for cls, value in _STATUS.items() if isinstance(error, cls)), (500, "server_error"))
-    return JSONResponse(
-        error_object(str(error), kind), status, {"Retry-After": "1"} if isinstance(error, BusyError) else None
-    )
+    content = error_object(str(error), kind, UNREADABLE if isinstance(error, ContextFileError) else None)
+    return JSONResponse(content, status, {"Retry-After": "1"} if isinstance(error, BusyError) else None)
 
 
 def error_object(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

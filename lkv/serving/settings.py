@@ -1,14 +1,23 @@
 """Settings of both servers: options of `lkv serve`, and the key `lkv` of vLLM's `--additional-config`."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from lkv.errors import DEFAULT_MEMORY, check_retention
 from lkv.methods.targets import check_memory
 
 KEY_VARIABLE = "LKV_API_KEY"
 _MIB = 2**20
+
+
+def _check_host(name: str) -> str:
+    """Return a host name in lower case. Raises PydanticCustomError for others."""
+    if not re.fullmatch(r"[A-Za-z0-9.-]+", name):
+        raise PydanticCustomError("host_name", "a host name without scheme and port, such as lkv.example.com")
+    return name.lower()
 
 
 class ContextSettings(BaseModel):
@@ -37,6 +46,12 @@ class ContextSettings(BaseModel):
         ge=1,
         description="tokens per answer; with --engine vllm, of a chat's answer about a context whose request names no "
         "number",
+    )
+
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_check_host)], ...] = Field(
+        (),
+        description="host names beside localhost by which clients and pages may ask, such as that of a reverse proxy; "
+        f"needs ${KEY_VARIABLE}",
     )
 
     @property
@@ -69,7 +84,7 @@ class ServiceSettings(ContextSettings):
         64, ge=1, description="requests in flight; further ones get status 429, or wait with --engine vllm"
     )
     max_batch: int = Field(16, ge=1, description="requests about one context that are answered together")
-    max_texts: int = Field(16, ge=1, description="texts that wait to be compressed")
+    max_texts: int = Field(16, ge=1, description="texts that wait, beside the one that is being compressed")
     keep_days: float | None = Field(
         None, gt=0, le=36500, description="days after which contexts that nobody asks are deleted (default: never)"
     )
@@ -81,7 +96,9 @@ class ServiceSettings(ContextSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="what goes to stderr; info has a line for each request and each text"
     )
-    log_format: Literal["text", "json"] = Field("text", description="form of these lines; json is one object a line")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="form of all lines on stderr; json is one object a line"
+    )
     vllm_args: str = Field(
         "",
         description="with --engine vllm: further options of vLLM's server, as one text, after an equals sign: "

@@ -409,6 +409,18 @@ def test_the_health_of_both_servers_has_one_path(routes, client):
         assert {client.get(path).status_code for path in ("/health", "/healthz")} == {status}
 
 
+def test_a_proxy_is_named_by_its_host_where_a_key_is_set(routes, monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    routes.settings = ContextSettings(allowed_hosts=["lkv.example.com"])
+    for key, host, status in (
+        ("k", "lkv.example.com", 200),
+        ("k", "evil.example", 421),
+        (None, "lkv.example.com", 421),
+    ):
+        client = TestClient(app_of(routes, "127.0.0.1", key))
+        assert client.get("/v1/contexts", headers={"Host": host}).status_code == status
+
+
 def test_the_list_of_models_has_the_contexts(routes, store, monkeypatch):
     name, own = store(), {"id": "tiny", "object": "model", "owned_by": "vllm"}
 

@@ -7,11 +7,10 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-import uvicorn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lkv.serving.answer import Answer
-from lkv.serving.app import make_app
+from lkv.serving.app import HttpServer
 from lkv.serving.service import Service
 from lkv.serving.settings import ServiceSettings
 from tests.conftest import save_model
@@ -73,8 +72,8 @@ class Server:
 
     def __init__(self, service: Service, key: str | None = None):
         self.service, self.key = service, key
-        app = make_app(service, key)
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
+        self._uvicorn = HttpServer(service, key)
+        self._uvicorn.config.host, self._uvicorn.config.port = "127.0.0.1", 0
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()
         while not self._uvicorn.started:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serving.server import TEXT, field, form
+from tests.serving.server import TEXT, field, form, serving
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,19 @@ def test_strangers_are_refused(server):
     assert server.problem("/healthz", Host="evil.example")[0] == 421
     assert server.problem("/v1/contexts", {"text": "x"}, Origin="http://evil.example")[0] == 403
     assert server.ask("/healthz", Origin=server.url)[0] == 200
+
+
+def test_a_server_behind_a_proxy_has_the_names_that_it_is_given(parts, tmp_path):
+    with serving(*parts, tmp_path, key="secret", allowed_hosts=["LKV.example.com"]) as server:
+        for host in ("lkv.example.com", "127.0.0.1:80", "lkv.example.com:8443"):
+            assert server.ask("/v1/models", Host=host, Origin="https://lkv.example.com")[0] == 200
+        assert server.ask("/v1/models", Host="lkv.example.com", Authorization="")[0] == 401
+        status, said = server.problem("/v1/models", Host="evil.example")
+        assert status == 421 and said.startswith("the server accepts requests to localhost, lkv.example.com only, not")
+        for origin in ("https://evil.example", "https://lkv.example.com.evil.example", "null", "http://127.0.0.1:1"):
+            assert server.problem("/v1/models", Host="lkv.example.com", Origin=origin)[0] == 403
+
+
+def test_health_checks_may_use_head(server):
+    for path in ("/health", "/healthz"):
+        assert server.ask(path) == (200, "ok\n") and server.ask(path, method="HEAD") == (200, "")

@@ -4,13 +4,22 @@ import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr
 
 import pytest
+from tqdm import tqdm
 
+import lkv
 from lkv.context.document_reader import parse_document
-from lkv.serving.middleware import Facts, JsonFormatter
+from lkv.serving.middleware import Facts, JsonFormatter, LineLogger
 from lkv.serving.service import Service
+from tests.conftest import save_model
+from tests.ports import free_port
 from tests.serving.server import OTHER, TEXT, field, form, serving, slow_answers, until
 
 FORM = {"Content-Type": "multipart/form-data; boundary=b"}
@@ -157,3 +166,115 @@ def test_lines_in_json_have_facts_as_fields(server, caplog):
     except ValueError:
         logging.getLogger("lkv.test").exception("failed %d", 1)
     assert "ValueError: of \n two lines" in lines()["failed 1"]["exception"]
+
+
+def ask_raw(server, body):
+    """An open connection on which a question was sent."""
+    data = json.dumps({"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 900, **body}).encode()
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                   b"Content-Length: %d\r\n\r\n" % len(data) + data)  # fmt: skip
+    return client
+
+
+def test_clients_that_go_are_counted_as_499(parts, tmp_path, lines, monkeypatch):
+    slow_answers(monkeypatch)
+    with serving(*parts, tmp_path) as server:
+        with ask_raw(server, {}):
+            until(lambda: server.service.answers.open)
+        (gone,) = until(lambda: lines("/v1/chat/completions"))
+        assert (gone["status"], gone["finish"]) == ("499", "cancelled")
+        with socket.create_connection(("127.0.0.1", server.port)) as client:  # a body without its end
+            client.sendall(b"POST /v1/contexts HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.2)
+        assert until(lambda: lines("/v1/contexts"))[0]["status"] == "499"
+        page = server.ask("/metrics")[1]
+    assert 'lkv_requests_total{route="/v1/chat/completions",status="499"} 1.0' in page
+    assert "_created" not in page
+
+
+def test_refusals_are_logged_with_their_reason_and_context(parts, tmp_path, lines, caplog, monkeypatch):
+    with serving(*parts, tmp_path) as server:
+        server.problem("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}], "context": "none"})
+        (missing,) = until(lambda: lines("/v1/chat/completions"))
+        assert (missing["status"], missing["code"], missing["context"]) == ("404", "not_found_error", "none")
+        assert missing["error"].startswith("there is no context")
+        name = server.compressed(TEXT)
+    (file,) = tmp_path.glob("*.kv")
+    file.write_bytes(file.read_bytes()[:-100])
+    with serving(*parts, tmp_path) as server:
+        status, said = server.problem("/v1/chat/completions", {"messages": [{"role": "user", "content": "?"}],
+                                                               "context": name})  # fmt: skip
+        damaged = until(lambda: lines("/v1/chat/completions")[1:])[0]
+        assert (status, damaged["code"], damaged["context"]) == (409, "unreadable_context", name)
+        assert damaged["error"] == said
+        monkeypatch.setattr(Service, "ask", lambda *_: 1 / 0)
+        assert server.chat("Who?")[0] == 500
+        assert until(lambda: lines("/v1/chat/completions")[2:])[0]["status"] == "500"
+    levels = [record.levelname for record in caplog.records if "/v1/chat/completions" in record.getMessage()]
+    assert levels == ["INFO", "WARNING", "WARNING"]
+
+
+def test_an_answer_longer_than_the_grace_is_cut_off_with_a_warning(parts, tmp_path, monkeypatch, caplog):
+    slow_answers(monkeypatch)
+    caplog.set_level(logging.INFO)
+    with ThreadPoolExecutor() as pool:
+        with serving(*parts, tmp_path, grace=0.5) as server:
+            streamed = ask_raw(server, {"stream": True})
+            whole = pool.submit(server.chat, "Who?", max_tokens=900)
+            late = socket.create_connection(("127.0.0.1", server.port))  # a body whose end comes after the stop
+            late.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 51\r\n\r\n")
+            until(lambda: [answer for answer in server.service.answers._open if len(answer.ids) > 9][1:])
+            stopping = threading.Thread(target=server.stop)
+            stopping.start()
+            until(lambda: server.service.registry.is_closed)
+            late.sendall(b'{"messages": [{"role": "user", "content": "Who?"}]}')
+            stopping.join()
+            with late:
+                assert late.recv(100).startswith(b"HTTP/1.1 429 ")
+        status, answer = whole.result()
+    with streamed:
+        data = b"".join(iter(lambda: streamed.recv(2**16), b"")).decode()
+    events = [json.loads(event) for event in re.findall(r"^data: (\{.*\})\r?$", data, re.MULTILINE)]
+    assert "data: [DONE]" in data and events[-1]["choices"][0]["finish_reason"] == "length"
+    assert "was stopped before this answer was complete" in events[-1]["warning"]
+    assert status == 200 and answer["choices"][0]["finish_reason"] == "length" and "was stopped" in answer["warning"]
+    assert not [record for record in caplog.records if record.exc_info]
+    assert {"started", "stopped"} <= {record.getMessage().split(":")[0] for record in caplog.records}
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", server.port))
+
+
+def test_what_is_printed_on_stderr_becomes_lines_in_json(capsys):
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    with redirect_stderr(LineLogger(handler)):
+        print("downloading a model", file=sys.stderr)
+        for _ in tqdm(range(3), desc="bar"):
+            pass
+        print("\n\ntwo\nlines", file=sys.stderr)
+    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    messages = [line["message"] for line in found]
+    assert messages[::2] == ["downloading a model", "two"] and messages[3:] == ["lines"]
+    assert messages[1].startswith("bar: 100%") and {line["level"] for line in found} == {"INFO"}
+
+
+@pytest.mark.slow
+def test_a_server_in_json_writes_only_json_and_ends_with_status_0(tmp_path):
+    save_model(tmp_path / "model")
+    port = free_port()
+    words = ["--model", tmp_path / "model", "--method", "knorm", "--log-format", "json", "--port", str(port)]
+    command = [sys.executable, "-m", "lkv", "serve", *words, "--store", tmp_path / "store"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        errors = []
+        for line in process.stderr:
+            errors.append(json.loads(line))
+            if errors[-1]["message"] == "started":
+                break
+        process.terminate()
+        out, rest = process.communicate(timeout=60)
+    errors += [json.loads(line) for line in rest.splitlines()]
+    assert (process.returncode, out) == (0, "")
+    started = next(line for line in errors if line["message"] == "started")
+    assert (started["model"], started["version"]) == ("model", lkv.__version__)
+    assert started["address"] == f"http://127.0.0.1:{port}" and errors[-1]["message"] == "stopped"

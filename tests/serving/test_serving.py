@@ -481,6 +481,8 @@ def test_a_key_is_needed_where_others_can_reach_it(monkeypatch):
     ("words", "says"),
     [
         (["--host", "0.0.0.0"], "set LKV_API_KEY"), (["--method", "full"], "cannot be stored"),
+        (["--allowed-hosts", "lkv.example.com"], "lkv.example.com can be reached by others: set LKV_API_KEY"),
+        (["--allowed-hosts", "https://a.b"], "but must be a host name without scheme and port, such as lkv.example"),
         (["--retention", "2"], "must lie in (0, 1]"), (["--grace", "nan"], "--grace is nan"),
         (["--grace", "inf"], "--grace is inf"), (["--contexts-memory", "inf"], "--contexts-memory is inf"),
         (["--timeout", "inf"], "--timeout is inf"),

@@ -124,7 +124,8 @@ class ContextMiddleware:
         if self._has_key and not path.startswith("/v1/"):
             message = "contexts are available under /v1 only, where the API key is checked; use /v1/chat/completions."
             return refusal(401, message, "invalid_api_key")
-        return refuse_foreign(Headers(scope=scope), True) if self._is_local else None
+        allowed_hosts = self._server.settings.allowed_hosts if self._has_key else ()
+        return refuse_foreign(Headers(scope=scope), True, allowed_hosts) if self._is_local else None
 
     async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send, rejection: JSONResponse | None) -> None:
         """Pass a question on, rewritten where it names a context; `rejection` is the response to those, if any."""
