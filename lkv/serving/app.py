@@ -71,6 +71,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # a second Ctrl-C
             self._service.answers.drop_all()
+            await self.lifespan.shutdown()  # which uvicorn leaves out
         await stopping
         _LOG.info("stopped")
 

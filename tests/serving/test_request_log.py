@@ -245,6 +245,16 @@ def test_an_answer_longer_than_the_grace_is_cut_off_with_a_warning(parts, tmp_pa
         socket.create_connection(("127.0.0.1", server.port))
 
 
+def test_a_second_interrupt_ends_answers_at_once(parts, tmp_path, monkeypatch, caplog):
+    slow_answers(monkeypatch)
+    with serving(*parts, tmp_path, grace=600) as server, ask_raw(server, {"stream": True}) as client:
+        until(lambda: server.service.answers.open)
+        server._uvicorn.force_exit = True
+        server.stop()  # which waits for a minute at most
+        assert b"was stopped before this answer was complete" in b"".join(iter(lambda: client.recv(2**16), b""))
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_what_is_printed_on_stderr_becomes_lines_in_json(capsys):
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
