@@ -245,6 +245,21 @@ def test_an_answer_longer_than_the_grace_is_cut_off_with_a_warning(parts, tmp_pa
         socket.create_connection(("127.0.0.1", server.port))
 
 
+@pytest.mark.parametrize(
+    ("timeout", "says"), [(0.02, "took more than 0.02 seconds"), (60, "server was stopped before")]
+)
+def test_an_answer_that_is_cut_off_before_its_text_gets_504(parts, tmp_path, lines, monkeypatch, timeout, says):
+    slow_answers(monkeypatch, 0.6)
+    with ThreadPoolExecutor() as pool:
+        with serving(*parts, tmp_path, grace=0, timeout=timeout) as server:
+            asked = pool.submit(server.chat, "Who?")
+            until(lambda: server.service.answers.open or asked.done())
+        status, content = asked.result()
+    assert status == 504 and says in content["error"]["message"]
+    (line,) = until(lambda: lines("/v1/chat/completions"))
+    assert (line["status"], line["finish"]) == ("504", "length") and says in line["error"]
+
+
 def test_a_second_interrupt_ends_answers_at_once(parts, tmp_path, monkeypatch, caplog):
     slow_answers(monkeypatch)
     with serving(*parts, tmp_path, grace=600) as server, ask_raw(server, {"stream": True}) as client:
