@@ -2,7 +2,6 @@
 
 import re
 from bisect import bisect, bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
@@ -13,9 +12,10 @@ from lkv.context.flow_text import script_text
 
 # Shares of the font's size.
 _SAME_BASE = 0.15  # between the base lines of one line
-_WORD_GAP = 0.19  # between words, at least; the narrowest spaces of TeX have 0.22
+_WORD_GAP = 0.189  # between words, at least; the narrowest spaces of TeX have 0.19
 _NUMBER_GAP = 0.12  # between numbers
 _CELL_GAP = 1.0  # between cells or columns, at least
+_COLUMN_GAP = 0.5  # between columns that are not drawn line by line, at least
 _ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
 _MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
@@ -24,11 +24,9 @@ _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
 _MAX_SCRIPT = 8  # glyphs
 _SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
-_LONG_LINE = 28  # characters, on average: longer than the names of a form's fields
 _MIN_WIDTH = 4  # of a line whose last word is broken
-_MAX_LEADING = 1.4  # of a line of a column, by the usual leading
-_MAX_GUTTERS = 12  # places that are tried
-_MAX_SEGMENTS = 5000  # of a page with columns
+_MAX_SKIP = 8  # between lines that are drawn one after the other
+_MAX_RUNS, _MAX_JUMPS = 100, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
 # Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
 _KINDS = {"L": "L", "R": "R", "AL": "R", "EN": "N", "AN": "N", "ES": ".", "CS": ".", "ET": "T", "WS": " "}
@@ -63,7 +61,9 @@ class _Segment(NamedTuple):
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
     segments = [segment for line in _attach_scripts(_base_lines(glyphs)) for segment in _segments(line)]
-    return [line for block in _columns(_attach_capitals(segments)) for line in _mark_breaks(_rows(block))]
+    return [
+        line for block in _blocks(_attach_capitals(segments)) for line in _mark_breaks([*_by_columns(_rows(block))])
+    ]
 
 
 def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
@@ -129,7 +129,9 @@ def _segments(line: list[_Run]) -> Iterator[_Segment]:
     """Divide a line at wide gaps."""
     glyphs: _Run = []
     for run in line:
-        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > _CELL_GAP * run[0].size:
+        is_next = bool(glyphs) and run[0].order == glyphs[-1].order + 1
+        gap = _CELL_GAP if is_next else _COLUMN_GAP
+        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap * run[0].size:
             yield _segment(glyphs)
             glyphs = []
         glyphs += run
@@ -158,80 +160,89 @@ def _attach_capitals(segments: list[_Segment]) -> list[_Segment]:
     return segments
 
 
-def _columns(segments: list[_Segment]) -> Iterator[list[_Segment]]:
-    """Divide a page into blocks in the order of reading: columns of prose one after the other."""
-    starts = Counter(round(segment.x) for segment in segments)
-    common = starts.most_common(_MAX_GUTTERS) if len(segments) < _MAX_SEGMENTS else []
-    gutters = sorted(x for x, count in common if count > 1)[1:]
-    ordered = sorted(segments, key=lambda segment: -segment.y)
-    for gutter in gutters:
-        left = [segment.y for segment in ordered if segment.end < gutter]
-        leadings = sorted(a - b for a, b in pairwise(left) if a - b > 1)
-        blocks: list[tuple[bool, list[_Segment]]] = []  # whether all its segments are on one side of the gutter
-        for before, segment in pairwise([ordered[0], *ordered]):
-            is_beside = segment.end < gutter or segment.x > gutter - 1
-            is_apart = leadings and before.y - segment.y > _MAX_LEADING * leadings[len(leadings) // 2]
-            if not blocks or blocks[-1][0] != is_beside or is_apart:
-                blocks.append((is_beside, []))
-            blocks[-1][1].append(segment)
-        for i, (is_beside, block) in enumerate(blocks):
-            if not is_beside or len(block) < 4:
-                continue
-            sides = [[each for each in block if (each.x > gutter - 1) == side] for side in (False, True)]
-            titles = _take_titles(*sides)
-            if _are_columns(*sides):
-                if max(each.order for each in sides[1]) < min(each.order for each in sides[0]):
-                    sides.reverse()
-                above, below = (list(chain(*(each for _, each in part))) for part in (blocks[:i], blocks[i + 1 :]))
-                for part in ([*above, *titles], *sides, below):
-                    yield from _columns(part) if part else ()
-                return
-    yield segments
+def _blocks(segments: list[_Segment]) -> list[list[_Segment]]:
+    """Divide a page into blocks in the order of reading, which is that of drawing if text is drawn downwards."""
+    runs: list[list[_Segment]] = []
+    for segment in sorted(segments, key=lambda segment: segment.order):
+        if not runs or not -_MAX_SKIP * segment.size < segment.y - runs[-1][-1].y < segment.size:
+            runs.append([])
+        runs[-1].append(segment)
+    if len(runs) > min(_MAX_RUNS, 1 + _MAX_JUMPS * len(segments)):
+        return [segments]
+    blocks: list[list[_Segment]] = []
+    for block in runs:
+        places = [i for i, other in enumerate(blocks) if _is_above(block, other)]
+        while joined := [i for i, other in enumerate(blocks) if _are_rows(other, block)]:
+            block = [*blocks.pop(joined[0]), *block]
+            places.append(joined[0])
+        blocks.insert(min([*places, len(blocks)]), block)
+    return blocks
 
 
-def _take_titles(left: list[_Segment], right: list[_Segment]) -> list[_Segment]:
-    """Remove and return what is above the first line of the other side, such as titles and the numbers of pages."""
-    i = j = 0
-    while i < len(left) and j < len(right) and abs(left[i].y - right[j].y) > 2 * left[i].size:
-        i, j = (i + 1, j) if left[i].y > right[j].y else (i, j + 1)
-    titles = left[:i] + right[:j]
-    del left[:i], right[:j]
-    return titles
+def _extent(block: list[_Segment]) -> tuple[float, float, float, float]:
+    """Return the left, right, lower and upper ends."""
+    ys = [each.y for each in block]
+    return min(each.x for each in block), max(each.end for each in block), min(ys), max(ys)
 
 
-def _are_columns(left: list[_Segment], right: list[_Segment]) -> bool:
-    """Return whether two sides are columns, not the cells of rows."""
-    if min(len(left), len(right)) < 2 or min(left[0].y, right[0].y) < max(left[-1].y, right[-1].y):
+def _is_above(block: list[_Segment], other: list[_Segment]) -> bool:
+    """Return whether a block is above another one of the same column, or of which one is a title or a page's number."""
+    (x, end, low, high), (other_x, other_end, other_low, other_high) = map(_extent, (block, other))
+    is_short = min(high - low, other_high - other_low) < 3 * block[0].size
+    return low > other_high and (is_short or min(end, other_end) > max(x, other_x))
+
+
+def _are_rows(*blocks: list[_Segment]) -> bool:
+    """Return whether two blocks interleave, or are the cells of a table that is drawn column by column."""
+    lows, highs = zip(*(_extent(block)[2:] for block in blocks), strict=True)
+    low, high = max(lows), min(highs)
+    if low > high + _SAME_BASE * blocks[0][0].size:
         return False
-    if _is_prose(left) and _is_prose(right):
+    within = [
+        [each for each in block if low - _SAME_BASE * each.size < each.y < high + _SAME_BASE * each.size]
+        for block in blocks
+    ]
+    if not all(within):
         return True
-    orders = [sorted(each.order for each in side) for side in (left, right)]
-    is_apart = orders[0][-1] < orders[1][0] or orders[1][-1] < orders[0][0]
-    bases = {round(each.y) for each in left}
-    are_rows = sum(round(each.y) in bases for each in right) > 0.5 * len(right)
-    is_wide = all(sum(len(each.glyphs) for each in side) >= _MIN_COLUMN * len(side) for side in (left, right))
-    return is_apart and (is_wide or not are_rows)
+    left, right = sorted(map(_extent, within))
+    if left[1] > right[0]:
+        return True
+    fewer, more = sorted(within, key=len)
+    bases = sorted(each.y for each in more)
+    offsets = [each.y - bases[bisect(bases, each.y + _SAME_BASE * each.size) - 1] for each in fewer]
+    common = sum(abs(offset) < _SAME_BASE * each.size for offset, each in zip(offsets, fewer, strict=True))
+    is_longer = sum(each.y < low for each in blocks[0]) > len(within[0])  # text in columns, of which the last is short
+    are_cells = [*map(_are_cells, within)]
+    return common > 0.7 * len(fewer) and (all(are_cells) or (any(are_cells) and not is_longer))
 
 
-def _is_prose(side: list[_Segment]) -> bool:
-    """Return whether lines break where the next word does not fit, and go on in the middle of sentences."""
-    lines = [list(chain(*(each.glyphs for each in row))) for row in _rows(side)]
-    if len(lines) < 3 or sum(map(len, lines)) < _MIN_COLUMN * len(lines):
-        return False
-    edge = max(glyph.end for line in lines for glyph in line)
-    wraps = 0
-    for line, following in pairwise(lines):
-        gaps = (i for i, (a, b) in enumerate(pairwise(following)) if b.text == " " or b.x - a.end > _WORD_GAP * b.size)
-        word = following[next(gaps, len(following) - 1)].end - following[0].x
-        wraps += max(glyph.end for glyph in line) + 0.2 * line[0].size + word > edge
-    continues = sum(not (line[0].text.isupper() or line[0].text.isdigit()) for line in lines[1:])
-    ends = [line[-1].end for line in lines[:-1]]
-    is_justified = max(ends) - min(ends) < 0.1 * lines[0][0].size
-    letters = "".join(glyph.text for line in lines for glyph in line if glyph.text != " ")
-    has_words = sum(map(str.isalpha, letters)) > 0.8 * len(letters)
-    if has_words and (is_justified or sum(map(len, lines)) >= _LONG_LINE * len(lines)):
-        continues = len(lines)
-    return min(wraps, continues) >= 0.5 * (len(lines) - 1)
+def _are_cells(side: list[_Segment]) -> bool:
+    """Return whether lines are short, in several columns, or mostly shorter than the longest, as not those of prose."""
+    rows = _rows(side)
+    widths = [row[-1].end - row[0].x for row in rows]
+    is_short = max(len(each.glyphs) for each in side) <= _MIN_COLUMN
+    columns = sum(other.order > each.glyphs[-1].order + 1 for row in rows for each, other in pairwise(row))
+    return is_short or columns > 0.5 * len(rows) or sum(width > 0.7 * max(widths) for width in widths) < 0.5 * len(rows)
+
+
+def _by_columns(rows: list[list[_Segment]]) -> Iterator[list[_Segment]]:
+    """Yield rows; if they are those of two columns of prose that are drawn line by line, one after the other."""
+    for second, group in groupby(rows, key=lambda row: len(row) == 2 and round(row[1].x)):
+        part = list(group)
+        columns = [[row[number : number + 1] for row in part] for number in (0, 1)]
+        yield from chain(*columns) if second and all(map(_is_prose, columns)) else part
+
+
+def _is_prose(lines: list[list[_Segment]]) -> bool:
+    """Return whether lines are long, and those behind the first go on in the middle of a sentence."""
+    length = sum(len(segment.glyphs) for line in lines for segment in line)
+    first, *others = (line[0].glyphs[0].text for line in lines)
+    return (
+        len(lines) > 2
+        and length >= _MIN_COLUMN * len(lines)
+        and first.isupper()
+        and sum(map(str.islower, others)) > 0.6 * len(others)
+    )
 
 
 def _rows(segments: list[_Segment]) -> list[list[_Segment]]:

@@ -244,6 +244,24 @@ _ANSWERS = (
     ("Date of the payment", "5 May of this year"),
     ("Number of the file", "12345 in the archive"),
 )
+_ACCOUNTS = (
+    ("Revenue from continuing operations", "(987)"),
+    ("Income from discontinued business", "2,468"),
+    ("Earnings before interest and taxes", "(3,702)"),
+    ("Interest and similar expenses paid", "(948)"),
+)
+_OPENING = (
+    "the harbour opens in the morning at",
+    "the keeper of the light lives in",
+    "the boats that leave at noon go to",
+    "the price for a ticket is about",
+)
+_TIMES = (
+    "six, but on sundays it opens later",
+    "the old house near the pier",
+    "islands in the north, and return",
+    "nine euros, or fifteen there and back",
+)
 _HEBREW, _ARABIC = "שלוםעבד", "سلامعبد"
 _LINE = "gfe 1,500.5% dcba"  # as seen
 _READ = "שלום 1,500.5% עבד"
@@ -344,6 +362,33 @@ PDF_TEXTS |= {
     ),
     "brackets around a word from left to right": PdfDocument(
         _right_to_left(_HEBREW, lines("gfe (PDF FILE) dcba")), "שלום (PDF FILE) עבד"
+    ),
+    "accounts row by row": PdfDocument(
+        pdf(
+            "".join(
+                _at(72, 700 - 14 * i, label) + _at(300, 700 - 14 * i, "$") + _at(320, 700 - 14 * i, amount)
+                for i, (label, amount) in enumerate(_ACCOUNTS)
+            )
+        ),
+        "\n".join(f"{label} $ {amount}" for label, amount in _ACCOUNTS),
+    ),
+    "sentences row by row": PdfDocument(
+        pdf(_side_by_side(list(_OPENING), list(_TIMES))),
+        "\n".join(f"{one} {other}" for one, other in zip(_OPENING, _TIMES, strict=True)),
+    ),
+    "footnotes below columns": PdfDocument(
+        pdf(
+            _at(300, 40, "7", 9)
+            + "".join(
+                lines(*_LEFT, x=x, size=9) + _at(x, 620, f"{note} Of {note}", 7) + _at(x, 611, "and more of it", 7)
+                for x, note in ((50, "one"), (330, "two"))
+            )
+        ),
+        "\n".join(line for note in ("one", "two") for line in (*_LEFT, f"{note} Of {note}", "and more of it")) + "\n7",
+    ),
+    "the tightest spaces of TeX": PdfDocument(
+        pdf("BT /F1 11.9552 Tf 72 700 Td [(License)-190(and)-190(any)-190(12)-190(terms)] TJ ET"),
+        "License and any 12 terms",
     ),
     "columns above a table": PdfDocument(
         pdf(_side_by_side(_LEFT, _RIGHT) + _at(72, 634, "2023") + _at(120, 634, "17") + _at(72, 620, "2024")),

@@ -1,6 +1,7 @@
 """Rows of random words, drawn in pieces in random order and directions, are read as they are seen."""
 
 import math
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -20,6 +21,13 @@ COURIER = (
 HEBREW = "אבגדהוזחטיכלמנסעפצקרשת"
 WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
 LONG_WORDS = WORDS.filter(lambda word: len(word) > 1)
+
+
+PARAGRAPHS = st.lists(WORDS, min_size=15, max_size=60).map(" ".join)
+
+
+def text_at(x: float, y: float, text: str) -> str:
+    return f"BT /F1 {SIZE} Tf {x:.2f} {y:.2f} Td ({text}) Tj ET\n"
 
 
 def read(data: bytes) -> str:
@@ -63,6 +71,54 @@ def test_a_table_gives_its_rows(table, angle, rotation):
     across, up = (0.3 * turn(math.radians(angle)) for turn in (math.cos, math.sin))
     content = f"q {across:.6f} {up:.6f} {-up:.6f} {across:.6f} 300 400 cm\n" + "\n".join(pieces) + "\nQ"
     assert read(pdf(content, page=f"{COURIER} /Rotate {rotation}")) == "\n".join(rows)
+
+
+@given(
+    columns=st.integers(2, 3),
+    paragraphs=st.lists(st.tuples(st.booleans(), PARAGRAPHS), min_size=3, max_size=9),
+    height=st.integers(15, 30),
+    gap=st.floats(1.1, 2.5),
+    space=st.floats(0, 0.8),
+    has_number_first=st.booleans(),
+)
+def test_columns_are_read_one_after_the_other(columns, paragraphs, height, gap, space, has_number_first):
+    length = 28
+    flow = [  # the leading above each line, and the line
+        (1.2 + (not number) * (space + has_heading * 0.5), line)
+        for has_heading, paragraph in paragraphs
+        for number, line in enumerate(["Heading of a part"] * has_heading + textwrap.wrap(paragraph, length))
+    ]
+    page_number, content, shown = text_at(300, 20, "Page 7"), "", []
+    column, y = 0, 0.0
+    for leading, line in flow:
+        if y + leading > height:
+            column, y = column + 1, 0.0
+        if column < columns:
+            y += leading
+            content += text_at(30 + column * (length * WIDTH + gap * SIZE), 760 - y * SIZE, line)
+            shown.append(line)
+    content = page_number + content if has_number_first else content + page_number
+    assert read(pdf(content, page=COURIER)) == "\n".join([*shown, "Page 7"])
+
+
+@given(
+    rows=st.lists(st.tuples(*[st.lists(WORDS, min_size=1, max_size=5)] * 3), min_size=2, max_size=12),
+    gap=st.floats(1.1, 4),
+    by_columns=st.booleans(),
+)
+def test_rows_of_long_cells_stay_whole(rows, gap, by_columns):
+    texts = [[" ".join(words).capitalize() for words in row[:2]] + [f"$ {len(row[2]) * 137:,}"] for row in rows]
+    starts = [0.0]
+    for column in range(2):
+        starts.append(starts[-1] + max(len(row[column]) for row in texts) * WIDTH + gap * SIZE)
+    cells = [
+        (column, text_at(20 + start + (column == 2) * (60 - len(text) * WIDTH), 760 - 14 * number, text))
+        for number, row in enumerate(texts)
+        for column, (start, text) in enumerate(zip(starts, row, strict=True))
+    ]
+    cells.sort(key=lambda cell: cell[0] * by_columns)
+    page = f"{COURIER} /MediaBox [0 0 900 792]"
+    assert read(pdf("".join(text for _, text in cells), page=page)) == "\n".join(map(" ".join, texts))
 
 
 @given(
