@@ -21,10 +21,12 @@ _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
 _MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
 _CLEAR_RAISE = 0.2  # of scripts that are apart from other glyphs
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
+_MAX_SHADOW = 0.2  # to the right of what is drawn a second time
 _MAX_SCRIPT = 8  # glyphs
 _SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _MIN_WIDTH = 4  # of a line whose last word is broken
+_MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
 _MAX_RUNS, _MAX_JUMPS = 100, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
@@ -61,9 +63,8 @@ class _Segment(NamedTuple):
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
     segments = [segment for line in _attach_scripts(_base_lines(glyphs)) for segment in _segments(line)]
-    return [
-        line for block in _blocks(_attach_capitals(segments)) for line in _mark_breaks([*_by_columns(_rows(block))])
-    ]
+    blocks = _blocks(_attach_capitals(segments))
+    return [line for block in blocks for line in _block_lines([*_by_columns(_rows(block))])]
 
 
 def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
@@ -92,7 +93,7 @@ def _runs(line: list[Glyph]) -> list[_Run]:
 
 def _is_copy(run: _Run, other: _Run) -> bool:
     """Return whether a run is another one drawn again, as for bold letters or a shadow."""
-    is_near = len(run) == len(other) and run[0].x - other[0].x < 0.5 * (run[0].end - run[0].x)
+    is_near = len(run) == len(other) and run[0].x - other[0].x < _MAX_SHADOW * run[0].size
     return is_near and [glyph.text for glyph in run] == [glyph.text for glyph in other]
 
 
@@ -129,9 +130,9 @@ def _segments(line: list[_Run]) -> Iterator[_Segment]:
     """Divide a line at wide gaps."""
     glyphs: _Run = []
     for run in line:
-        is_next = bool(glyphs) and run[0].order == glyphs[-1].order + 1
-        gap = _CELL_GAP if is_next else _COLUMN_GAP
-        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap * run[0].size:
+        is_next = glyphs[-1:] and run[0].order == glyphs[-1].order + 1
+        gap = (_CELL_GAP if is_next else _COLUMN_GAP) * run[0].size
+        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap:
             yield _segment(glyphs)
             glyphs = []
         glyphs += run
@@ -237,12 +238,8 @@ def _is_prose(lines: list[list[_Segment]]) -> bool:
     """Return whether lines are long, and those behind the first go on in the middle of a sentence."""
     length = sum(len(segment.glyphs) for line in lines for segment in line)
     first, *others = (line[0].glyphs[0].text for line in lines)
-    return (
-        len(lines) > 2
-        and length >= _MIN_COLUMN * len(lines)
-        and first.isupper()
-        and sum(map(str.islower, others)) > 0.6 * len(others)
-    )
+    goes_on = first.isupper() and sum(map(str.islower, others)) > 0.6 * len(others)
+    return goes_on and len(lines) > 2 and length >= _MIN_COLUMN * len(lines)
 
 
 def _rows(segments: list[_Segment]) -> list[list[_Segment]]:
@@ -278,10 +275,8 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
         for between in near[: near.index(bottom)]:
             is_beside = not _overlap(between, top) and not _overlap(between, bottom)
             if is_beside and abs(between.y - bottom.y - leading / 2) < _SAME_BASE * between.size:
-                others = [
-                    each for each in segments[max(0, i - _NEIGHBOURS) : i + 2 * _NEIGHBOURS] if each is not between
-                ]
-                rows = [abs(each.y - between.y) for each in others if _overlap(each, between)]
+                around = segments[max(0, i - _NEIGHBOURS) : i + 2 * _NEIGHBOURS]
+                rows = [abs(each.y - between.y) for each in around if each is not between and _overlap(each, between)]
                 if min(rows, default=2 * leading) > 1.4 * leading:
                     space = Glyph(" ", top.end, top.y, top.end, top.size, top.order)
                     merged[id(top)] = _segment([*top.glyphs, space, *bottom.glyphs])._replace(y=between.y)
@@ -291,15 +286,30 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
     return sorted((cell for cell in cells if cell), key=lambda cell: -cell.y)
 
 
-def _mark_breaks(rows: list[list[_Segment]]) -> Iterator[str]:
+def _block_lines(rows: list[list[_Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
     texts = [*map(_line_text, rows), 8 * "?"]  # where the text goes on is not known yet
-    for number, row in enumerate(rows):
-        end, text, following = row[-1].end, texts[number], texts[number + 1]
+    for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):
+        text, width, word = texts[number], row[-1].end - row[0].x, texts[number + 1].partition(" ")[0]
         edge = max(each[-1].end for each in rows[max(0, number - 2) : number + 3])
-        letter = (end - row[0].x) / max(1, len(text))
-        is_full = end - row[0].x > _MIN_WIDTH * row[-1].size and end + letter * len(following.partition(" ")[0]) > edge
-        yield text + "\N{SOFT HYPHEN}" * (is_full and text[-1:] in ("-", "\N{HYPHEN}"))
+        is_full = row[-1].end + width / max(1, len(text)) * len(word) > edge and width > _MIN_WIDTH * row[-1].size
+        yield indent * bool(text) + text + "\N{SOFT HYPHEN}" * (is_full and text[-1:] in ("-", "\N{HYPHEN}"))
+
+
+def _indents(rows: list[list[_Segment]]) -> Iterator[str]:
+    """Yield the spaces at the beginning of each row, where letters have one width as in code."""
+    lines = [[each for segment in row for each in segment.glyphs if each.text != " "] or row[0].glyphs for row in rows]
+    for width, group in groupby(lines, key=_letter_width):
+        part = list(group)
+        left = min(line[0].x for line in part)
+        is_code = len({glyph.text for line in part for glyph in line if glyph.text.isalpha()}) > _MIN_LETTERS
+        yield from (" " * round((line[0].x - left) / width) if width and is_code else "" for line in part)
+
+
+def _letter_width(line: list[Glyph]) -> float:
+    """Return the width of all glyphs; 0 if they differ or are as wide as those of Chinese."""
+    widths, size = [glyph.end - glyph.x for glyph in line], line[0].size
+    return round(widths[0], 1) * (max(widths) - min(widths) < 0.02 * size and widths[0] < 0.7 * size)
 
 
 def _line_text(row: list[_Segment]) -> str:

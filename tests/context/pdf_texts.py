@@ -244,6 +244,7 @@ _ANSWERS = (
     ("Date of the payment", "5 May of this year"),
     ("Number of the file", "12345 in the archive"),
 )
+_CODE = ("def f\\(x\\):", "    if x > 1:", "        return x # two")
 _ACCOUNTS = (
     ("Revenue from continuing operations", "(987)"),
     ("Income from discontinued business", "2,468"),
@@ -389,6 +390,25 @@ PDF_TEXTS |= {
     "the tightest spaces of TeX": PdfDocument(
         pdf("BT /F1 11.9552 Tf 72 700 Td [(License)-190(and)-190(any)-190(12)-190(terms)] TJ ET"),
         "License and any 12 terms",
+    ),
+    "code": PdfDocument(
+        pdf(
+            "".join(_at(72, 700 - 12 * i, line, 10) for i, line in enumerate(_CODE))
+            + _at(72 + 4 * 6, 600, "print\\(1\\)", 10),
+            page=f"/Resources << /Font << /F1 {TYPE1.replace('Helvetica', 'Courier')} >> >> >>",
+        ),
+        "def f(x):\n    if x > 1:\n        return x # two\n    print(1)",
+    ),
+    "indented lines of other fonts": PdfDocument(
+        pdf(_at(72, 700, "One lamp") + _at(96, 686, "two ships")), "One lamp\ntwo ships"
+    ),
+    "digits nearer than their font says": PdfDocument(
+        pdf(
+            "".join(_at(72 + 5 * i, 700, c) for i, c in enumerate("1,122.33")),
+            page="/Resources << /Font << /F1 100 0 R >> >>",
+            objects={100: f"{TYPE1} /FirstChar 32 /LastChar 126 /Widths [{' '.join(['1000'] * 95)}] >>"},
+        ),
+        "1,122.33",
     ),
     "columns above a table": PdfDocument(
         pdf(_side_by_side(_LEFT, _RIGHT) + _at(72, 634, "2023") + _at(120, 634, "17") + _at(72, 620, "2024")),
