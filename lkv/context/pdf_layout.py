@@ -28,7 +28,7 @@ _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _MIN_WIDTH = 4  # of a line whose last word is broken
 _MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
-_MAX_RUNS, _MAX_JUMPS = 100, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
+_MAX_RUNS, _MAX_JUMPS = 60, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
 # Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
 _KINDS = {"L": "L", "R": "R", "AL": "R", "EN": "N", "AN": "N", "ES": ".", "CS": ".", "ET": "T", "WS": " "}
@@ -130,9 +130,8 @@ def _segments(line: list[_Run]) -> Iterator[_Segment]:
     """Divide a line at wide gaps."""
     glyphs: _Run = []
     for run in line:
-        is_next = glyphs[-1:] and run[0].order == glyphs[-1].order + 1
-        gap = (_CELL_GAP if is_next else _COLUMN_GAP) * run[0].size
-        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap:
+        gap = _CELL_GAP if glyphs and run[0].order == glyphs[-1].order + 1 else _COLUMN_GAP
+        if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap * run[0].size:
             yield _segment(glyphs)
             glyphs = []
         glyphs += run
@@ -219,11 +218,12 @@ def _are_rows(*blocks: list[_Segment]) -> bool:
 
 def _are_cells(side: list[_Segment]) -> bool:
     """Return whether lines are short, in several columns, or mostly shorter than the longest, as not those of prose."""
+    if max(len(each.glyphs) for each in side) <= _MIN_COLUMN:
+        return True
     rows = _rows(side)
     widths = [row[-1].end - row[0].x for row in rows]
-    is_short = max(len(each.glyphs) for each in side) <= _MIN_COLUMN
     columns = sum(other.order > each.glyphs[-1].order + 1 for row in rows for each, other in pairwise(row))
-    return is_short or columns > 0.5 * len(rows) or sum(width > 0.7 * max(widths) for width in widths) < 0.5 * len(rows)
+    return columns > 0.5 * len(rows) or sum(width > 0.7 * max(widths) for width in widths) < 0.5 * len(rows)
 
 
 def _by_columns(rows: list[list[_Segment]]) -> Iterator[list[_Segment]]:
