@@ -33,7 +33,7 @@ class PageText(NamedTuple):
     is_empty: bool
     draws_image: bool
     has_hidden: bool  # text of hidden layers, left out
-    has_unnamed: bool  # glyphs of fonts that do not name their characters, left out
+    has_unnamed: bool  # glyphs without a character, left out if their fonts have several
     has_outside: bool  # text outside of the page, left out
 
 
@@ -101,7 +101,7 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
             is_empty=not objects,
             draws_image=pdfium.FPDF_PAGEOBJ_IMAGE in shown,
             has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
-            has_unnamed=bool(nameless),
+            has_unnamed=bool(unnamed),
             has_outside=any(glyph.text.strip() for glyph in {*named}.difference(inside)),
         )
     finally:

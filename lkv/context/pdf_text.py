@@ -131,7 +131,8 @@ def _join_words(text: str) -> str:
         return f"{first}-{second}" if has_hyphen else first + second
 
     joined = re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}\n", "", _BROKEN_WORD.sub(join, text))
-    return joined.replace("\N{SOFT HYPHEN}", "")
+    # Behind a hyphen it marks the end of a full line; others are drawn as hyphens.
+    return re.sub(r"(?<=[-\N{HYPHEN}])\N{SOFT HYPHEN}", "", joined).replace("\N{SOFT HYPHEN}", "-")
 
 
 def _left_out(reader: PdfReader, all_missing: list[list[str]]) -> Iterator[str]:

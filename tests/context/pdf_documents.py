@@ -121,6 +121,29 @@ PDFS = {
         ),
         "find the office",
     ),
+    "hyphens that the font names soft hyphens": PdfDocument(
+        pdf(
+            "BT /F2 12 Tf 72 700 Td (pages 10\x0112, A\x012) Tj ET",
+            page="/Resources << /Font << /F2 100 0 R >> >>",
+            objects={
+                100: f"{TYPE1} /ToUnicode 101 0 R >>",
+                101: stream(_LIGATURES.replace("FB01", "00AD")),
+            },
+        ),
+        "pages 10-12, A-2",
+    ),
+    "a digit without a character among many letters": PdfDocument(
+        pdf(
+            "BT /F2 12 Tf 72 700 Td (the storm of the third night took \x01 of the boats from the harbour) Tj ET",
+            page="/Resources << /Font << /F2 100 0 R >> >>",
+            objects={
+                100: f"{TYPE1} /ToUnicode 101 0 R >>",
+                101: stream(_LIGATURES.replace("FB01", "F732")),
+            },
+        ),
+        "the storm of the third night took \uf732 of the boats from the harbour",
+        ["text in fonts without characters on page 1"],
+    ),
     "ligatures by glyph names": PdfDocument(
         pdf(
             "BT /F2 12 Tf 72 700 Td (\x01nd the \x02ag) Tj ET",
