@@ -159,8 +159,8 @@ def test_gradients_of_two_training_steps_equal_finite_differences(family: Family
     if not family.fits:
         pytest.skip("refused, see test_hybrid_models.py")
     model = family.build(torch.float32)
-    # With seed 1 the loss of these two jumps where training starts.
-    torch.manual_seed(2 if family.name in ("Ernie4_5_Moe", "Phimoe") else 1)
+    # With seed 1 the loss of these mixtures of experts jumps where training starts.
+    torch.manual_seed(2 if family.name in ("Ernie4_5_Moe", "Mixtral", "Phimoe") else 1)
     check_training(model, Policy(patch_attention(model).spec, inputs=scorer_inputs(family)), 2, is_exact=True)
 
 
