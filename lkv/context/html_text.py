@@ -246,9 +246,9 @@ class _Renderer:
         elif tag == "q":
             return self._render_quote(children)
         elif tag == "sup":
-            return self._capture(children, self._write_superscript)
+            return self._capture(children, self._write_raised)
         elif tag == "sub":
-            return self._capture(children, self._write_subscript)
+            return self._capture(children, self._write_script)
         elif tag == "rt":
             return self._capture(children, lambda text: self.text.write_verbatim(f"({text})" if text else ""))
         elif tag == "mspace" or (tag == "tspan" and {"x", "y", "dx", "dy"} & attributes.keys()):
@@ -317,13 +317,10 @@ class _Renderer:
         self.text.write_verbatim(opening)
         return [*children, end]
 
-    def _write_superscript(self, text: str) -> None:
+    def _write_raised(self, text: str) -> None:
         self._write_script(text, is_raised=True)
 
-    def _write_subscript(self, text: str) -> None:
-        self._write_script(text, is_raised=False)
-
-    def _write_script(self, text: str, is_raised: bool) -> None:
+    def _write_script(self, text: str, is_raised: bool = False) -> None:
         script = script_text(text, self.text.last_character(), is_raised)
         (self.text.write if script == text else self.text.write_verbatim)(script)
 
@@ -336,11 +333,11 @@ class _Renderer:
             over = [lambda: self.text.write_verbatim("/"), *self._capture(rest, write_operand)]
             return [self._end_number, *self._capture(first, write_operand), *over]
         if tag in ("msqrt", "mroot"):
-            index = self._capture(rest, self._write_superscript) if tag == "mroot" else []
+            index = self._capture(rest, self._write_raised) if tag == "mroot" else []
             radicand = first if tag == "mroot" else children
             return [*index, lambda: self.text.write_verbatim("√"), *self._capture(radicand, write_operand)]
         place = next((n for n, child in enumerate(rest) if child.tag == "mprescripts"), len(rest))
-        uses = [self._write_subscript, self._write_superscript][tag in ("msup", "mover") :]
+        uses = [self._write_script, self._write_raised][tag in ("msup", "mover") :]
 
         def scripts(children: list["LexborNode"]) -> list[_Step]:
             return [step for child, use in zip(children, cycle(uses)) for step in self._capture([child], use)]

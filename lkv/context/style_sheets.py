@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lkv.context.css_counters import Counters, Style, unescape
+from lkv.context.css_counters import LISTS, Counters, Style, unescape
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -29,7 +29,7 @@ _VALUES = re.compile(r"(?:\((?:[^()]|\([^()]*\))*\)|[^\s(])+")  # between spaces
 _LENGTH = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))([a-z%]*)")
 # Of lengths: em each, in text of the usual size; the window is 80 em wide.
 _UNITS = {"": 0, "px": 1 / 16, "pt": 1 / 12, "ex": 0.5, "ch": 0.5, "%": 0.8, "vw": 0.8, "cm": 2.4, "mm": 0.24, "in": 6}
-_INDENTED = ("blockquote", "dd", "dir", "figure", "menu", "ol", "ul")
+_INDENTED = ("blockquote", "dd", "figure", *LISTS)
 _HIDES = re.compile(r"\b(?:display\s*:\s*none|visibility\s*:\s*(?:hidden|collapse))")
 _WIDTH = 1280  # pixels of the window
 _FEATURE = re.compile(r"\(\s*(?:(min-|max-)width\s*:|width\s*([<>])=?)\s*([\d.]+)(px|r?em)\s*\)")

@@ -33,7 +33,7 @@ from lkv.serving.routes import (
     read_body,
     split_model_name,
 )
-from lkv.serving.schemas import ChatRequest, ClientGoneError, error_object, error_response, parse_chat
+from lkv.serving.schemas import ChatRequest, ClientGoneError, error_object, parse_chat
 from lkv.serving.service import Service
 
 _ROUTES = "the server has /v1/chat/completions, /v1/models, /v1/contexts, /metrics, /healthz and a page at /"
@@ -189,12 +189,11 @@ class _AnswerResponse:
         """Return the whole answer, once it is complete."""
         try:
             text = "".join([piece async for piece in self._pieces()])
+        except ClientGoneError:
+            raise
         except LkvError as error:
-            if isinstance(error, ClientGoneError):
-                return error_response(error)
-            return JSONResponse(
-                error_object(str(error), "server_error"), 504 if self._answer.reason == "length" else 500
-            )
+            status = 504 if self._answer.reason == "length" else 500
+            return JSONResponse(error_object(str(error), "server_error"), status)
         message = {"role": "assistant", "content": text, "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._answer.reason}
         return {**self._base, "object": "chat.completion", "choices": [choice], "usage": self._usage()}

@@ -66,6 +66,13 @@ _LIGATURES = """/CIDInit /ProcSet findresource begin begincmap
 2 beginbfchar <01> <FB01> <02> <FB03> endbfchar 1 beginbfrange <20> <7E> <0020> endbfrange endcmap end"""
 
 
+def _mapped(content: str, character: str, text: str, skipped: Sequence[str] = ()) -> PdfDocument:
+    """A line in a font whose map to Unicode has a character (in hexadecimal) at code 1."""
+    fonts = {100: f"{TYPE1} /ToUnicode 101 0 R >>", 101: stream(_LIGATURES.replace("FB01", character))}
+    page = "/Resources << /Font << /F2 100 0 R >> >>"
+    return PdfDocument(pdf(f"BT /F2 12 Tf 72 700 Td ({content}) Tj ET", page=page, objects=fonts), text, skipped)
+
+
 def _widget(entries: str) -> str:
     return f"<< /Type /Annot /Subtype /Widget /Rect [0 0 90 20] {entries} >>"
 
@@ -113,34 +120,11 @@ PDFS = {
     "a dash at a line's end": PdfDocument(
         pdf(lines("From 1990-", "1995 and -", "5 degrees")), "From 1990-\n1995 and -\n5 degrees"
     ),
-    "ligatures by ToUnicode": PdfDocument(
-        pdf(
-            "BT /F2 12 Tf 72 700 Td (\x01nd the o\x02ce) Tj ET",
-            page="/Resources << /Font << /F2 100 0 R >> >>",
-            objects={100: f"{TYPE1} /ToUnicode 101 0 R >>", 101: stream(_LIGATURES)},
-        ),
-        "find the office",
-    ),
-    "hyphens that the font names soft hyphens": PdfDocument(
-        pdf(
-            "BT /F2 12 Tf 72 700 Td (pages 10\x0112, A\x012) Tj ET",
-            page="/Resources << /Font << /F2 100 0 R >> >>",
-            objects={
-                100: f"{TYPE1} /ToUnicode 101 0 R >>",
-                101: stream(_LIGATURES.replace("FB01", "00AD")),
-            },
-        ),
-        "pages 10-12, A-2",
-    ),
-    "a digit without a character among many letters": PdfDocument(
-        pdf(
-            "BT /F2 12 Tf 72 700 Td (the storm of the third night took \x01 of the boats from the harbour) Tj ET",
-            page="/Resources << /Font << /F2 100 0 R >> >>",
-            objects={
-                100: f"{TYPE1} /ToUnicode 101 0 R >>",
-                101: stream(_LIGATURES.replace("FB01", "F732")),
-            },
-        ),
+    "ligatures by ToUnicode": _mapped("\x01nd the o\x02ce", "FB01", "find the office"),
+    "hyphens that the font names soft hyphens": _mapped("pages 10\x0112, A\x012", "00AD", "pages 10-12, A-2"),
+    "a digit without a character among many letters": _mapped(
+        "the storm of the third night took \x01 of the boats from the harbour",
+        "F732",
         "the storm of the third night took \uf732 of the boats from the harbour",
         ["text in fonts without characters on page 1"],
     ),
