@@ -9,6 +9,7 @@ from torch import Tensor
 from lkv.cache.ragged_store import PLAIN, SoftmaxOptions
 from lkv.cache.tiers import TierSplit
 from lkv.errors import CacheError
+from lkv.hf.attention import read_weights
 from lkv.hf.masks import PaddingReader
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
@@ -68,6 +69,7 @@ class CacheConfig:
         A request that says neither how much to keep nor in how many bits keeps `DEFAULT_MEMORY`.
         """
         request = request.with_default_memory()
+        read_weights(model)  # so that a policy is compared with the weights as they are now
         return cls(resolve_method(request, model, tokenizer), request)
 
     @property

@@ -18,7 +18,7 @@ from lkv.cache.pass_checks import PassTracker, check_pass, check_rewind, take_pr
 from lkv.cache.read_again import ReadAgainLayer
 from lkv.cache.tiers import check_width
 from lkv.errors import CacheError
-from lkv.hf.attention import patch_attention
+from lkv.hf.attention import patch_attention, read_weights
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.image_positions import ImageOffset
@@ -84,6 +84,7 @@ class RaggedCache(BaseCache):
         target: The eviction target; None for a `Method` of your own.
         policy: The policy that is used; None for methods without one.
         history: The token ids read so far, if known.
+        weights: The digests of the model's weights, see `WeightDigests`.
         at_prompt_end: Copies of `others` from the end of the prompt; empty until a token follows it.
         on_layer_start: Called with the index of each layer before its attention. An exception that it raises ends the
             forward pass.
@@ -129,6 +130,7 @@ class RaggedCache(BaseCache):
         return cache
 
     def _build(self, model: PreTrainedModel, config: CacheConfig) -> None:
+        self.weights = read_weights(model)
         method, patched = config.method, patch_attention(model)
         if method.needs_whole_prompt:
             raise CacheError(

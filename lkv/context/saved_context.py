@@ -17,7 +17,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.saved_state import number_tensors, split_numbered
 from lkv.errors import CacheError, ContextFileError
-from lkv.hf.attention import input_device, patch_attention
+from lkv.hf.attention import input_device, patch_attention, read_weights
 from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import STATE_NAMES
@@ -93,7 +93,7 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: 
         ContextFileError: If it cannot be written, or would overwrite a file that is no saved context.
     """
     check_replaceable(path)
-    header = {"model": asdict(cache.spec), "adapters": cache.adapters, **metadata}
+    header = {"model": asdict(cache.spec), "weights": cache.weights, "adapters": cache.adapters, **metadata}
     header["tokenizer"] = tokenizer_digest(tokenizer, tensors["ids"].tolist())
     if cache.shared.has_states:
         header["states_of"] = _transformers()
@@ -107,10 +107,16 @@ def load(
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
     tensors, header = tensor_file.read(path, CONTEXT_FILE)
+    weights = read_weights(model)
     spec = patch_attention(model).spec
     try:
         if difference := model_difference(from_dict(ModelSpec, header["model"]), spec):
             raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
+        if any(weights.get(part, digest) != digest for part, digest in header.get("weights", {}).items()):
+            raise ContextFileError(
+                f"{path} was saved by a model with other weights, such as before fine-tuning; load it with that model, "
+                "or compress the text again."
+            )
         if (version := header.get("states_of", _transformers())) != _transformers():
             raise ContextFileError(
                 f"{path} has recurrent states of transformers {version}, which {_transformers()} may lay out in "

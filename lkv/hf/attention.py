@@ -46,6 +46,7 @@ from lkv.hf.state import (
     take_traced_layer,
 )
 from lkv.hf.state_probe import probed_kinds
+from lkv.hf.weight_digests import WeightDigests
 
 _IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # RoPE types with frequencies by text length
@@ -84,6 +85,7 @@ def patch_attention(model: PreTrainedModel, spec: ModelSpec | None = None) -> Pa
             softcap=getattr(text_config, "attn_logit_softcapping", None),
             config=text_config,
             position_hook=record_positions(model),
+            weights=WeightDigests(model) if has_weights else None,
         )
         _patch_attention_interface()
         wrap_generation(type(model))
@@ -101,6 +103,18 @@ def unpatch_attention(model: PreTrainedModel) -> None:
         model: A model that was passed to `patch_attention`, `RaggedCache`, `compress` or another entry point.
     """
     set_patch(unwrap_model(model), None)
+
+
+def read_weights(model: PreTrainedModel) -> dict[str, str]:
+    """Return the digests of `WeightDigests.read` of a model, empty if its weights cannot be read here.
+
+    A model whose weights have changed since it was patched is inspected again.
+    """
+    weights, own = patch_attention(model).weights, unwrap_model(model)
+    if weights is not None and not weights.are_of(own):
+        unpatch_attention(model)
+        weights = patch_attention(model).weights
+    return {} if weights is None else weights.read(own)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def read_norms(decoder: nn.Module, layers: int) -> dict[str, Tensor]:
     norms = {}
     for name, norm in decoder.named_modules():
         weight = getattr(norm, "weight", None)
-        if name.rpartition(".")[2] not in norm_names or _layer(name) not in _sampled(layers):
+        if name.rpartition(".")[2] not in norm_names or layer_index(name) not in _sampled(layers):
             continue
         if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(weight, "device_mesh", None) is not None:
             continue
@@ -151,7 +151,7 @@ def read_values(weights: Mapping[str, Tensor], layers: int) -> tuple[float, ...]
 def _matrices(weights: Mapping[str, Tensor], layers: int, plain: bool = False) -> Iterable[tuple[str, Tensor]]:
     """Yield (name, matrix) of the sampled layers, sorted by name."""
     for name, weight in sorted(weights.items()):
-        if _layer(name) not in _sampled(layers) or len(_shape(weight)) != 2:
+        if layer_index(name) not in _sampled(layers) or len(_shape(weight)) != 2:
             continue
         if weight.is_floating_point() or (not plain and type(weight).__name__ in ("Params4bit", "Int8Params")):
             yield name, weight
@@ -161,7 +161,7 @@ def _sampled(layers: int) -> set[int]:
     return {0, layers // 2, layers - 1}
 
 
-def _layer(name: str) -> int | None:
+def layer_index(name: str) -> int | None:
     """Return the layer index in the name of a module or parameter."""
     match = re.search(r"(?:^|\.)(\d+)\.", name)
     return int(match[1]) if match else None

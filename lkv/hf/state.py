@@ -28,6 +28,7 @@ from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import LayerKind
 from lkv.hf.rotation import Rotation
+from lkv.hf.weight_digests import WeightDigests
 
 NOT_PATCHED = (
     "the model computed attention without LKV; call lkv.patch_attention(model), then continue after cache.rewind(), or "
@@ -155,6 +156,7 @@ class PatchedModel:
         softcap: The cap of attention scores, or None.
         config: The configuration object of the model's decoder.
         position_hook: Removes the hook that records positions, in models with multimodal RoPE.
+        weights: The digests of its weights; None if they cannot be read here.
     """
 
     spec: ModelSpec
@@ -165,6 +167,7 @@ class PatchedModel:
     softcap: float | None
     config: Any
     position_hook: Callable[[], None] | None = None
+    weights: WeightDigests | None = None
 
 
 _patches: weakref.WeakKeyDictionary[PreTrainedModel, PatchedModel] = weakref.WeakKeyDictionary()
