@@ -166,15 +166,14 @@ def compress_ids(
     check_fits_model(model, len(ids))
     chunk, input_ids = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
-    if chunk is not None and images:
-        raise PromptError("images are read with their whole text at once; leave chunk out.")
     if chunk is not None:
+        if images:
+            raise PromptError("images are read with their whole text at once; leave chunk out.")
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
+        request = replace(request, prompt_tokens=len(ids))
     if request.method == FULL:
         with _report_layers(model, progress, len(ids)):
             return Context(model, tokenizer, ids, _read_in_full(model, input_ids, chunk, images), {"kind": kind})
-    if chunk is not None:
-        request = replace(request, prompt_tokens=len(ids))
     config = CacheConfig.resolve(request, model, tokenizer)
     method = config.method
     method.check_length(len(ids))
