@@ -1,14 +1,14 @@
 """Lines of text from the places of glyphs on a page. Does not import torch."""
 
-import re
 from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
-from unicodedata import bidirectional, combining
+from unicodedata import combining
 
 from lkv.context.flow_text import script_text
+from lkv.context.reading_order import in_reading_order
 
 # Shares of the font's size.
 _SAME_BASE = 0.15  # between the base lines of one line
@@ -30,9 +30,6 @@ _MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
 _MAX_RUNS, _MAX_JUMPS = 60, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
-# Bidirectional classes: letters, numbers, what belongs to numbers within or beside, spaces; others are "-".
-_KINDS = {"L": "L", "R": "R", "AL": "R", "EN": "N", "AN": "N", "ES": ".", "CS": ".", "ET": "T", "WS": " "}
-_LEFT_TO_RIGHT = re.compile(r"(?:N[^R]*)?L(?:[^R]*[LN])?|T*N(?:\.?N)*T*")
 
 
 class Glyph(NamedTuple):
@@ -288,7 +285,10 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
 
 def _block_lines(rows: list[list[_Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
-    texts = [*map(_line_text, rows), 8 * "?"]  # where the text goes on is not known yet
+    texts = [
+        *(text.strip(" ") for text in in_reading_order([*map(_line_texts, rows)])),
+        8 * "?",
+    ]  # where the text goes on is not known yet
     for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):
         text, width, word = texts[number], row[-1].end - row[0].x, texts[number + 1].partition(" ")[0]
         edge = max(each[-1].end for each in rows[max(0, number - 2) : number + 3])
@@ -312,24 +312,13 @@ def _letter_width(line: list[Glyph]) -> float:
     return round(widths[0], 1) * (max(widths) - min(widths) < 0.02 * size and widths[0] < 0.7 * size)
 
 
-def _line_text(row: list[_Segment]) -> str:
-    """Return a row's text in the order of reading, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
+def _line_texts(row: list[_Segment]) -> list[str]:
+    """Return a row's texts from left to right, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
     texts: list[str] = []
     for segment in row:
         part = _texts(segment.glyphs)
         texts += [" "] * (bool(texts) and texts[-1] != " " != part[0])
         texts += part
-    return "".join(_in_reading_order(texts)).strip(" ")
-
-
-def _pair_brackets(texts: list[str]) -> list[str]:
-    """Open and close brackets in turn where they do not match; pdfium mirrors some of those in right-to-left text."""
-    for pair in ("()", "[]", "{}"):
-        depths = [0, *accumulate((text == pair[0]) - (text == pair[1]) for text in texts)]
-        marks = [i for i, text in enumerate(texts) if text in (*pair,)]
-        if len(marks) % 2 == 0 and (min(depths) < 0 or depths[-1]):
-            for number, i in enumerate(marks):
-                texts[i] = pair[number % 2]
     return texts
 
 
@@ -376,25 +365,3 @@ def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:
     # Evenly placed, though not as wide as each other: not so in ordinary text.
     has_pitch = len(widths) > 0.7 * count and max(widths) - min(widths) > 0.15 * size and pitches[0] < size
     return gaps[count // 4] * has_tracking, pitches[0] * has_pitch
-
-
-def _in_reading_order(texts: list[str]) -> list[str]:
-    """Turn texts in the order of their places from left to right into the order of reading, by their directions."""
-    kinds = "".join(_KINDS.get(bidirectional(text[:1]), "-") for text in texts)
-    if "R" not in kinds:
-        return texts
-    strong = re.sub("[^RL]", "", kinds)
-    is_right = strong.count("R") > strong.count("L") or strong[0] == strong[-1] == "R"
-    ordered: list[str] = []
-    place = 0
-    for zone in re.finditer(".+" if is_right else "R[^L]*R|R", kinds):
-        ordered += texts[place : zone.start()]
-        parts: list[list[str]] = []
-        place = zone.start()
-        for part in _LEFT_TO_RIGHT.finditer(kinds, zone.start(), zone.end()):
-            parts += [*([text] for text in texts[place : part.start()]), texts[part.start() : part.end()]]
-            place = part.end()
-        parts += [[text] for text in texts[place : zone.end()]]
-        ordered += [text for part in reversed(parts) for text in part]
-        place = zone.end()
-    return _pair_brackets(ordered + texts[place:])

@@ -4,6 +4,7 @@ import math
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
 LONG_WORDS = WORDS.filter(lambda word: len(word) > 1)
 
 
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 PARAGRAPHS = st.lists(WORDS, min_size=15, max_size=60).map(" ".join)
 
 
@@ -142,6 +144,29 @@ def test_a_line_of_hebrew_and_numbers_is_read_from_right_to_left(words, order):
         font = "<< /Type /Font /Subtype /Type1 /BaseFont /Courier /ToUnicode 101 0 R >>"
         page = "/Resources << /Font << /F1 100 0 R >> >>"
         assert read(pdf(content, page=page, objects={100: font, 101: stream(cmap)})) == " ".join(words)
+
+
+def test_lines_of_arabic_and_hebrew_are_read_in_logical_order():
+    """The fixture has random lines with numbers, and as python-bidi 0.6 displays them, with mirrored brackets."""
+    pairs = [line.split("\t") for line in (FIXTURES / "right_to_left.tsv").read_text("utf-8").splitlines()]
+    for start in range(0, len(pairs), 4):
+        logical, seen = zip(*pairs[start : start + 4], strict=True)
+        codes = {character: code for code, character in enumerate(sorted(set("".join(seen))), 0x21)}
+        names = "".join(f"<{code:02x}> <{ord(character):04x}>" for character, code in codes.items())
+        content = "".join(
+            f"BT /F1 10 Tf 20 {760 - 14 * number} Td <{bytes(codes[each] for each in line).hex()}> Tj ET\n"
+            for number, line in enumerate(seen)
+        )
+        assert read(mapped_pdf(content, names, len(codes))) == "\n".join(logical)
+
+
+def mapped_pdf(content: str, names: str, count: int) -> bytes:
+    """Write a page in Courier with a map to Unicode of `count` characters."""
+    cmap = f"begincmap 1 begincodespacerange <00> <ff> endcodespacerange {count} beginbfchar {names} endbfchar endcmap"
+    widths = f"/FirstChar 0 /LastChar 255 /Widths [{' 600' * 256}]"
+    font = f"<< /Type /Font /Subtype /Type1 /BaseFont /Courier {widths} /ToUnicode 101 0 R >>"
+    page = "/MediaBox [0 0 900 792] /Resources << /Font << /F1 100 0 R >> >>"
+    return pdf(content, page=page, objects={100: font, 101: stream(cmap)})
 
 
 @given(
