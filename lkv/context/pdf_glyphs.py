@@ -12,7 +12,7 @@ import pypdfium2
 import pypdfium2.raw as pdfium
 
 from lkv.context.pdf_content import HIDDEN_MARK
-from lkv.context.pdf_layout import Glyph, lines_of
+from lkv.context.pdf_layout import Glyph, accent, lines_of
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
 _HYPHEN = 2  # pdfium's character for a hyphen at a line's end
@@ -167,7 +167,9 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
         pdfium.FPDFText_GetLooseCharBox(text, i, box)
         sides = box.right - box.left, box.top - box.bottom  # of what is drawn and the advance
         most = style.size if style.side is None else sides[style.side]
-        if last and last.style is style and (last.x, last.y) == (x.value, y.value):  # of a ligature, or an accent
+        # Characters of a ligature, or of /ActualText, but not an accent and its letter.
+        is_part = bool(last and (style.span or not (accent(last.text) or accent(character))))
+        if last and last.style is style and is_part and (last.x, last.y) == (x.value, y.value):
             most *= len(last.text) + 1 if style.span else 1  # each character of /ActualText has its share
             last = last._replace(text=last.text + character, width=most, is_unnamed=last.is_unnamed or is_unnamed)
             continue

@@ -4,8 +4,9 @@ from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
+from statistics import mode
 from typing import NamedTuple
-from unicodedata import combining
+from unicodedata import combining, normalize
 
 from lkv.context.flow_text import script_text
 from lkv.context.reading_order import in_reading_order
@@ -20,6 +21,7 @@ _ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
 _MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
 _CLEAR_RAISE = 0.2  # of scripts that are apart from other glyphs
+_DIGIT_RAISE = 0.14  # of digits of the text's size that are scripts, at least
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
 _MAX_SHADOW = 0.2  # to the right of what is drawn a second time
 _MAX_SCRIPT = 8  # glyphs
@@ -30,6 +32,12 @@ _MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
 _MAX_RUNS, _MAX_JUMPS = 60, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
+
+# Accents as characters of their own that have no decomposition, and letters without their dots.
+_MARKS = {"`": "\u0300", "\u02c6": "\u0302", "\u02c7": "\u030c"}
+_DOTLESS = {0x131: "i", 0x237: "j"}
+_MAX_ACCENTS, _MAX_REACH = 2000, 100  # of a page; glyphs that are drawn in between
+_ABOVE = 230  # the class of accents above
 
 
 class Glyph(NamedTuple):
@@ -59,9 +67,39 @@ class _Segment(NamedTuple):
 
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
-    segments = [segment for line in _attach_scripts(_base_lines(glyphs)) for segment in _segments(line)]
+    segments = [
+        segment for line in _attach_scripts(_base_lines(_attach_accents(glyphs))) for segment in _segments(line)
+    ]
     blocks = _blocks(_attach_capitals(segments))
     return [line for block in blocks for line in _block_lines([*_by_columns(_rows(block))])]
+
+
+def accent(text: str) -> str:
+    """Return the combining character of an accent that is a character of its own; empty for other texts."""
+    mark = _MARKS.get(text) or normalize("NFKD", text).strip(" ")
+    return mark if mark and combining(mark[0]) else ""
+
+
+def _attach_accents(glyphs: Sequence[Glyph]) -> list[Glyph]:
+    """Put accents that are glyphs of their own, as in TeX, on the letters at their place, drawn before or after."""
+    joined: list[Glyph | None] = [*glyphs]
+    marks = [(i, mark) for i, glyph in enumerate(glyphs) if (mark := accent(glyph.text))]
+    reach = _MAX_REACH if len(marks) < _MAX_ACCENTS else 1  # raised ones are drawn apart
+    for i, mark in marks:
+        glyph, near = glyphs[i], range(max(0, i - reach), min(len(glyphs), i + reach + 1))
+        centre = (glyph.x + glyph.end) / 2
+        for j in sorted(near, key=lambda j: abs(j - i)):
+            base = joined[j]
+            if not base or not base.x < centre < base.end or accent(base.text) or not base.text[0].isalpha():
+                continue
+            if abs(base.y - glyph.y) < glyph.size / 2:
+                letter = base.text.translate(_DOTLESS) if combining(mark[0]) == _ABOVE else base.text
+                joined[j], joined[i] = base._replace(text=normalize("NFC", letter + mark)), None
+                break
+        else:
+            if mark == glyph.text and i and (base := joined[i - 1]):
+                joined[i - 1], joined[i] = base._replace(text=base.text + mark), None
+    return [glyph for glyph in joined if glyph]
 
 
 def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
@@ -78,9 +116,7 @@ def _runs(line: list[Glyph]) -> list[_Run]:
     runs: list[_Run] = []
     for glyph in line:
         last = runs[-1][-1] if runs else None
-        if last and combining(glyph.text[0]):  # an accent that is a glyph of its own
-            runs[-1][-1] = last._replace(text=last.text + glyph.text)
-        elif last and last.x <= glyph.x and -0.5 * glyph.size < glyph.x - last.end < _WORD_GAP * glyph.size:
+        if last and last.x <= glyph.x and -0.5 * glyph.size < glyph.x - last.end < _WORD_GAP * glyph.size:
             runs[-1].append(glyph)
         else:
             runs.append([glyph])
@@ -112,7 +148,10 @@ def _is_inserted(run: _Run, line: list[_Run]) -> bool:
     for other in line[max(0, place - 1) : place + 1]:
         index = bisect_left(other, x, key=lambda glyph: glyph.x)
         base = [glyph for glyph in other[max(0, index - 4) : index] or other[:1] if size < _SMALL * glyph.size]
-        is_off = size == other[0].size and len(run) < len(other) and abs(other[0].y - y) < _MAX_OFFSET * size
+        is_number = all(glyph.text.isdigit() for glyph in run) and size <= other[0].size
+        is_longer = len(run) < len(other) or (is_number and index > 0)
+        is_same = size >= _SMALL * other[0].size if is_number else size == other[0].size
+        is_off = is_same and is_longer and abs(other[0].y - y) < (_ROW_OFFSET if is_number else _MAX_OFFSET) * size
         for glyph in base[-1:] or other[max(0, index - 1) : max(1, index)] * is_off:
             gap = x - glyph.end if index else glyph.x - end
             following = (each.x for each in chain(other[index:], *line[place : place + 1]) if each.size > size)
@@ -325,16 +364,17 @@ def _line_texts(row: list[_Segment]) -> list[str]:
 def _texts(glyphs: list[Glyph]) -> list[str]:
     """Return the texts of a segment's glyphs, with a space at each gap and scripts as part of what they follow."""
     tracking, pitch = _tracking(glyphs)
-    base = max(glyphs, key=lambda glyph: glyph.size)
-    raises = [(glyph.y - base.y) * (glyph.size < _SMALL * base.size) for glyph in glyphs]
-    raises = [shift if abs(shift) > 0.05 * base.size else 0.0 for shift in raises]
+    size = max(glyph.size for glyph in glyphs)
+    large = [glyph for glyph in glyphs if glyph.size >= _SMALL * size]
+    base = mode([glyph.y for glyph in large if not glyph.text.isdigit()] or [glyph.y for glyph in large])
+    raises = [(glyph.y - base) * _is_script(glyph, glyph.y - base, size) for glyph in glyphs]
     spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
     for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
         if before.text[-1] != " " != glyph.text[0]:
-            gap, size = glyph.x - before.end, before.size
+            gap = glyph.x - before.end
             are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
-            most = (_NUMBER_GAP if are_digits else _WORD_GAP) * size
-            if not -size <= gap <= max(tracking, pitch + before.x - before.end) + most:
+            most = (_NUMBER_GAP if are_digits else _WORD_GAP) * before.size
+            if not -before.size <= gap <= max(tracking, pitch + before.x - before.end) + most:
                 spaced.append((" ", shift * (last == shift)))
         spaced.append((glyph.text, shift))
     texts: list[str] = []
@@ -344,12 +384,19 @@ def _texts(glyphs: list[Glyph]) -> list[str]:
         place += len(part)
         before_script = texts[-1].strip(" ")[-1:] if texts else ""
         is_near = before_script or (spaced[place : place + 1] or [(" ", 0)])[0][0] != " "
-        if abs(raised) > _CLEAR_RAISE * base.size or (raised and is_near):
+        if abs(raised) > _CLEAR_RAISE * size or (raised and is_near):
             script = script_text("".join(part), before_script, raised > 0)
             # A footnote's letter is no part of the number behind it.
             part = [texts.pop() + script] if before_script else [script, *[" "] * (script == "".join(part))]
         texts += part
     return texts
+
+
+def _is_script(glyph: Glyph, shift: float, size: float) -> bool:
+    """Return whether a glyph is a superscript or a subscript of text of a size: small, or a digit clearly off."""
+    if glyph.size < _SMALL * size:
+        return abs(shift) > 0.05 * size
+    return glyph.text.isdigit() and _DIGIT_RAISE * size < abs(shift) < _ROW_OFFSET * size
 
 
 def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:

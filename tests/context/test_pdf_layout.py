@@ -5,14 +5,16 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from unicodedata import normalize
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lkv.context.document_reader import parse_document
+from lkv.context.flow_text import script_text
 from lkv.errors import DocumentError
-from tests.context.pdf_documents import PDFS, lines, pdf, stream
+from tests.context.pdf_documents import PDFS, TYPE1, lines, pdf, stream
 
 SIZE = 10.0
 WIDTH = 0.6 * SIZE  # of each letter of Courier
@@ -25,6 +27,20 @@ LONG_WORDS = WORDS.filter(lambda word: len(word) > 1)
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+ACCENTS = {
+    "acute": "\u0301",
+    "grave": "\u0300",
+    "circumflex": "\u0302",
+    "dieresis": "\u0308",
+    "caron": "\u030c",
+    "cedilla": "\u0327",
+}
+COMPOSED = {  # letter and accent
+    letter: (base, name)
+    for base in "aceinosuzACESUZ"
+    for name, mark in ACCENTS.items()
+    if len(letter := normalize("NFC", base + mark)) == 1
+}
 PARAGRAPHS = st.lists(WORDS, min_size=15, max_size=60).map(" ".join)
 
 
@@ -167,6 +183,43 @@ def mapped_pdf(content: str, names: str, count: int) -> bytes:
     font = f"<< /Type /Font /Subtype /Type1 /BaseFont /Courier {widths} /ToUnicode 101 0 R >>"
     page = "/MediaBox [0 0 900 792] /Resources << /Font << /F1 100 0 R >> >>"
     return pdf(content, page=page, objects={100: font, 101: stream(cmap)})
+
+
+@given(
+    words=st.lists(st.text("abceimnosuzACESUZ" + "".join(COMPOSED), min_size=1, max_size=8), min_size=1, max_size=5),
+    is_before=st.booleans(),
+    shift=st.integers(-60, 60),
+)
+def test_accents_of_their_own_are_put_on_their_letters(words, is_before, shift):
+    names = [*ACCENTS, "dotlessi"]
+    content = ""
+    for letter in " ".join(words):
+        base, mark = COMPOSED.get(letter, (letter, ""))
+        drawn = f"({base})"
+        if mark:
+            drawn = f"(\\{1 + names.index('dotlessi'):03o})" if base == "i" else drawn
+            rise = 2 * base.isupper()
+            above = f"{shift}] TJ {rise} Ts [(\\{1 + names.index(mark):03o})] TJ 0 Ts [{-shift}"
+            drawn = f"{above} 500 {drawn}" if is_before else f"{drawn} 500 {above}"
+        content += drawn
+    encoding = f"/Encoding << /Differences [1 {' '.join('/' + name for name in names)}] >>"
+    font = f"{TYPE1} /FirstChar 0 /LastChar 127 /Widths [{' 500' * 128}] {encoding} >>"
+    page = "/Resources << /Font << /F1 100 0 R >> >>"
+    assert read(pdf(f"BT /F1 10 Tf 30 500 Td [{content}] TJ ET", page=page, objects={100: font})) == " ".join(words)
+
+
+@given(
+    base=st.sampled_from(["10", "in 1990", "CO", "page 17.", "the storm of 1901"]),
+    script=st.integers(0, 99).map(str),
+    after=st.sampled_from(["", " kg", ", then", " of 17"]),
+    size=st.floats(6, 12),
+    rise=st.floats(0.2, 0.45) | st.floats(-0.3, -0.15),
+)
+def test_raised_and_lowered_digits_of_any_size_are_scripts(base, script, after, size, rise):
+    drawn = f"{12 * rise:.2f} Ts /F1 {size:.2f} Tf ({script}) Tj 0 Ts /F1 12 Tf ({after})"
+    content = f"BT /F1 12 Tf 72 700 Td ({base}) Tj {drawn} Tj ET\n"
+    shown = script_text(script, base[-1], is_raised=rise > 0)
+    assert read(pdf(content + lines("and 17 more", y=670))) == f"{base}{shown}{after}\nand 17 more"
 
 
 @given(
