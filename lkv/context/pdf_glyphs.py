@@ -12,7 +12,8 @@ import pypdfium2
 import pypdfium2.raw as pdfium
 
 from lkv.context.pdf_content import HIDDEN_MARK
-from lkv.context.pdf_layout import Glyph, accent, lines_of
+from lkv.context.pdf_layout import lines_of
+from lkv.context.pdf_words import Glyph, accent
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
 _HYPHEN = 2  # pdfium's character for a hyphen at a line's end

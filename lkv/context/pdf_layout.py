@@ -3,53 +3,24 @@
 from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
-from operator import itemgetter
-from statistics import mode
 from typing import NamedTuple
-from unicodedata import combining, normalize
 
-from lkv.context.flow_text import script_text
+from lkv.context.pdf_words import ROW_OFFSET, SAME_BASE, SMALL, WORD_GAP, Glyph, attach_accents, texts_of, word_gap
 from lkv.context.reading_order import in_reading_order
 
 # Shares of the font's size.
-_SAME_BASE = 0.15  # between the base lines of one line
-_WORD_GAP = 0.189  # between words, at least; the narrowest spaces of TeX have 0.19
-_NUMBER_GAP = 0.12  # between numbers
 _CELL_GAP = 1.0  # between cells or columns, at least
 _COLUMN_GAP = 0.5  # between columns that are not drawn line by line, at least
-_ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
-_MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
 _MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
-_CLEAR_RAISE = 0.2  # of scripts that are apart from other glyphs
-_DIGIT_RAISE = 0.14  # of digits of the text's size that are scripts, at least
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
 _MAX_SHADOW = 0.2  # to the right of what is drawn a second time
 _MAX_SCRIPT = 8  # glyphs
-_SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 _MIN_COLUMN = 18  # characters of a line of a column of prose, on average
 _MIN_WIDTH = 4  # of a line whose last word is broken
 _MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
 _MAX_RUNS, _MAX_JUMPS = 60, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
 _NEIGHBOURS = 40  # segments that are compared with each one
-
-# Accents as characters of their own that have no decomposition, and letters without their dots.
-_MARKS = {"`": "\u0300", "\u02c6": "\u0302", "\u02c7": "\u030c"}
-_DOTLESS = {0x131: "i", 0x237: "j"}
-_MAX_ACCENTS, _MAX_REACH = 2000, 100  # of a page; glyphs that are drawn in between
-_ABOVE = 230  # the class of accents above
-
-
-class Glyph(NamedTuple):
-    """A glyph, or several that stand for one text, in a frame where text runs from left to right; in points."""
-
-    text: str
-    x: float
-    y: float  # of its base line; greater is higher
-    end: float  # by its own width
-    size: float
-    order: int  # how many glyphs of the page were drawn before it
-
 
 _Run = list[Glyph]  # in the order in which they are drawn, next to each other
 
@@ -67,46 +38,16 @@ class _Segment(NamedTuple):
 
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
-    segments = [
-        segment for line in _attach_scripts(_base_lines(_attach_accents(glyphs))) for segment in _segments(line)
-    ]
+    segments = [segment for line in _attach_scripts(_base_lines(attach_accents(glyphs))) for segment in _segments(line)]
     blocks = _blocks(_attach_capitals(segments))
     return [line for block in blocks for line in _block_lines([*_by_columns(_rows(block))])]
-
-
-def accent(text: str) -> str:
-    """Return the combining character of an accent that is a character of its own; empty for other texts."""
-    mark = _MARKS.get(text) or normalize("NFKD", text).strip(" ")
-    return mark if mark and combining(mark[0]) else ""
-
-
-def _attach_accents(glyphs: Sequence[Glyph]) -> list[Glyph]:
-    """Put accents that are glyphs of their own, as in TeX, on the letters at their place, drawn before or after."""
-    joined: list[Glyph | None] = [*glyphs]
-    marks = [(i, mark) for i, glyph in enumerate(glyphs) if (mark := accent(glyph.text))]
-    reach = _MAX_REACH if len(marks) < _MAX_ACCENTS else 1  # raised ones are drawn apart
-    for i, mark in marks:
-        glyph, near = glyphs[i], range(max(0, i - reach), min(len(glyphs), i + reach + 1))
-        centre = (glyph.x + glyph.end) / 2
-        for j in sorted(near, key=lambda j: abs(j - i)):
-            base = joined[j]
-            if not base or not base.x < centre < base.end or accent(base.text) or not base.text[0].isalpha():
-                continue
-            if abs(base.y - glyph.y) < glyph.size / 2:
-                letter = base.text.translate(_DOTLESS) if combining(mark[0]) == _ABOVE else base.text
-                joined[j], joined[i] = base._replace(text=normalize("NFC", letter + mark)), None
-                break
-        else:
-            if mark == glyph.text and i and (base := joined[i - 1]):
-                joined[i - 1], joined[i] = base._replace(text=base.text + mark), None
-    return [glyph for glyph in joined if glyph]
 
 
 def _base_lines(glyphs: Sequence[Glyph]) -> list[list[_Run]]:
     """Group glyphs of one base line, from top to bottom: runs, ordered by place. Copies that make letters bold go."""
     lines: list[_Run] = []
     for glyph in sorted(glyphs, key=lambda glyph: -glyph.y):
-        if not lines or lines[-1][0].y - glyph.y > _SAME_BASE * min(glyph.size, lines[-1][0].size):
+        if not lines or lines[-1][0].y - glyph.y > SAME_BASE * min(glyph.size, lines[-1][0].size):
             lines.append([])
         lines[-1].append(glyph)
     return [_runs(sorted(line, key=lambda glyph: glyph.order)) for line in lines]
@@ -116,7 +57,7 @@ def _runs(line: list[Glyph]) -> list[_Run]:
     runs: list[_Run] = []
     for glyph in line:
         last = runs[-1][-1] if runs else None
-        if last and last.x <= glyph.x and -0.5 * glyph.size < glyph.x - last.end < _WORD_GAP * glyph.size:
+        if last and last.x <= glyph.x and -0.5 * glyph.size < glyph.x - last.end < WORD_GAP * glyph.size:
             runs[-1].append(glyph)
         else:
             runs.append([glyph])
@@ -147,11 +88,11 @@ def _is_inserted(run: _Run, line: list[_Run]) -> bool:
     place = bisect(line, x, key=lambda other: other[0].x)
     for other in line[max(0, place - 1) : place + 1]:
         index = bisect_left(other, x, key=lambda glyph: glyph.x)
-        base = [glyph for glyph in other[max(0, index - 4) : index] or other[:1] if size < _SMALL * glyph.size]
+        base = [glyph for glyph in other[max(0, index - 4) : index] or other[:1] if size < SMALL * glyph.size]
         is_number = all(glyph.text.isdigit() for glyph in run) and size <= other[0].size
         is_longer = len(run) < len(other) or (is_number and index > 0)
-        is_same = size >= _SMALL * other[0].size if is_number else size == other[0].size
-        is_off = is_same and is_longer and abs(other[0].y - y) < (_ROW_OFFSET if is_number else _MAX_OFFSET) * size
+        is_same = size >= SMALL * other[0].size if is_number else size == other[0].size
+        is_off = is_same and is_longer and abs(other[0].y - y) < (ROW_OFFSET if is_number else _MAX_OFFSET) * size
         for glyph in base[-1:] or other[max(0, index - 1) : max(1, index)] * is_off:
             gap = x - glyph.end if index else glyph.x - end
             following = (each.x for each in chain(other[index:], *line[place : place + 1]) if each.size > size)
@@ -232,10 +173,10 @@ def _are_rows(*blocks: list[_Segment]) -> bool:
     """Return whether two blocks interleave, or are the cells of a table that is drawn column by column."""
     lows, highs = zip(*(_extent(block)[2:] for block in blocks), strict=True)
     low, high = max(lows), min(highs)
-    if low > high + _SAME_BASE * blocks[0][0].size:
+    if low > high + SAME_BASE * blocks[0][0].size:
         return False
     within = [
-        [each for each in block if low - _SAME_BASE * each.size < each.y < high + _SAME_BASE * each.size]
+        [each for each in block if low - SAME_BASE * each.size < each.y < high + SAME_BASE * each.size]
         for block in blocks
     ]
     if not all(within):
@@ -245,8 +186,8 @@ def _are_rows(*blocks: list[_Segment]) -> bool:
         return True
     fewer, more = sorted(within, key=len)
     bases = sorted(each.y for each in more)
-    offsets = [each.y - bases[bisect(bases, each.y + _SAME_BASE * each.size) - 1] for each in fewer]
-    common = sum(abs(offset) < _SAME_BASE * each.size for offset, each in zip(offsets, fewer, strict=True))
+    offsets = [each.y - bases[bisect(bases, each.y + SAME_BASE * each.size) - 1] for each in fewer]
+    common = sum(abs(offset) < SAME_BASE * each.size for offset, each in zip(offsets, fewer, strict=True))
     is_longer = sum(each.y < low for each in blocks[0]) > len(within[0])  # text in columns, of which the last is short
     are_cells = [*map(_are_cells, within)]
     return common > 0.7 * len(fewer) and (all(are_cells) or (any(are_cells) and not is_longer))
@@ -285,7 +226,7 @@ def _rows(segments: list[_Segment]) -> list[list[_Segment]]:
     for segment in _merge_cells(sorted(segments, key=lambda segment: -segment.y)):
         row = rows[-1] if rows else []
         place = bisect(row, segment.x, key=lambda other: other.x)
-        is_near = top is not None and top.y - segment.y < _ROW_OFFSET * max(top.size, segment.size)
+        is_near = top is not None and top.y - segment.y < ROW_OFFSET * max(top.size, segment.size)
         if is_near and not any(_overlap(segment, other) for other in row[max(0, place - 2) : place + 2]):
             row.insert(place, segment)
         else:
@@ -310,7 +251,7 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
         leading = top.y - bottom.y
         for between in near[: near.index(bottom)]:
             is_beside = not _overlap(between, top) and not _overlap(between, bottom)
-            if is_beside and abs(between.y - bottom.y - leading / 2) < _SAME_BASE * between.size:
+            if is_beside and abs(between.y - bottom.y - leading / 2) < SAME_BASE * between.size:
                 around = segments[max(0, i - _NEIGHBOURS) : i + 2 * _NEIGHBOURS]
                 rows = [abs(each.y - between.y) for each in around if each is not between and _overlap(each, between)]
                 if min(rows, default=2 * leading) > 1.4 * leading:
@@ -324,10 +265,9 @@ def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
 
 def _block_lines(rows: list[list[_Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
-    texts = [
-        *(text.strip(" ") for text in in_reading_order([*map(_line_texts, rows)])),
-        8 * "?",
-    ]  # where the text goes on is not known yet
+    usual_gap = word_gap([segment.glyphs for row in rows for segment in row], default=WORD_GAP)
+    lines = in_reading_order([_line_texts(row, usual_gap) for row in rows])
+    texts = [*(line.strip(" ") for line in lines), 8 * "?"]  # where the text goes on is not known yet
     for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):
         text, width, word = texts[number], row[-1].end - row[0].x, texts[number + 1].partition(" ")[0]
         edge = max(each[-1].end for each in rows[max(0, number - 2) : number + 3])
@@ -351,64 +291,11 @@ def _letter_width(line: list[Glyph]) -> float:
     return round(widths[0], 1) * (max(widths) - min(widths) < 0.02 * size and widths[0] < 0.7 * size)
 
 
-def _line_texts(row: list[_Segment]) -> list[str]:
+def _line_texts(row: list[_Segment], usual_gap: float) -> list[str]:
     """Return a row's texts from left to right, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
     texts: list[str] = []
     for segment in row:
-        part = _texts(segment.glyphs)
+        part = texts_of(segment.glyphs, usual_gap)
         texts += [" "] * (bool(texts) and texts[-1] != " " != part[0])
         texts += part
     return texts
-
-
-def _texts(glyphs: list[Glyph]) -> list[str]:
-    """Return the texts of a segment's glyphs, with a space at each gap and scripts as part of what they follow."""
-    tracking, pitch = _tracking(glyphs)
-    size = max(glyph.size for glyph in glyphs)
-    large = [glyph for glyph in glyphs if glyph.size >= _SMALL * size]
-    base = mode([glyph.y for glyph in large if not glyph.text.isdigit()] or [glyph.y for glyph in large])
-    raises = [(glyph.y - base) * _is_script(glyph, glyph.y - base, size) for glyph in glyphs]
-    spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
-    for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
-        if before.text[-1] != " " != glyph.text[0]:
-            gap = glyph.x - before.end
-            are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
-            most = (_NUMBER_GAP if are_digits else _WORD_GAP) * before.size
-            if not -before.size <= gap <= max(tracking, pitch + before.x - before.end) + most:
-                spaced.append((" ", shift * (last == shift)))
-        spaced.append((glyph.text, shift))
-    texts: list[str] = []
-    place = 0
-    for raised, run in groupby(spaced, key=itemgetter(1)):
-        part = [text for text, _ in run]
-        place += len(part)
-        before_script = texts[-1].strip(" ")[-1:] if texts else ""
-        is_near = before_script or (spaced[place : place + 1] or [(" ", 0)])[0][0] != " "
-        if abs(raised) > _CLEAR_RAISE * size or (raised and is_near):
-            script = script_text("".join(part), before_script, raised > 0)
-            # A footnote's letter is no part of the number behind it.
-            part = [texts.pop() + script] if before_script else [script, *[" "] * (script == "".join(part))]
-        texts += part
-    return texts
-
-
-def _is_script(glyph: Glyph, shift: float, size: float) -> bool:
-    """Return whether a glyph is a superscript or a subscript of text of a size: small, or a digit clearly off."""
-    if glyph.size < _SMALL * size:
-        return abs(shift) > 0.05 * size
-    return glyph.text.isdigit() and _DIGIT_RAISE * size < abs(shift) < _ROW_OFFSET * size
-
-
-def _tracking(glyphs: list[Glyph]) -> tuple[float, float]:
-    """Return the space between the letters of text that is spaced out, and the distance of evenly placed ones, or 0."""
-    letters = [(a, b) for a, b in pairwise(glyphs) if a.text.isalpha() and b.text.isalpha()]
-    size, count = glyphs[0].size, len(letters)
-    gaps, pitches = sorted(b.x - a.end for a, b in letters), sorted(b.x - a.x for a, b in letters)
-    if count < 4:
-        return 0.0, 0.0
-    is_even = gaps[count // 2] - gaps[count // 4] < 0.1 * size
-    has_tracking = is_even and _NUMBER_GAP * size < gaps[count // 4] < _MAX_TRACKING * size
-    widths = [a.end - a.x for a, b in letters if b.x - a.x - pitches[0] < 0.02 * size]
-    # Evenly placed, though not as wide as each other: not so in ordinary text.
-    has_pitch = len(widths) > 0.7 * count and max(widths) - min(widths) > 0.15 * size and pitches[0] < size
-    return gaps[count // 4] * has_tracking, pitches[0] * has_pitch

@@ -186,6 +186,24 @@ def mapped_pdf(content: str, names: str, count: int) -> bytes:
 
 
 @given(
+    rows=st.lists(st.lists(LONG_WORDS, min_size=4, max_size=8), min_size=1, max_size=4),
+    scale=st.integers(50, 100),
+    width=st.sampled_from([350, 450, 556]),
+    space=st.floats(0.24, 0.6),
+    kerning=st.lists(st.floats(-0.03, 0.03), min_size=64, max_size=64),
+)
+def test_narrow_spaces_of_condensed_text_separate_words(rows, scale, width, space, kerning):
+    """Spaces are given by the width of a letter: 0.084 of the size and more."""
+    content = f"BT /F1 10 Tf {scale} Tz 12 TL 30 700 Td "
+    for row in rows:
+        words = ["".join(f"({c}) {kerning[i] * width:.0f} " for i, c in enumerate(word)) for word in row]
+        content += f"[{f' {-space * width:.0f} '.join(words)}] TJ T* "
+    font = f"{TYPE1} /FirstChar 32 /LastChar 126 /Widths [{f' {width}' * 95}] >>"
+    page = "/Resources << /Font << /F1 100 0 R >> >>"
+    assert read(pdf(content + "ET", page=page, objects={100: font})) == "\n".join(map(" ".join, rows))
+
+
+@given(
     words=st.lists(st.text("abceimnosuzACESUZ" + "".join(COMPOSED), min_size=1, max_size=8), min_size=1, max_size=5),
     is_before=st.booleans(),
     shift=st.integers(-60, 60),
