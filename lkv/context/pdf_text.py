@@ -4,6 +4,7 @@ import io
 import logging
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,9 @@ from lkv.context.pdf_glyphs import PageText, read_pages
 from lkv.errors import DocumentError
 
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
-_BROKEN_WORD = re.compile(r"([^\W\d_]{2,})[-\N{HYPHEN}]\N{SOFT HYPHEN}\n([^\W\d_]+)")
+_WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
+_BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad\n({_WORD.pattern})")
+_MIN_COMPOUNDS = 3  # that are certain, of a document that breaks no words
 _UNNAMED, _OUTSIDE, _HIDDEN, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
     "text in fonts without characters on page",
     "text outside of page",
@@ -58,7 +61,7 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
         layers = Layers(reader)
         details = "\n".join([*field_texts(reader, layers.is_off), *note_texts(reader, layers.is_off)])
         skipped = [*_left_out(reader, all_missing), *(["damaged parts"] if is_damaged or damage.take() else [])]
-        return "\n\n".join(filter(None, [*texts, details])), skipped
+        return "\n\n".join(filter(None, [*_join_words(texts), details])), skipped
     except DependencyError as error:
         raise DocumentError(
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
@@ -106,7 +109,7 @@ def _page_text(page: PageText, missing: list[str]) -> str:
     """Return a page's text; `missing` gets what of it is left out."""
     missing += [_HIDDEN] * page.has_hidden + [_UNNAMED] * page.has_unnamed + [_OUTSIDE] * page.has_outside
     text = "\n".join(line for line in page.lines if line).translate(_LIGATURES)
-    text = _join_words(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if page.draws_image:
         missing.append(_IMAGES if text else _SCAN)
     elif not text and not missing and not page.is_empty:
@@ -120,19 +123,32 @@ def _is_update_cut(data: bytes) -> bool:
     return bool(mark) and b" obj" in update
 
 
-def _join_words(text: str) -> str:
-    """Join words that are broken at a line's end; the hyphen stays where the text has it elsewhere in the word."""
+def _join_words(texts: list[str]) -> list[str]:
+    """Join words that are broken at a line's end; the hyphen stays where the words of the document say so."""
+    whole = "\n\n".join(_BROKEN_WORD.sub("\n", text) for text in texts).casefold()
+    words = {word.replace("\N{HYPHEN}", "-") for word in _WORD.findall(whole)} | {*re.findall(r"[^\W\d_]+", whole)}
+    certain = Counter(_has_hyphen(match, words) for text in texts for match in _BROKEN_WORD.finditer(text))
+    breaks_words = certain[False] > 0 or certain[True] < _MIN_COMPOUNDS
 
     def join(match: re.Match[str]) -> str:
         first, second = match.groups()
-        if not (first[-1] + second[0]).islower():
+        has_hyphen = _has_hyphen(match, words)
+        if not (first[-1] + second[0]).islower() and has_hyphen is not False:
             return match[0]
-        has_hyphen = re.search(rf"\b{first}-{second}\b", text, re.IGNORECASE)
-        return f"{first}-{second}" if has_hyphen else first + second
+        return f"{first}-{second}" if has_hyphen or (has_hyphen is None and not breaks_words) else first + second
 
-    joined = re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}\n", "", _BROKEN_WORD.sub(join, text))
+    joined = (re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}\n", "", _BROKEN_WORD.sub(join, text)) for text in texts)
     # Behind a hyphen it marks the end of a full line; others are drawn as hyphens.
-    return re.sub(r"(?<=[-\N{HYPHEN}])\N{SOFT HYPHEN}", "", joined).replace("\N{SOFT HYPHEN}", "-")
+    return [re.sub(r"(?<=[-\N{HYPHEN}])\N{SOFT HYPHEN}", "", text).replace("\N{SOFT HYPHEN}", "-") for text in joined]
+
+
+def _has_hyphen(broken: re.Match[str], words: set[str]) -> bool | None:
+    """Return whether words of the document, or both parts as its words, say that a broken one has a hyphen, or None."""
+    first, second = (part.casefold().replace("\N{HYPHEN}", "-") for part in broken.groups())
+    if f"{first}-{second}" in words or first + second in words:
+        return f"{first}-{second}" in words
+    parts = first.rpartition("-")[2], second.partition("-")[0]
+    return True if "-" in first or words.issuperset(parts) else None
 
 
 def _left_out(reader: PdfReader, all_missing: list[list[str]]) -> Iterator[str]:

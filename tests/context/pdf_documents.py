@@ -116,6 +116,30 @@ PDFS = {
         pdf(lines("The log of the old light-", "house that has the well-", "known keeper; well-known.")),
         "The log of the old lighthouse that has the well-known keeper; well-known.",
     ),
+    "a compound of words of another page at a line's end": PdfDocument(
+        pdf(lines("A computer for a general-", "purpose use."), lines("It has a purpose, in general.")),
+        "A computer for a general-purpose use.\n\nIt has a purpose, in general.",
+    ),
+    "a compound that is a word elsewhere": PdfDocument(
+        pdf(lines("The light with the light-", "house, a lighthouse and a HOUSE-", "BOAT, this houseboat.")),
+        "The light with the lighthouse, a lighthouse and a HOUSEBOAT, this houseboat.",
+    ),
+    "a long compound at a line's end": PdfDocument(
+        pdf(lines("This is a state-of-the-", "art lamp.")), "This is a state-of-the-art lamp."
+    ),
+    "compounds of a document that breaks no words": PdfDocument(
+        pdf(
+            lines(
+                "A well-",
+                "known, long-",
+                "term, low-",
+                "cost and high-",
+                "speed lamp: well-known,",
+                "long-term, low-cost.",
+            )
+        ),
+        "A well-known, long-term, low-cost and high-speed lamp: well-known,\nlong-term, low-cost.",
+    ),
     "soft hyphens at line ends": PdfDocument(pdf(lines("The light\\255", "house.")), "The lighthouse."),
     "a dash at a line's end": PdfDocument(
         pdf(lines("From 1990-", "1995 and -", "5 degrees")), "From 1990-\n1995 and -\n5 degrees"
