@@ -5,8 +5,8 @@ python -m experiments.memory --data FOLDER --model NAME
 
 A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in: an entry that is not quantised
 counts 16 bits a value, also where the model computes in float32. Every method is measured in tiers, and with all its
-entries in 16, 8 and 4 bits. --full-table has all budgets and precisions for every method, else only LKV has, and LKV
-with compensation in tiers.
+entries in 16, 8 and 4 bits, and in FP8. --full-table has all budgets and precisions for every method, else only LKV
+has, and LKV with compensation in tiers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,10 +23,12 @@ from experiments.report.figures import finish_figure, method_styles, new_figure,
 from experiments.report.names import method_label
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
+from lkv.kernels import FP8
 from lkv.methods.targets import DEFAULT_TABLE, Precision, TierTable
 
 METHODS = ["lkv", "lkv+compensation", "kvzip", "snapkv", "lkv-h+expected"]
-TABLES = {"": DEFAULT_TABLE} | {f"{bits} bits": TierTable.single(Precision(bits, bits)) for bits in (16, 8, 4)}
+SINGLE = [Precision(bits, bits) for bits in (16, 8, FP8, 4)]
+TABLES = {"": DEFAULT_TABLE} | {str(precision): TierTable.single(precision) for precision in SINGLE}
 UNQUANTIZED_ROW = "(16 bits)"
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
 Sample = dict[str, Any]
@@ -41,6 +43,7 @@ def main() -> None:
     options.out = options.out or subject.results("memory")
     dtype = subject.model.dtype
     shares = [share * own_share(name, dtype) for name in ("", UNQUANTIZED_ROW) for share in options.memory]
+    shares = [share for share in shares if share <= 1]
     grid = MethodGrid(
         subject.model, subject.tokenizer, options.methods, shares, subject.policy, tier_tables=TABLES
     )  # fmt: skip

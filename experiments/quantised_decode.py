@@ -1,4 +1,4 @@
-"""Decoding over a compressed cache in 8, 4 and 3 bits a value against the same cache in the model's own precision.
+"""Decoding over a compressed cache in 8, 4 and 3 bits a value and in FP8, against the same cache in the model's dtype.
 
 python -m experiments.quantised_decode    (writes quantised_decode.json)
 python -m experiments.quantised_decode --device cuda --config llama-3.2-1b --tokens 16384 65536 --dtype bfloat16
@@ -19,7 +19,7 @@ from experiments.profile.random_models import extend_positions, random_model, ra
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_default
-from lkv.kernels import QUANTIZED_BITS as BITS
+from lkv.kernels import BITS_BY_NAME as BITS
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils import devices

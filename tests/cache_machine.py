@@ -28,7 +28,7 @@ from tests.eviction_reference import HALF, TOLERANCE, EvictionReference, place_s
 RETENTIONS = (0.3, 0.5, 1.0)
 WINDOW = 9
 # Bits of k and v of each tier, best first: as `bits` has them, and as a memory budget may.
-TIERS = ([(8, 8)], [(4, 4)], [(3, 3)], [(8, 4), (4, 3)], [(16, 16), (8, 8), (4, 4)])
+TIERS = ([(8, 8)], [(-8, -8)], [(4, 4)], [(3, 3)], [(8, 4), (4, 3)], [(16, 16), (8, 8), (4, 4)])
 
 
 class Own(Selector):
@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
         budgets = [Uneven(retention, (number + 1) / count) for number in range(count)]
         self.reference = EvictionReference(self.dense, dtype, by_place, budgets, tiers)
         method = Method("own", budgets[-1], ByPlace() if by_place else Own())
-        self.bits = tiers[0][0] if tiers and count == 1 else None
+        self.bits = {-8: "fp8"}.get(tiers[0][0], tiers[0][0]) if tiers and count == 1 else None
         if count > 1:
             parts_of = zip(tiers, budgets, strict=True)
             method = replace(method, tiers=tuple(TierBudget(Precision(*bits), budget) for bits, budget in parts_of))

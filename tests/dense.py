@@ -14,6 +14,7 @@ from torch import Tensor
 Sets = list[list[set[int]]]  # [L][H] positions
 # Storage in few bits, as the file format has it: code c stands for u (a + b u^2), u = c - (2^bits - 1) / 2.
 LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.47145524, 0.011584845)}
+FP8 = -8
 
 
 @dataclass
@@ -160,19 +161,32 @@ def rotation(width: int) -> Tensor:
     return torch.tensor([[number(i, j) for j in range(width)] for i in range(width)], dtype=torch.float64)
 
 
+def levels_of(bits: int) -> Tensor:
+    """The numbers for which the codes of `bits` stand, beside the norm; in FP8 a sixteenth of those of e4m3."""
+    codes = torch.arange(2 ** abs(bits), dtype=torch.float64)
+    if bits == FP8:
+        exponent, mantissa = (codes % 128 / 8).floor(), codes % 8
+        numbers = torch.where(exponent > 0, (1 + mantissa / 8) * 2 ** (exponent - 7), mantissa / 8 * 2**-6)
+        return numbers * (1 - 2 * (codes >= 128).double()) / 16
+    steps, (slope, cubic) = codes - (2**bits - 1) / 2, LEVELS[bits]
+    return steps * (slope + cubic * steps**2)
+
+
 def in_bits(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, float]:
     """Rotated `values` [n, d] at the nearest levels times one norm an entry, whose error is orthogonal to the entry.
 
     Returns them in float64, the codes, the norms, and how near any value came to the middle between two levels, in
-    root mean squares of its entry.
+    root mean squares of its entry (in FP8, by its own size).
     """
-    slope, cubic = LEVELS[bits]
-    steps = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
-    levels, values = steps * (slope + cubic * steps**2), values.double()
+    levels, values, is_fp8 = levels_of(bits), values.double(), bits == FP8
     scaled = values / values.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-300)
-    distances = (scaled[..., None] - levels).abs()
+    levels = levels[:127] if is_fp8 else levels  # those of positive numbers
+    distances = ((scaled.abs() if is_fp8 else scaled)[..., None] - levels).abs()
     codes = distances.argmin(-1)
     near = levels[codes]
+    if is_fp8:
+        near, codes = near * scaled.sign(), codes + 128 * (scaled < 0)
+        distances = distances / scaled.abs().clamp(min=1e-3)[..., None]
     norms = (values.square().sum(-1) / (values * near).sum(-1).clamp(min=1e-300)).bfloat16()
     closest = distances.topk(2, largest=False).values
     gap = float((closest[..., 1] - closest[..., 0]).amin()) / 2 if values.numel() else math.inf

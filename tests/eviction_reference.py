@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.dense import Dense, Row, Stored, basis_of, kept_of, stored_in_bits
+from tests.dense import FP8, Dense, Row, Stored, basis_of, kept_of, stored_in_bits
 
 # Of the largest logit. Storage in few bits multiplies the rounding of k and v where a value lies between two codes.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -90,7 +90,7 @@ class EvictionReference:
             return TOLERANCE[self.dtype]
         # A number that lies between two levels, or two numbers of 16 bits, may become either one; bfloat16 has an
         # eighth of float16's precision.
-        least = min(min(bits) for bits in self.tiers)
+        least = min(bits for pair in self.tiers for bits in pair)
         if self.dtype in HALF:
-            return {8: 0.1, 4: 0.15, 3: 0.2}[least] * (4 if self.dtype == torch.bfloat16 else 1)
+            return {8: 0.1, FP8: 0.15, 4: 0.15, 3: 0.2}[least] * (4 if self.dtype == torch.bfloat16 else 1)
         return 0.02 if self.dtype == torch.float64 or least == 8 else 0.05

@@ -14,6 +14,7 @@ from lkv.hf.masks import PaddingReader
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.hf.state import PatchedModel
+from lkv.kernels import BITS_BY_NAME
 from lkv.methods.base import TierBudget, check_no_nan
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
@@ -81,7 +82,7 @@ class CacheConfig:
     def tiers(self) -> tuple[TierBudget, ...]:
         """The precisions of stored entries, best first."""
         bits = self.request.bits
-        precision = UNQUANTIZED if bits is None else Precision(bits, bits)
+        precision = UNQUANTIZED if bits is None else Precision(*[BITS_BY_NAME[bits]] * 2)
         return self.method.tiers or (TierBudget(precision, self.method.budget),)
 
     @property

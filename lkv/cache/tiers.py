@@ -1,4 +1,4 @@
-"""KV entries in 8, 4 or 3 bits a value: codes, the coordinates for quantising k, and tiers of equal precision.
+"""KV entries in 8, 4 or 3 bits or in FP8: codes, the coordinates for quantising k, and tiers of equal precision.
 
 An entry is rotated, scaled by its norm, and rounded to levels for a normal distribution. A Hadamard rotation spreads
 outlier channels over all channels. The values of an entry are then nearly normal, and one scale per entry is enough.
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lkv.cache.ragged_store import packed_starts, slot_indices
 from lkv.errors import CacheError
-from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels import FP8
+from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
 from lkv.methods.targets import Precision
 
 WIDTH_MULTIPLE = 8  # head sizes must be multiples of it
@@ -24,7 +25,7 @@ _LARGEST = 1e18  # the square of larger norms overflows float32
 
 def code_width(bits: int, width: int) -> int:
     """Return the bytes of the codes of an entry with `width` channels."""
-    return width * bits // 8
+    return width * abs(bits) // 8
 
 
 def check_width(*widths: int) -> None:
@@ -42,12 +43,12 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
     Args:
         values: Rotated entries [n, d], d a multiple of 8.
-        bits: 8, 4 or 3.
+        bits: 8, 4 or 3, or `FP8`.
 
     Returns:
-        Codes uint8 [n, d * bits / 8], and norms bfloat16 [n], the scales of their levels. The norms make the error of
-        an entry orthogonal to it. (Least-squares norms would shrink all entries, and so the attention outputs, by
-        some percent at few bits, while errors of many entries cancel out.)
+        Codes uint8 [n, code_width(bits, d)], and norms bfloat16 [n], the scales of their levels. The norms make the
+        error of an entry orthogonal to it. (Least-squares norms would shrink all entries, and so the attention
+        outputs, by some percent at few bits, while errors of many entries cancel out.)
 
     Raises:
         CacheError: If values are not finite, or too large.
@@ -58,7 +59,12 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         raise CacheError("k or v has values that are not finite or too large: they cannot be quantised.")
     levels = _levels(bits, values.device)
     scaled = values / norms.clamp(min=torch.finfo(torch.float32).tiny)
-    codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    if bits == FP8:
+        magnitudes = levels[:127]
+        codes = torch.bucketize(scaled.abs(), (magnitudes[1:] + magnitudes[:-1]) / 2, out_int32=True)
+        codes |= (scaled < 0).int() << 7
+    else:
+        codes = torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2, out_int32=True)
     near = levels[codes]
     product = (scaled * near).sum(-1, True).clamp(min=torch.finfo(torch.float32).tiny)
     norms = norms * scaled.square().sum(-1, True) / product
@@ -69,9 +75,9 @@ def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> T
     """Return the entries [n, d], still rotated.
 
     Args:
-        codes: uint8 [n, d * bits / 8].
+        codes: uint8 [n, code_width(bits, d)].
         norms: bfloat16 [n].
-        bits: 8, 4 or 3.
+        bits: 8, 4 or 3, or `FP8`.
         dtype: Of the result.
     """
     values = _levels(bits, codes.device)[_split(codes, bits).int()] * norms[:, None].float()
@@ -99,9 +105,13 @@ def rotation(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def _levels(bits: int, device: torch.device) -> Tensor:
-    slope, cubic = LEVELS[bits]
-    centred = torch.arange(2**bits, dtype=torch.float32, device="cpu") - (2**bits - 1) / 2
     with torch.inference_mode(False):
+        if bits == FP8:
+            numbers = torch.arange(128, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
+            magnitudes = numbers.nan_to_num(480.0) * FP8_UNIT
+            return torch.cat([magnitudes, -magnitudes]).to(device)
+        slope, cubic = LEVELS[bits]
+        centred = torch.arange(2**bits, dtype=torch.float32, device="cpu") - (2**bits - 1) / 2
         return (centred * (slope + cubic * centred.square())).to(device)
 
 
@@ -112,7 +122,7 @@ def _join(codes: Tensor, bits: int) -> Tensor:
     j + d / 2 and j + 3 d / 4 form a 12-bit group j, lowest bits first. The first d / 4 bytes have the lower 8 bits of
     all groups. The next d / 8 have the upper 4: group j in the low half of byte j, group j + d / 8 in the high half.
     """
-    if bits == 8:
+    if abs(bits) == 8:
         return codes
     if bits == 4:
         low, high = codes.chunk(2, 1)
@@ -124,7 +134,7 @@ def _join(codes: Tensor, bits: int) -> Tensor:
 
 def _split(codes: Tensor, bits: int) -> Tensor:
     """Unpack what `_join` packed."""
-    if bits == 8:
+    if abs(bits) == 8:
         return codes
     if bits == 4:
         return torch.cat([codes & 15, codes >> 4], 1)

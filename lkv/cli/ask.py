@@ -4,7 +4,9 @@ import sys
 import time
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from lkv.cli.command import option
 from lkv.cli.options import (
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
 _NEARLY_ALL = 0.9  # of the KV entries
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
+Bits = Annotated[int | str, Field(union_mode="left_to_right")]
 _COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect compare".split()
 _CHAT_COMMANDS = {"/help": "list the commands", "/undo": "take the last question and its answer back"}
 
@@ -56,7 +59,7 @@ class Ask(PolicyOptions, RunOptions):
         "instead of --memory: fraction of the KV entries to keep, all in one precision (default: "
         f"{DEFAULT_RETENTION} with --bits)"
     )
-    bits: int | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits")
+    bits: Bits | None = option("quantise the KV entries that --retention keeps to 3, 4 or 8 bits, or to fp8")
     protect: list[str] = option(
         "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
     )

@@ -213,7 +213,4 @@ def is_page(path: Path) -> bool:
 
 def _precision_name(precision: Precision) -> str:
     """Return the name of a tier on the page."""
-    if not precision.is_quantized:
-        return "full precision"
-    same = precision.key_bits == precision.value_bits
-    return f"{precision.key_bits} bits" if same else f"k {precision.key_bits}, v {precision.value_bits} bits"
+    return str(precision) if precision.is_quantized else "full precision"

@@ -22,6 +22,7 @@ from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import STATE_NAMES
 from lkv.hf.spec import decoder_layers
+from lkv.kernels import BITS_BY_NAME
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
 from lkv.policy.model_match import model_difference
@@ -47,7 +48,7 @@ _METADATA: dict[str, tuple[type, ...]] = {
     "memory": (str, type(None)),
     "retention": _NUMBER,
     "budget_tokens": (int, type(None)),
-    "bits": (int, type(None)),
+    "bits": (int, str, type(None)),
     "policy": (str, type(None)),
     "text_sha256": (str,),
     "protected_tokens": (int, type(None)),
@@ -130,7 +131,7 @@ def load(
         if metadata["kind"] not in get_args(ContextKind):
             raise ValueError(f"its kind is {str(metadata['kind'])[:80]!r}")
         for name, value in metadata.items():
-            if type(value) not in _METADATA[name]:
+            if type(value) not in _METADATA[name] or (name == "bits" and value not in (None, *BITS_BY_NAME)):
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")
         if "stored_id" in header:  # of a context in a server's store
             metadata["stored_id"] = str(header["stored_id"])

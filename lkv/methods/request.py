@@ -17,7 +17,7 @@ from lkv.errors import (
     RetentionError,
 )
 from lkv.hf.attention import patch_attention
-from lkv.kernels import QUANTIZED_BITS
+from lkv.kernels import BITS_BY_NAME
 from lkv.methods.base import MethodInputs, TierBudget
 from lkv.methods.budgets import check_table
 from lkv.methods.method import Method
@@ -68,7 +68,7 @@ class CompressionRequest:
     budget_tokens: int | None = None
     policy: Policy | str | os.PathLike[str] | None = None
     pattern: list[list[float]] | None = None
-    bits: int | None = None
+    bits: int | str | None = None
     slack: int | None = None
     chunk: int | None = None
     prompt_tokens: int | None = None
@@ -135,8 +135,8 @@ class CompressionRequest:
             raise PromptError(f"chunk is {self.chunk!r}, but a part of the text has at least one token.")
         if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
             raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
-        if self.bits is not None and (type(self.bits) is not int or self.bits not in QUANTIZED_BITS):
-            raise CacheError(f"bits is {self.bits!r}, but it must be one of {QUANTIZED_BITS}.")
+        if self.bits is not None and (type(self.bits) not in (int, str) or self.bits not in BITS_BY_NAME):
+            raise CacheError(f"bits is {self.bits!r}, but it must be one of {', '.join(map(repr, BITS_BY_NAME))}.")
 
     def with_default_memory(self) -> Self:
         """Return the request with the default memory budget if it sets no memory, retention, budget_tokens or bits."""

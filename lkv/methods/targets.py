@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lkv.errors import DEFAULT_RETENTION, PolicyFileError, RetentionError, check_retention
-from lkv.kernels import QUANTIZED_BITS
+from lkv.kernels import FP8, QUANTIZED_BITS
 
 NORM_BITS = 16  # of an entry's k, and of its v
 REFERENCE_ITEMSIZE = 2  # bytes of a value in the full cache that shares of memory refer to
@@ -115,7 +115,7 @@ def check_memory(value: str) -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bits of a value of k and of v; 16 means the model's dtype."""
+    """Bits of a value of k and of v; 16 means the model's dtype, `FP8` floating-point numbers of 8 bits."""
 
     key_bits: int
     value_bits: int
@@ -125,7 +125,17 @@ class Precision:
         """Whether entries are stored as codes."""
         return self.key_bits < 16
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The places of k's and of v's bits among all that there are, 0 for the best."""
+        return _BITS.index(self.key_bits), _BITS.index(self.value_bits)
 
+    def __str__(self) -> str:
+        names = ["FP8" if bits == FP8 else f"{bits} bits" for bits in (self.key_bits, self.value_bits)]
+        return names[0] if names[0] == names[1] else f"k {names[0]}, v {names[1]}".replace(" bits,", ",")
+
+
+_BITS = (16, *QUANTIZED_BITS)
 UNQUANTIZED = Precision(16, 16)
 TierRow = tuple[tuple[Precision, float], ...]  # precisions, best first, and their shares of the bytes
 
@@ -144,7 +154,7 @@ class TierTable:
     def precisions(self) -> tuple[Precision, ...]:
         """All precisions, best first, unquantised entries included."""
         named = {precision for _, row in self.rows for precision, _ in row} | {UNQUANTIZED}
-        return tuple(sorted(named, key=lambda precision: (-precision.key_bits, -precision.value_bits)))
+        return tuple(sorted(named, key=lambda precision: precision.rank))
 
     def row(self, bits: float) -> TierRow:
         """Return the split for `bits` a value."""
@@ -179,11 +189,11 @@ class TierTable:
 
 def _is_row(row: TierRow) -> bool:
     """Return whether a row has one or two distinct supported precisions, best first, with shares that sum to 1."""
-    bits = [(each.key_bits, each.value_bits) for each, _ in row]
+    ranks = [each.rank for each, _ in row]  # raises ValueError for other bits
     return (
-        all(type(number) is int and number in QUANTIZED_BITS for pair in bits for number in pair)
-        and 0 < len(bits) <= 2
-        and bits == sorted(set(bits), reverse=True)
+        all(type(bits) is int and bits < 16 for each, _ in row for bits in (each.key_bits, each.value_bits))
+        and 0 < len(ranks) <= 2
+        and ranks == sorted(set(ranks))
         and all(share > 0 for _, share in row)
         and abs(sum(share for _, share in row) - 1) < 1e-6
     )
@@ -220,7 +230,7 @@ class KVShape:
         """Return the bits of one entry of one head."""
         if not precision.is_quantized:
             return 16 * self.itemsize * self.head_dim + self.extra_bits
-        return (precision.key_bits + precision.value_bits) * self.head_dim + 2 * NORM_BITS + self.extra_bits
+        return (abs(precision.key_bits) + abs(precision.value_bits)) * self.head_dim + 2 * NORM_BITS + self.extra_bits
 
     def reference_nbytes(self, tokens: int) -> int:
         """Return the bytes of the full cache of a text in 16 bits a value, of which memory shares are parts."""

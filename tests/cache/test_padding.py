@@ -203,7 +203,7 @@ def test_two_turns_of_generate_equal_each_row_alone():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("bits", [8, "fp8", 3])
 def test_quantised_rows_equal_each_row_alone(bits):
     model = tiny_llama(dtype=torch.float32, head_dim=32, hidden_size=128)
     prompts, real = [ids(1, 40), ids(1, 25, 1)], reals([1, 4], "left")

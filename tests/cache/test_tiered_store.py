@@ -14,6 +14,7 @@ from lkv.cache.tiers import TierSplit, check_width, quantize, rotation
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import CacheError
+from lkv.kernels import BITS_BY_NAME, FP8
 from lkv.methods.targets import UNQUANTIZED, MemoryTarget, Precision
 from tests import dense
 from tests.cache.helpers import METHOD, head_entries, ids
@@ -52,7 +53,8 @@ CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.fl
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "precisions", [TIERS, (Precision(8, 8),), (Precision(3, 3),), (Precision(8, 8), Precision(4, 4))]
+    "precisions",
+    [TIERS, (Precision(8, 8),), (Precision(3, 3),), (Precision(FP8, FP8),), (Precision(8, FP8), Precision(4, 4))],
 )
 @pytest.mark.parametrize("width", [8, 40])
 def test_what_is_restored_equals_the_oracle(dtype, precisions, width):
@@ -138,7 +140,7 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("precisions", [TIERS, (Precision(8, 8),), (Precision(3, 3),)])
+@pytest.mark.parametrize("precisions", [TIERS, (Precision(8, 8),), (Precision(3, 3),), (Precision(FP8, FP8),)])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_attention_over_codes_is_attention_over_what_they_stand_for(dtype, precisions, tokens):
     width, scale = 16, 0.25
@@ -191,7 +193,7 @@ def plain_twin(cache: RaggedCache) -> RaggedCache:
     return twin
 
 
-STORAGE = st.sampled_from([{"bits": 8}, {"bits": 4}, {"bits": 3}, {"tiers": TIERS}, {"tiers": TIERS[1:]}])
+STORAGE = st.sampled_from([*({"bits": bits} for bits in BITS_BY_NAME), {"tiers": TIERS}, {"tiers": TIERS[1:]}])
 
 
 def cache_of(model, storage, **options) -> RaggedCache:
@@ -256,7 +258,15 @@ def test_padding_after_the_prompt_is_dropped_as_from_a_plain_cache(storage, seed
         torch.testing.assert_close(*outs, atol=2e-4, rtol=2e-4)
 
 
-SAVED = [{"bits": 8}, {"bits": 3}, {"tiers": TIERS}, {"memory": 0.3}, {"memory": "5000"}, {"memory": "90%"}]
+SAVED = [
+    {"bits": 8},
+    {"bits": "fp8"},
+    {"bits": 3},
+    {"tiers": TIERS},
+    {"memory": 0.3},
+    {"memory": "5000"},
+    {"memory": "90%"},
+]
 
 
 @pytest.mark.parametrize("storage", SAVED, ids=str)

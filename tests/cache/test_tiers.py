@@ -7,14 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.tiers import KeyBasis, _join, _split, dequantize, quantize, rotation
+from lkv.cache.tiers import KeyBasis, _join, _levels, _split, dequantize, quantize, rotation
 from lkv.errors import CacheError
+from lkv.kernels import FP8, QUANTIZED_BITS
 from tests import dense
 
-BITS = (8, 4, 3)
+BITS = QUANTIZED_BITS
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # Mean squared errors for a standard normal variable: ours, and the least that so many levels allow.
-ERRORS = {8: (5.1e-5, 4.1e-5), 4: (0.00969, 0.00950), 3: (0.0346, 0.0345)}
+ERRORS = {8: (5.1e-5, 4.1e-5), FP8: (7.05e-4, 4.1e-5), 4: (0.00969, 0.00950), 3: (0.0346, 0.0345)}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -24,7 +25,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 def layout_of(codes: list[int], bits: int) -> bytes:
     """The bytes of one entry, bit by bit as the file format has them."""
     d = len(codes)
-    if bits == 8:
+    if abs(bits) == 8:
         return bytes(codes)
     if bits == 4:
         return bytes(codes[j] + 16 * codes[j + d // 2] for j in range(d // 2))
@@ -36,7 +37,7 @@ def layout_of(codes: list[int], bits: int) -> bytes:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_layout_of_codes_is_that_of_the_file_format(bits):
-    codes = torch.randint(2**bits, (5, 40), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    codes = torch.randint(2 ** abs(bits), (5, 40), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     assert [bytes(row.tolist()) for row in _join(codes, bits)] == [layout_of(row.tolist(), bits) for row in codes]
 
 
@@ -46,22 +47,40 @@ def test_the_errors_of_levels_are_those_stated(bits):
     x = torch.linspace(-7, 7, 40_001, dtype=torch.float64)
     weight = torch.exp(-(x**2) / 2)
     weight /= weight.sum()
-    slope, cubic = dense.LEVELS[bits]
-    steps = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
 
     def error(levels: torch.Tensor) -> float:
         cells = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
         return float((weight * (x - levels[cells]) ** 2).sum())
 
     stated, least = ERRORS[bits]
-    assert error(steps * (slope + cubic * steps**2)) == pytest.approx(stated, rel=0.02)
-    if bits < 8:
-        levels = steps * slope
+    levels = dense.levels_of(bits).sort().values
+    assert error(levels) == pytest.approx(stated, rel=0.02)
+    if abs(bits) < 8:
         for _ in range(200):
             cells = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
             mass = torch.zeros_like(levels).index_add(0, cells, weight)
             levels = torch.zeros_like(levels).index_add(0, cells, weight * x) / mass
         assert error(levels) == pytest.approx(least, rel=0.01)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_code_stands_for_its_level(bits):
+    levels = dense.levels_of(bits)
+    torch.testing.assert_close(_levels(bits, torch.device("cpu")).double(), levels, rtol=1e-6, atol=0)
+    if bits == FP8:
+        numbers = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
+        assert torch.equal(numbers.isnan().nonzero()[:, 0], torch.tensor([127, 255]))
+        assert torch.equal(numbers.nan_to_num(480.0)[:255] / 16, levels[:255])
+
+
+def test_fp8_rounds_as_pytorch_does():
+    """Largest values too: one channel alone has the norm of all."""
+    values = normal(200, 256, dtype=torch.float32)
+    values[0, 1:], values[1, ::2] = 0, 0
+    codes, _ = quantize(values, FP8)
+    expected = (values / values.square().mean(-1, keepdim=True).sqrt() * 16).to(torch.float8_e4m3fn)
+    # Ties are rounded to even there.
+    assert (codes != expected.view(torch.uint8)).sum() <= 3 and codes[0, 0].item() in (0x78, 0xF8)
 
 
 @given(

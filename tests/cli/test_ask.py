@@ -119,6 +119,7 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
         (("--memory", "12.5%", "--streaming", "--chunk", "100"), None, "12.5%"),
         (("--retention", "0.5"), {"retention": 0.5}, None),
         (("--bits", "4"), {"retention": 0.15, "bits": 4}, None),
+        (("--bits", "fp8"), {"retention": 0.15, "bits": "fp8"}, None),
         (("--bits", "3", "--retention", "0.4"), {"retention": 0.4, "bits": 3}, None),
     ],
     ids=str,
@@ -305,6 +306,7 @@ def test_the_retention_reached_is_reported(folder, asked):
             "give it without retention, budget_tokens and bits",
         ),
         (("text", "why?", "--bits", "5"), "knorm", "bits is 5, but it must be one of"),
+        (("text", "why?", "--bits", "fp8/4"), "knorm", "bits is 'fp8/4', but it must be one of 8, 'fp8', 4, 3"),
         (("text", "why?", "--pattern", "nowhere.tsv"), "duo", "nowhere.tsv does not exist"),
         (("text", "why?", "--pattern", "x" * 300), "duo", "xxx does not exist; give --pattern"),
         (

@@ -30,7 +30,8 @@ from triton.runtime import driver, jit
 import lkv.kernels.ragged_attention.triton as ragged
 import lkv.kernels.selection.triton as selection
 import lkv.kernels.soft_mask_attention.triton as soft
-from lkv.kernels import triton_helpers
+from lkv.cache.tiers import code_width
+from lkv.kernels import FP8, triton_helpers
 from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV
 from lkv.kernels.selection import ScoreWeights
 from lkv.utils import devices
@@ -47,7 +48,7 @@ GPUS = {
 DTYPES = ("bfloat16", "float16", "float32")
 DUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TENSOR_COLUMNS = 512
-TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),))  # bits of k and v
+TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3), (FP8, FP8)))  # bits of k and v
 
 
 class Driver:
@@ -178,7 +179,7 @@ def decode_rows(dim: int, dtype: torch.dtype, rows: int = 1, tiers: tuple[tuple[
     if tiers:
         quantized = []
         for bits in tiers:
-            sides = [(on_gpu(4096, dim * number // 8, dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
+            sides = [(on_gpu(4096, code_width(number, dim), dtype=torch.uint8), on_gpu(4096, dtype=torch.bfloat16))
                      for number in bits]  # fmt: skip
             quantized.append(QuantizedKV(*sides[0], *sides[1], on_gpu(2, 1, 8, dtype=torch.int32), *bits))
         by_head, rotation = on_gpu(1, 8, dim, dtype=torch.bfloat16), on_gpu(dim, dim)

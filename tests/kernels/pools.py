@@ -10,13 +10,14 @@ from torch import Tensor
 from lkv.cache.ragged_store import RaggedStore, slot_indices
 from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import TierSplit, code_width, dequantize, rotation
+from lkv.kernels import FP8
 from lkv.kernels.ragged_attention import Basis, QuantizedKV, RaggedKV, api, append_and_attend, ragged_attention
 from lkv.methods.base import TierBudget
 from lkv.methods.budgets import PerHead
 from lkv.methods.targets import UNQUANTIZED, Precision
 
 # (key_bits, value_bits) of each tier.
-TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),), ((3, 8), (8, 3)), ((4, 8),))
+TIERS = (((8, 8), (4, 4)), ((8, 4), (4, 3)), ((3, 3),), ((3, 8), (8, 3)), ((FP8, FP8), (4, FP8)))
 
 
 def poison_buffers(monkeypatch):

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.cache.tiers import _join
 from lkv.errors import BackendError
-from lkv.kernels.ragged_attention import RaggedKV, api, cpp, loop, ragged_attention
+from lkv.kernels import QUANTIZED_BITS
+from lkv.kernels.ragged_attention import QuantizedKV, RaggedKV, api, cpp, loop, ragged_attention
 from lkv.kernels.ragged_attention.arguments import LEVELS
 from lkv.utils import cpp_compiler as build
+from tests import dense
 from tests.conftest import tiny_llama
 from tests.kernels.pools import coded_pools, pool_of
 from tests.kernels.test_ragged_attention import Without
@@ -37,6 +40,23 @@ def test_levels_are_those_of_the_other_backends():
     for index, name in enumerate(("kSlope", "kCubic")):
         line = re.search(rf"float {name} = B == 8 \? (\S+)f : B == 4 \? (\S+)f : (\S+)f;", source)
         assert [float(x) for x in line.groups()] == [LEVELS[bits][index] for bits in (8, 4, 3)]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("dim", [256, 264])
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
+def test_every_code_is_its_level(bits, dim, rows):
+    """Of k in the log-sum-exp of the one entry there is, of v in the output; expanded in registers, and restored."""
+    codes, norm = torch.arange(dim) % 2 ** abs(bits), 0.75
+    packed, norms = _join(codes[None].to(torch.uint8), bits), torch.full((1,), norm).bfloat16()
+    tables, ones = torch.tensor([[[1]], [[0]]]).int(), torch.ones(1, 1).int()
+    tier = QuantizedKV(packed, norms, packed, norms, tables, bits, bits)
+    kv = RaggedKV(torch.empty(0, dim), torch.empty(0, dim), -ones, ones, (tier,))
+    levels = (norm * dense.levels_of(bits)[codes]).float()
+    for channels in torch.arange(dim).split(rows):
+        out, lse = ragged_attention(torch.eye(dim)[channels][None, :, None], kv, 1.0, "cpp", lse=True)
+        torch.testing.assert_close(lse[0, :, 0], levels[channels], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(out[0, :, 0], levels.expand(len(channels), -1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

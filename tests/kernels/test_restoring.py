@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lkv.cache.tiers import _join
-from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels import FP8, QUANTIZED_BITS
+from tests import dense
 
 triton_helpers = pytest.importorskip("lkv.kernels.triton_helpers")
 if not triton_helpers.is_interpreted():
@@ -33,22 +34,22 @@ def restoring_kernel(
         tl.store(at, tier_kernels.as_operand(restored[part]).to(tl.float32), mask=inside)
 
 
-@pytest.mark.parametrize("bits", LEVELS)
+@pytest.mark.parametrize("bits", QUANTIZED_BITS)
 @pytest.mark.parametrize("dim", [16, 80, 96])
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "plain"])
 def test_every_code_at_every_channel(bits, dim, kind):
     """Each entry has other codes in its channels, so that all codes come to all of them."""
-    codes = (torch.arange(2**bits)[:, None] + torch.arange(dim)) % 2**bits
+    count = 2 ** abs(bits)
+    codes = (torch.arange(count)[:, None] + torch.arange(dim)) % count
     packed, out = _join(codes.to(torch.uint8), bits), torch.full(codes.shape, torch.nan)
     uses_ptx, is_bf16 = kind != "plain", kind == "bfloat16"
     type_ = tl.bfloat16 if is_bf16 else tl.float16 if uses_ptx else tl.float32
     block = triton.next_power_of_2(dim // 8)
     restoring_kernel[(1,)](packed, out, dim, bits, type_, uses_ptx, len(codes), block)
-    centred = codes.double() - (2**bits - 1) / 2
-    levels = centred * (LEVELS[bits][0] + LEVELS[bits][1] * centred.square())
+    levels = dense.levels_of(bits)[codes]
     found = out.double() * (FACTORS[bits, is_bf16] if uses_ptx else 1.0)
-    # Two roundings of a level, and one of the ratio of its coefficients.
-    eps = torch.finfo(getattr(torch, kind)).eps if uses_ptx else torch.finfo(torch.float32).eps
+    # Two roundings of a level, and one of the ratio of its coefficients; none of numbers in FP8.
+    eps = 0.0 if bits == FP8 else torch.finfo(getattr(torch, kind)).eps if uses_ptx else torch.finfo(torch.float32).eps
     assert ((found - levels).abs() <= 2 * eps * levels.abs()).all()
 
 

@@ -14,6 +14,9 @@ MAX_QUANTIZED = 2  # sets of quantised entries a layer
 # Code c stands for u (a + b u^2) with u = c - (2^bits - 1) / 2: the best such levels for a standard normal variable.
 # Their mean squared error is 5.1e-5 (8 bits), 0.00969 and 0.0346; that of any levels at least 4.1e-5, 0.00950, 0.0345.
 LEVELS = {8: (0.015859471, 1.0520814e-06), 4: (0.24050725, 0.0020975307), 3: (0.47145524, 0.011584845)}
+# An FP8 code stands for its number in e4m3 times this. The largest, 448, is 28 norms: what no channel of an entry with
+# up to 784 channels exceeds. Codes 127 and 255, which are NaN in e4m3, are not written; they would stand for +-480.
+FP8_UNIT = 1 / 16
 _INTEGERS = (torch.int32, torch.int64)
 _BASIS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of its mean and scale
 _QUANTIZED_DTYPES = (torch.uint8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.int32)
@@ -65,13 +68,13 @@ class QuantizedKV(NamedTuple):
     same rotated coordinates.
 
     Attributes:
-        key_codes: uint8 [N, d * key_bits / 8].
+        key_codes: uint8 [N, d * |key_bits| / 8].
         key_norms: bfloat16 [N].
-        value_codes: uint8 [N, dv * value_bits / 8].
+        value_codes: uint8 [N, dv * |value_bits| / 8].
         value_norms: bfloat16 [N].
         tables: int32 [2, B, Hkv]: the number of quantised entries of each span, and the first one's index.
-        key_bits: 8, 4 or 3.
-        value_bits: 8, 4 or 3.
+        key_bits: 8, 4 or 3, or `FP8`.
+        value_bits: Likewise.
     """
 
     key_codes: Tensor
@@ -190,9 +193,9 @@ def _check_quantized(part: QuantizedKV, starts: Tensor, dim: int, value_dim: int
         )
     entries = part.key_codes.shape[0] if part.key_codes.ndim else -1
     shapes = (
-        (entries, dim * bits[0] // 8),
+        (entries, dim * abs(bits[0]) // 8),
         (entries,),
-        (entries, value_dim * bits[1] // 8),
+        (entries, value_dim * abs(bits[1]) // 8),
         (entries,),
         (2, *starts.shape),
     )

@@ -3,8 +3,8 @@
 // S spans (one for each batch row and KV head), R query rows a span (new tokens times query heads of the group), D and
 // Dv channels of k and v, P entries of the pools. Span s has entries starts[s] to starts[s] + length(s) - 1 of the pools,
 // of which the last `added` are the new tokens: this step copies them there. The first entries of a span may be stored
-// as codes of 8, 4 or 3 bits instead, value = level(code) * norm (QuantizedKV in arguments.py, which also checks all shapes
-// and has the levels; the layout is that of lkv/cache/tiers.py).
+// as codes of 8, 4 or 3 bits or in FP8 instead, value = level(code) * norm (QuantizedKV in arguments.py, which also checks
+// all shapes and has the levels; the layout is that of lkv/cache/tiers.py).
 //
 // The entries of all spans, one span after another, are one axis that is cut into equal slices, so that threads share
 // the work equally however unequal the spans are. A slice gives each span that it overlaps a partial softmax (largest
@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -194,13 +195,19 @@ const float* as_float(const T* source, int64_t count, float* buffer) {
   }
 }
 
-// Code c of B bits stands for u (slope + cubic u^2), u = c - middle.
+// Code c of B bits stands for u (slope + cubic u^2), u = c - middle. Of FP8 its bits, where a float has them, are a number
+// that is kFp8Factor times too small.
+constexpr int kFp8 = -8;
+constexpr float kFp8Factor = 0x1p116f;
+template <int B>
+constexpr int kWidth = B < 0 ? -B : B;
 template <int B>
 constexpr float kSlope = B == 8 ? 0.015859471f : B == 4 ? 0.24050725f : 0.47145524f;
 template <int B>
 constexpr float kCubic = B == 8 ? 1.0520814e-06f : B == 4 ? 0.0020975307f : 0.011584845f;
 template <int B>
 inline float level(int code) {
+  if constexpr (B == kFp8) return kFp8Factor * std::bit_cast<float>((code & 128) << 24 | (code & 127) << 20);
   float u = float(code) - float((1 << B) - 1) / 2;
   return u * (kSlope<B> + kCubic<B> * (u * u));
 }
@@ -209,11 +216,11 @@ inline float level(int code) {
 template <int B>
 const float* restore(const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count, int64_t dim,
                      float* __restrict out) {
-  const uint8_t* __restrict code = codes + first * (dim * B / 8);
+  const uint8_t* __restrict code = codes + first * (dim * kWidth<B> / 8);
   const int64_t half = dim / 2, quarter = dim / 4, eighth = dim / 8;
-  for (int64_t i = 0; i < count; ++i, out += dim, code += dim * B / 8) {
+  for (int64_t i = 0; i < count; ++i, out += dim, code += dim * kWidth<B> / 8) {
     const float norm = norms[first + i];
-    if constexpr (B == 8) {
+    if constexpr (kWidth<B> == 8) {
 #pragma omp simd
       for (int64_t c = 0; c < dim; ++c) out[c] = norm * level<B>(code[c]);
     } else if constexpr (B == 4) {
@@ -244,9 +251,10 @@ const float* restore(const uint8_t* codes, const at::BFloat16* norms, int64_t fi
 
 const float* restore(int64_t bits, const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count,
                      int64_t dim, float* out) {
-  return bits == 8   ? restore<8>(codes, norms, first, count, dim, out)
-         : bits == 4 ? restore<4>(codes, norms, first, count, dim, out)
-                     : restore<3>(codes, norms, first, count, dim, out);
+  return bits == 8      ? restore<8>(codes, norms, first, count, dim, out)
+         : bits == kFp8 ? restore<kFp8>(codes, norms, first, count, dim, out)
+         : bits == 4    ? restore<4>(codes, norms, first, count, dim, out)
+                        : restore<3>(codes, norms, first, count, dim, out);
 }
 
 // What expands codes: kLanes integers from bytes, and levels from a table of 16, of which an index is read modulo 16.
@@ -286,7 +294,7 @@ constexpr bool kExpands = false;
 // Whether codes of `bits` bits of entries of `dim` channels can be expanded: a step must not cross the halves of bytes
 // that `restore` tells apart, nor the end of an entry.
 bool can_expand(int64_t bits, int64_t dim, int64_t rows) {
-  bool fits = bits == 8   ? dim % kLanes == 0
+  bool fits = std::abs(bits) == 8   ? dim % kLanes == 0
               : bits == 4 ? dim % (2 * kLanes) == 0
                           : dim % (8 * kLanes) == 0 || (kLanes == 16 && dim == 64);
   return kExpands && rows <= kMaxExpandedRows && fits;
@@ -296,17 +304,22 @@ bool can_expand(int64_t bits, int64_t dim, int64_t rows) {
 // Expands codes of B bits, kLanes bytes (or words of 12 bits) at a time, to kVectors vectors `stride` channels apart.
 template <int B>
 struct Expander {
-  static constexpr int kVectors = B == 8 ? 1 : B == 4 ? 2 : 4;
+  using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+  using Floats = float __attribute__((vector_size(4 * kLanes)));
+  static constexpr int kVectors = kWidth<B> == 8 ? 1 : B == 4 ? 2 : 4;
   int64_t stride, bytes;  // of an entry
   float table[16];
 
-  explicit Expander(int64_t dim) : stride(dim / kVectors), bytes(dim * B / 8) {
-    for (int code = 0; code < 16; ++code) table[code] = level<B>(code % (1 << B));
+  explicit Expander(int64_t dim) : stride(dim / kVectors), bytes(dim * kWidth<B> / 8) {
+    for (int code = 0; code < 16; ++code) table[code] = level<B>(code % (1 << kWidth<B>));
   }
 
   // Channels c + i stride to c + i stride + kLanes - 1 of an entry, without its norm, into x[i]; c < stride.
   void expand(const uint8_t* entry, int64_t c, Vec (&x)[kVectors]) const {
-    if constexpr (B == 8) {
+    if constexpr (B == kFp8) {
+      Words word = Words(load_bytes(entry + c));
+      x[0] = Vec(Floats((word & 128) << 24 | (word & 127) << 20)) * Vec(kFp8Factor);
+    } else if constexpr (B == 8) {
       Vec u = to_float(load_bytes(entry + c)) - Vec(127.5f);
       x[0] = u * fmadd(u * u, Vec(kCubic<B>), Vec(kSlope<B>));
     } else if constexpr (B == 4) {
@@ -392,7 +405,7 @@ void for_rows(int64_t rows, F f) {
 
 template <typename F>
 void for_rows(int64_t bits, int64_t rows, F f) {
-  bits == 8 ? for_rows<8>(rows, f) : bits == 4 ? for_rows<4>(rows, f) : for_rows<3>(rows, f);
+  bits == 8 ? for_rows<8>(rows, f) : bits == kFp8 ? for_rows<kFp8>(rows, f) : bits == 4 ? for_rows<4>(rows, f) : for_rows<3>(rows, f);
 }
 #else
 // Never called, as `can_expand` is false.
@@ -431,7 +444,7 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
     int64_t entry = codes ? codes->first[span] + first - part_begin : first;
     const float* q = s.q + span * s.rows * s.dim;
     if (codes && can_expand(codes->key_bits, s.dim, s.rows)) {
-      const uint8_t* code = codes->key + entry * (s.dim * codes->key_bits / 8);
+      const uint8_t* code = codes->key + entry * (s.dim * std::abs(codes->key_bits) / 8);
       for_rows(codes->key_bits, s.rows, [&]<int B, int R>(int64_t row) {
         coded_products<B, R>(q + row * s.dim, code, count, s.dim, s.scale, scores + kBlock * row);
       });
@@ -451,7 +464,7 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
       add_scores(scores + kBlock * row, count, s.value_dim, extremes + 2 * row, sums + row * s.value_dim);
     }
     if (codes && can_expand(codes->value_bits, s.value_dim, s.rows)) {
-      const uint8_t* code = codes->value + entry * (s.value_dim * codes->value_bits / 8);
+      const uint8_t* code = codes->value + entry * (s.value_dim * std::abs(codes->value_bits) / 8);
       multiply_by_norms(codes->value_norm + entry, count, s.rows, scores, block);
       for_rows(codes->value_bits, s.rows, [&]<int B, int R>(int64_t row) {
         add_coded<B, R>(scores + kBlock * row, code, count, s.value_dim, sums + row * s.value_dim);

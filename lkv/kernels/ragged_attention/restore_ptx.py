@@ -2,14 +2,15 @@
 
 An element holds eight codes of an entry: 4 bytes at 4 bits, 4 bytes of each half at 8 bits, 2 bytes of the lower plane
 and 2 halves of bytes of the upper one at 3 bits (`cache.tiers._join`). The code takes two elements at once and returns
-eight registers: register p is the pair of code p of both elements, as 16-bit numbers w (w^2 + a). Times a factor these
-are the levels. A field of bits becomes a number by setting it into the mantissa of a power of two, which is then
-subtracted together with the centre of the codes.
+eight registers: register p is the pair of code p of both elements, as 16-bit numbers w (w^2 + a), or in FP8 as numbers
+of its bits. Times a factor these are the levels. A field of bits becomes a number by setting it into the mantissa of a
+power of two, which is then subtracted together with the centre of the codes.
 """
 
 import torch
 
-from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels import FP8, QUANTIZED_BITS
+from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
 
 RESULTS = 8  # registers that come back, which are also the codes of an element
 # w = u / _UNITS, so that w^2 fits into float16.
@@ -18,12 +19,14 @@ _UNITS = {8: 16, 4: 1, 3: 1}
 # which the rounded results are nearest to the levels.
 _SUMMANDS = {8: (58.875, 58.25), 4: (114.75, 114.5), 3: (40.625, 40.75)}
 # Input registers: two of each tensor of words, one of each tensor of 16 bits.
-INPUTS = {8: 4, 4: 2, 3: 3}
+INPUTS = {8: 4, FP8: 4, 4: 2, 3: 3}
 _AND_OR = "0xEA"  # the table of (a & b) | c
 
 
 def _factor(bits: int, is_bf16: bool) -> float:
     """Return what results are multiplied by to be levels: the best factor for a normal variable, after rounding."""
+    if bits == FP8:
+        return FP8_UNIT * (1 if is_bf16 else 2**8)
     dtype = _dtype(is_bf16)
     codes = torch.arange(2**bits, dtype=torch.float64, device="cpu") - (2**bits - 1) / 2
     slope, cubic = LEVELS[bits]
@@ -37,7 +40,7 @@ def _factor(bits: int, is_bf16: bool) -> float:
 def _code(bits: int, is_bf16: bool) -> str:
     """Return the PTX for codes of `bits`, with results in bfloat16 or float16."""
     writer = _Writer(bits, is_bf16)
-    {8: _restore_8, 4: _restore_4, 3: _restore_3}[bits](writer)
+    {8: _restore_8, FP8: _restore_fp8, 4: _restore_4, 3: _restore_3}[bits](writer)
     return writer.text()
 
 
@@ -54,6 +57,24 @@ def _restore_8(writer: "_Writer") -> None:
             low = writer.field([(pair, -3, 0x78)], 3, 7.5, "s")
             writer.write(f"fma.rn.bf16x2 u, {low}, {writer.number(1 / 16)}, {high};")
         writer.cubic(part)
+
+
+def _restore_fp8(writer: "_Writer") -> None:
+    """As `_restore_8`: the bits of e4m3 as those of a 16-bit number, 2^8 or 2^120 times smaller, which is made up for.
+
+    bfloat16 could not add up numbers that small; float16 can.
+    """
+    shift, bits = (4, 0x07F0) if writer.is_bf16 else (1, 0x3F80)
+    for part in range(RESULTS):
+        byte, half = divmod(part, 2)
+        # Each code in the upper byte of its number; what is below does not matter.
+        pair = writer.register(f"prmt.b32 {{}}, ${8 + 2 * half}, ${9 + 2 * half}, {byte * 0x1111 + 0x4400:#x};")
+        sign = writer.register(f"lop3.b32 {{}}, {pair}, 0x80008000, {writer.constant(0)}, {_AND_OR};")
+        moved = writer.register(f"shr.u32 {{}}, {pair}, {shift};")
+        out = "u" if writer.is_bf16 else f"${part}"
+        writer.write(f"lop3.b32 {out}, {moved}, {bits << 16 | bits:#x}, {sign}, {_AND_OR};")
+        if writer.is_bf16:
+            writer.write(f"fma.rn.bf16x2 ${part}, u, {writer.number(2.0**120)}, {writer.number(-0.0)};")
 
 
 def _restore_4(writer: "_Writer") -> None:
@@ -154,5 +175,5 @@ def _dtype(is_bf16: bool) -> torch.dtype:
 
 
 # The code, and what its results are multiplied by to be levels, by the bits and whether they are in bfloat16.
-CODES = {(bits, is_bf16): _code(bits, is_bf16) for bits in LEVELS for is_bf16 in (False, True)}
-FACTORS = {(bits, is_bf16): _factor(bits, is_bf16) for bits in LEVELS for is_bf16 in (False, True)}
+CODES = {(bits, is_bf16): _code(bits, is_bf16) for bits in QUANTIZED_BITS for is_bf16 in (False, True)}
+FACTORS = {(bits, is_bf16): _factor(bits, is_bf16) for bits in QUANTIZED_BITS for is_bf16 in (False, True)}

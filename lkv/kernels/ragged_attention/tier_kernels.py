@@ -9,18 +9,27 @@ the sum of eight over every eighth, as one element of an entry's codes has eight
 import triton
 import triton.language as tl
 
-from lkv.kernels.ragged_attention.arguments import LEVELS
+from lkv.kernels import FP8
+from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
 from lkv.kernels.ragged_attention.restore_ptx import CODES, FACTORS, INPUTS, RESULTS
 from lkv.kernels.triton_helpers import IS_INTERPRETED, cap, load_rows, store_rows
 
 _LOWEST = tl.constexpr(-3e38)  # the maximum of a warp without entries; unlike -inf it can be subtracted from itself
 _RESULTS = tl.constexpr(RESULTS)
+_FP8 = tl.constexpr(FP8)
+_FP8_FACTOR = tl.constexpr(2.0**120 * FP8_UNIT)  # of the numbers whose bits in float32 are those of codes
 
 
 @triton.constexpr_function
 def _uses_ptx(is_allowed, dim, bits, dtype):
     """Return whether the codes of a side are restored by PTX: at 3 bits it reads pairs of bytes."""
     return is_allowed and dtype != tl.float32 and (bits != 3 or dim % 16 == 0)
+
+
+@triton.constexpr_function
+def _width(dim, bits):
+    """Return the bytes of the codes of an entry."""
+    return dim * abs(bits) // 8
 
 
 @triton.constexpr_function
@@ -68,8 +77,8 @@ def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.cons
 
     Every lane reads the bytes that hold its own code; the layout is that of `lkv.cache.tiers`.
     """
-    at = codes + entry * (DIM * BITS // 8)
-    if BITS == 8:
+    at = codes + entry * _width(DIM, BITS)
+    if BITS == 8 or BITS == _FP8:
         code = tl.load(at + channel, mask=inside, other=0).to(tl.int32)
     elif BITS == 4:
         byte = tl.load(at + channel % (DIM // 2), mask=inside, other=0).to(tl.int32)
@@ -79,9 +88,13 @@ def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.cons
         low = tl.load(at + word, mask=inside, other=0).to(tl.int32)
         halves = tl.load(at + DIM // 4 + word % (DIM // 8), mask=inside, other=0).to(tl.int32)
         code = (low | (halves >> word // (DIM // 8) * 4 & 15) << 8) >> channel // (DIM // 4) * 3 & 7
-    formula: tl.constexpr = _level_formula(BITS)
-    centred = code.to(tl.float32) - (2**BITS - 1) / 2
-    return centred * (formula[0] + formula[1] * (centred * centred))
+    if BITS == _FP8:
+        levels = ((code & 128) << 24 | (code & 127) << 20).to(tl.float32, bitcast=True) * _FP8_FACTOR
+    else:
+        formula: tl.constexpr = _level_formula(BITS)
+        centred = code.to(tl.float32) - (2**BITS - 1) / 2
+        levels = centred * (formula[0] + formula[1] * (centred * centred))
+    return levels
 
 
 @triton.jit
@@ -90,7 +103,7 @@ def _load_words(codes, entry, element, inside, DIM: tl.constexpr, BITS: tl.const
     if BITS == 4:
         at = codes.to(tl.pointer_type(tl.int32)) + entry * (DIM // 8)
         words = (tl.load(at + element, mask=inside, other=0),)  # type: tuple[tl.tensor, ...]
-    elif BITS == 8:
+    elif BITS == 8 or BITS == _FP8:
         at = codes.to(tl.pointer_type(tl.int32)) + entry * (DIM // 4)
         first = tl.load(at + element, mask=inside, other=0)
         words = (first, tl.load(at + DIM // 8 + element, mask=inside, other=0))
@@ -204,11 +217,12 @@ def attend_tier(
     value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, TYPE)
     # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
     own_entries: tl.constexpr = 32 if key_ptx and value_ptx else 16
-    stages: tl.constexpr = 1 if own_entries == 16 else STAGES if KEY_BITS + VALUE_BITS <= 12 else 2
+    is_narrow: tl.constexpr = _width(8, KEY_BITS) + _width(8, VALUE_BITS) <= 12
+    stages: tl.constexpr = 1 if own_entries == 16 else STAGES if is_narrow else 2
     step: tl.constexpr = WARPS * own_entries
     k_codes, k_norms, v_codes, v_norms = codes
     k_norms, v_norms = k_norms + first, v_norms + first
-    k_codes, v_codes = k_codes + first * (DIM * KEY_BITS // 8), v_codes + first * (VALUE_DIM * VALUE_BITS // 8)
+    k_codes, v_codes = k_codes + first * _width(DIM, KEY_BITS), v_codes + first * _width(VALUE_DIM, VALUE_BITS)
     element, value_element = tl.arange(0, _block(DIM)), tl.arange(0, _block(VALUE_DIM))
     own = tl.arange(0, WARPS)[:, None] * own_entries + tl.arange(0, own_entries)[None, :]
     queries, row_scale = _load_queries(q, row_at, is_row, WARPS, DIM, KEY_BITS, key_type)
