@@ -1,6 +1,6 @@
 """Eviction errors: the change of attention output without a token, measured while the model repeats the text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,6 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.masks import Mask
 from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.spec import full_attention_modules, reader_modules
-from lkv.kernels.soft_mask_attention import continuation_attention
 from lkv.methods.selectors.kvzip import REQUEST, ReplayLayer, replay
 from lkv.utils.devices import full_precision
 from lkv.utils.prompts import encode_question
@@ -43,13 +42,14 @@ def measure_eviction_errors(
     Raises:
         PromptError: The prompt does not fit into the model's context twice.
     """
-    layers = [_ErrorLayer(part) for part in prompt]
-    attention = zip(layers, full_attention_modules(model), reader_modules(model), strict=True)
+    modules = [[own, *readers] for own, readers in zip(full_attention_modules(model), reader_modules(model), strict=True)]
+    projections = [[getattr(module, name) for module, name in attention] for attention in modules]
+    layers = [_ErrorLayer(part, own) for part, own in zip(prompt, projections, strict=True)]
     # Before other hooks, which may shard the input.
     hooks = [
-        getattr(module, name).register_forward_pre_hook(layer.measure, prepend=True)
-        for layer, own, readers in attention
-        for module, name in (own, *readers)
+        projection.register_forward_pre_hook(layer.apply_gates, prepend=True)
+        for layer, own in zip(layers, projections, strict=True)
+        for projection in own
     ]
     try:
         out = replay(model, prompt, layers, encode_question(tokenizer, REQUEST) + ids, hidden_states=True)
@@ -67,50 +67,51 @@ class _ErrorLayer(ReplayLayer):
     """Sums the squared errors of a layer's tokens over rows and query heads: `squares` [B, H, T].
 
     |W (o - v)|^2 is o P o - 2 o P v + v P v with P = W^T W; the factors of v are summed over rows first. In some models
-    a gate multiplies o before W, a number for each row and channel, which `measure` infers from the projection's input.
-    There W's columns are taken as orthogonal, so that the gates can be summed over rows too.
+    a gate multiplies o before W, a number for each row and channel, which `apply_gates` infers from the projection's
+    input. There W's columns are taken as orthogonal, so that the gates can be summed over rows too.
+
+    Args:
+        prompt: The layer's keys and values.
+        projections: The output projections of the attention modules that read them, in the order of their passes.
     """
 
     attention_dtype = torch.float32  # 1 - a must be accurate
 
-    def __init__(self, prompt: LayerKV):
+    def __init__(self, prompt: LayerKV, projections: Iterable[nn.Module]):
         super().__init__(prompt)
         self.squares = prompt.key.new_zeros(prompt.key.shape[:3], dtype=torch.float32)
-        self._record_rows: Callable[[], Tensor] | None = None  # of the attention that is not measured yet
+        self._projections = iter(projections)
+        self._attend_again: Callable[[], Tensor] | None = None  # the last attention, until its output is projected
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, model_attention: Callable[[], Tensor]
     ) -> Tensor:
-        """Compute attention, which `measure` computes again in blocks."""
-        prompt = self._prompt
-        self._record_rows = partial(super().attend, query, key, value, mask, scale, model_attention)
-        self._output = continuation_attention(
-            query, key, value, prompt.key, prompt.value, scale=scale, sinks=prompt.sinks, softcap=prompt.softcap
-        ).transpose(1, 2)
+        """Compute attention and add its errors without gates."""
+        own = self._prompt.value.float()[:, :, None]
+        with full_precision(own.device):
+            products = _products_of_weights(next(self._projections), own.shape[1], query.shape[1] // own.shape[1], own.shape[-1])
+            self._products, self._gates = products.to(own.device), None  # P [H, G, d, d]
+            self._squared_value = ((own @ self._products) * own).sum(-1, keepdim=True)  # v P v
+        attend = partial(super().attend, query, key, value, mask, scale, model_attention)
+        self._before = self.squares.clone()
+        self._output = attend()
+        self._attend_again = attend
         return self._output
 
-    def measure(self, projection: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        """Add the errors of the last attention when its output enters the projection; a forward pre-hook."""
-        if self._record_rows is None:  # called for the products of its weights
+    def apply_gates(self, projection: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Add the errors of the last attention again if it is gated before the projection; a forward pre-hook."""
+        if self._attend_again is None:  # called for the products of its weights
             return
-        record_rows, self._record_rows = self._record_rows, None
-        output, value = self._output, self._prompt.value.float()[:, :, None]
-        entered = inputs[0].reshape(output.shape)
-        # Sharded weights are gathered only during the layer's pass, so products of them are made here.
-        with full_precision(value.device):
-            products = _products_of_weights(
-                projection, value.shape[1], output.shape[2] // value.shape[1], value.shape[-1]
-            )
-            self._products, self._gates = products.to(value.device), None  # P [H, G, d, d]
-            if torch.equal(entered, output):
-                self._squared_value = ((value @ self._products) * value).sum(-1, keepdim=True)  # v P v
-            else:
-                gates = (entered.float() / output.float()).nan_to_num(1.0, 1.0, 1.0).transpose(1, 2)
-                diagonal = self._products.diagonal(dim1=-2, dim2=-1)[..., None, :]
-                self._gates = gates.unflatten(1, products.shape[:2]).square() * diagonal  # [B, H, G, n, d]
-                self._squared_value = value.square()
-        record_rows()
-        del self._output, self._products, self._gates, self._squared_value
+        entered, output = inputs[0].reshape(self._output.shape), self._output
+        if not torch.equal(entered, output):
+            gates = (entered.float() / output.float()).nan_to_num(1.0, 1.0, 1.0).transpose(1, 2)
+            diagonal = self._products.diagonal(dim1=-2, dim2=-1)[..., None, :]
+            self._gates = gates.unflatten(1, diagonal.shape[:2]).square() * diagonal  # [B, H, G, n, d]
+            self._squared_value = self._prompt.value.float()[:, :, None].square()
+            self.squares = self._before
+            self._attend_again()
+        self._attend_again = None
+        del self._before, self._output, self._products, self._gates, self._squared_value
 
     def record(self, logits: Tensor, attention: Tensor, output: Tensor) -> None:
         output, value, (rows, dim) = output.float(), self._prompt.value.float()[:, :, None], output.shape[-2:]
