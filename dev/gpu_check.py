@@ -90,7 +90,7 @@ class Check:
         self._out.mkdir(parents=True, exist_ok=True)
         if self._sanitizer is None:
             print("compute-sanitizer is not installed (it comes with the CUDA toolkit): memory is not checked.")
-        # Warnings are no errors: PyTorch may be of any version, and warns once a process, whichever test comes first.
+        # Warnings are not errors: PyTorch may be of any version, and warns once a process, whichever test comes first.
         pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "dev.gpu_check", "-W", "default"]
         for tool in TOOLS if self._sanitizer else ():
             options = ["--tool", tool, "--error-exitcode", "9"]

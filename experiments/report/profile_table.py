@@ -52,7 +52,7 @@ def read_profile(path: Path) -> ProfileResults:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ReportError(f"{path} is not a profile ({error}); give a file that experiments.profile wrote.") from error
     if not rows:
-        raise ReportError(f"{path} holds no profile; give a file that experiments.profile wrote.")
+        raise ReportError(f"{path} has no profile; give a file that experiments.profile wrote.")
     for name in ("model", "device", "batch"):
         if len(values := {str(row[name]) for row in rows}) > 1:
             raise ReportError(f"{path} mixes values of {name} ({', '.join(sorted(values))}); report them separately.")

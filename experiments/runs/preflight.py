@@ -151,7 +151,7 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
         yield f"{options.model} cannot be read ({reason}); or set MODEL to a folder with it."
         return
     if is_local and not [*Path(options.model).glob("*.safetensors")]:
-        yield f"{options.model} holds no *.safetensors; download the model's weights again."
+        yield f"{options.model} has no *.safetensors; download the model's weights again."
     shape = Shape.of(load_config(options.model))
     load_tokenizer(options.model)
     weights = 2.0 * shape.parameters / 2**30

@@ -378,7 +378,7 @@ def extend_padded(
 
 
 def attend_padded(store: KVStore, query: Tensor, scale: float, padding: Tensor, options: SoftmaxOptions) -> Tensor:
-    """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are no entries, and get outputs of 0."""
+    """Attend as `store.attend`, row by row; tokens marked in `padding` [B, T] are not entries, and get outputs of 0."""
     tokens = [(~hidden).nonzero()[:, 0].to(query.device) for hidden in padding]
     kv, (sinks, softcap) = store.attention_view(), options
     out = query.new_zeros(*query.shape[:3], kv.v_pool.shape[-1])

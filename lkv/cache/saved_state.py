@@ -33,7 +33,7 @@ def check_layer(state: dict[str, Tensor], tokens: int, spec: ModelSpec) -> None:
     """
     counts, real, length = state["kept"], state["real"], state["length"]
     if any(x.dtype != torch.long for x in (counts, real, length)):
-        raise ValueError("its counts are no whole numbers")
+        raise ValueError("its counts are not whole numbers")
     if counts.shape != (1, spec.kv_heads) or int(counts.min()) < 0 or int(counts.max()) > tokens:
         raise ValueError(f"its counts of kept entries are {tuple(counts.shape)}, or more than {tokens} tokens")
     if any(x.shape != (1,) or int(x) != tokens for x in (real, length)):

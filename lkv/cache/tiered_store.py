@@ -318,7 +318,7 @@ class TieredStore(KVStore):
             stored = state[f"tier{number}_bits"]
             bits = stored.tolist() if stored.dtype == torch.long and stored.shape == (2,) else []
             if not bits or not set(bits) <= set(QUANTIZED_BITS):
-                raise ValueError(f"the bits of its tier {number} are none of {QUANTIZED_BITS}, for k and for v")
+                raise ValueError(f"the bits of its tier {number} are not among {QUANTIZED_BITS}, for k and for v")
             tier_lens = _check_counts(state[f"tier{number}_kept"], lens, f"tier {number}")
             entries, counts = int(tier_lens.sum()), counts + tier_lens
             names |= {f"tier{number}_bits", f"tier{number}_kept"}
@@ -366,7 +366,7 @@ class TieredStore(KVStore):
 def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
     """Return `counts` of `what`; raises ValueError unless each is between 0 and the head's number in `lens`."""
     if counts.dtype != torch.long or counts.shape != lens.shape or bool(((counts < 0) | (counts > lens)).any()):
-        raise ValueError(f"its counts of {what} are no whole numbers, one a head, or more than the head has")
+        raise ValueError(f"its counts of {what} are not whole numbers, one a head, or more than the head has")
     return counts
 
 

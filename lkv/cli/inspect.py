@@ -81,7 +81,7 @@ class Inspect(PolicyOptions, RunOptions):
         if self.what is not None and self.is_text:
             _write_page(self, self.what)
             return
-        problem = "none was given" if self.what is None else f"{self.what!r} is none"
+        problem = "none was given" if self.what is None else f"{self.what!r} is not a text file"
         self.refuse_unread(f"lkv inspect without a text ({problem})", *_OF_A_TEXT, advice="give a file")
         _show_budgets(self)
 
@@ -174,7 +174,7 @@ def _write_page(options: Inspect, source: str) -> None:
 
     check_writable_file(out, LkvError, "the page")
     if isfile(out) and not is_page(out):
-        raise LkvError(f"{out} is no page of lkv inspect and would be overwritten; give another name with --out.")
+        raise LkvError(f"{out} is not a page of lkv inspect and would be overwritten; give another name with --out.")
     policy = options.load_policy()
     model, tokenizer = options.load_model()
     tokens = len(encode_context(tokenizer, text))

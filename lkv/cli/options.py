@@ -110,7 +110,7 @@ class PolicyOptions(Command):
 
 
 def check_policy_exists(name: str) -> None:
-    """Raise PolicyFileError, without importing torch, if `name` is no folder, Hub id or policy on this machine."""
+    """Raise PolicyFileError, without importing torch, if `name` is not a folder, Hub id or policy on this machine."""
     from lkv.policy.shipped import named_policy
 
     if "/" not in name and not exists(name) and named_policy(name) is None:

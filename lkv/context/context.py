@@ -268,7 +268,7 @@ class Context:
         """Write the compressed context to one safetensors file, atomically.
 
         Raises:
-            ContextFileError: If the file cannot be written, or is no saved context; it is then unchanged.
+            ContextFileError: If the file cannot be written, or is not a saved context; it is then unchanged.
             CacheError: For an uncompressed context.
         """
         path, cache = as_path(path, ContextFileError, "the context's path"), self._require_compressed()

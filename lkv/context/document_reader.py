@@ -120,7 +120,7 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_html = name.lower().endswith(_HTML_SUFFIXES)
     form = next((form for mark, form in _FORMATS.items() if data.startswith(mark)), None)
     if form := form or ("MIME, as mail and .mht are" if _MAIL.match(data[:65536]) else None):
-        raise DocumentError(f"{name} is no text, but of the format {form}; save it as PDF, HTML or UTF-8 text.")
+        raise DocumentError(f"{name} is not text, but of the format {form}; save it as PDF, HTML or UTF-8 text.")
     start = data[:8192].decode("latin-1").removeprefix("\xef\xbb\xbf")
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
     declared = _CHARSET.search(_NO_DECLARATION.sub("", start)) if is_declaring else None

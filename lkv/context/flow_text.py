@@ -50,7 +50,7 @@ class FlowText:
         self._has_space = True
 
     def add_gap(self, width: float) -> None:
-        """Add `width` em of space that is no character, such as a margin."""
+        """Add `width` em of space that is not a character, such as a margin."""
         self._gap += width
 
     def _is_apart(self, text: str = "") -> bool:

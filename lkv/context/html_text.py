@@ -46,7 +46,7 @@ _TAG = re.compile(
     r"""<!--(?:-?>|.*?(?:--!?>|\Z))|<(/?)([a-z][^\s/>]*)(?:=\s*"[^"]*"|=\s*'[^']*'|[^>])*+(?:>|\Z)""",
     re.DOTALL | re.IGNORECASE,
 )
-_RAW = ("iframe", "noembed", "noframes", "script", "style", "textarea", "title", "xmp")  # whose content is no markup
+_RAW = ("iframe", "noembed", "noframes", "script", "style", "textarea", "title", "xmp")  # whose content is not markup
 # Elements without an end tag, or with an implied one.
 _UNCOUNTED = frozenset(
     "area base br col colgroup dd dt embed hr img input li link meta option p param source tbody td tfoot th thead tr "

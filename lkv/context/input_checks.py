@@ -26,13 +26,13 @@ def check_text(text: object, name: str, advice: str) -> None:
         raise PromptError(f"{name} is empty; {advice}.")
     if "\0" in text:
         raise PromptError(
-            f"{name} holds NUL characters, the first at {text.index(chr(0))}, so it was decoded wrongly or is no text; "
-            "remove them."
+            f"{name} holds NUL characters, the first at {text.index(chr(0))}, so it was decoded wrongly or is not text;"
+            " remove them."
         )
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise PromptError(f"{name} is no valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
+        raise PromptError(f"{name} is not valid Unicode text ({error.reason} at {error.start}); give UTF-8.") from error
 
 
 def check_context(text: object, advice: str) -> None:

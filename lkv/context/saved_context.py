@@ -70,14 +70,16 @@ def context_tensors(cache: RaggedCache, ids: list[int]) -> dict[str, Tensor]:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise ContextFileError for an existing file that is no saved context, not even a damaged one."""
+    """Raise ContextFileError for an existing file that is not a saved context, not even a damaged one."""
     try:
         with path.open("rb") as file:
             start = file.read(2**16)
     except OSError:  # writing reports it
         return
     if start and b"lkv-context" not in start:
-        raise ContextFileError(f"{path} is no saved context and would be overwritten; give another file, or delete it.")
+        raise ContextFileError(
+            f"{path} is not a saved context and would be overwritten; give another file, or delete it."
+        )
 
 
 def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: Any, metadata: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: 
         metadata: How the text was compressed.
 
     Raises:
-        ContextFileError: If it cannot be written, or would overwrite a file that is no saved context.
+        ContextFileError: If it cannot be written, or would overwrite a file that is not a saved context.
     """
     check_replaceable(path)
     header = {"model": asdict(cache.spec), "weights": cache.weights, "adapters": cache.adapters, **metadata}
@@ -106,7 +108,7 @@ def load(
 ) -> tuple[list[int], RaggedCache, dict[str, Any]]:
     """Read the ids of a saved text, its cache and its metadata. Raises ContextFileError like `Context.load`."""
     if policy is not None and not isinstance(policy, Policy):
-        raise ContextFileError(f"policy is {policy!r}; give the Policy that the text was compressed with, or none.")
+        raise ContextFileError(f"policy is {policy!r}; give the Policy of the compression, or leave it out.")
     tensors, header = tensor_file.read(path, CONTEXT_FILE)
     weights = read_weights(model)
     spec = patch_attention(model).spec

@@ -62,7 +62,7 @@ def load_examples(task: str, folder: Path | None, count: int | None = None) -> l
     rows = islice(_read_rows(path, task), count)
     examples = [_make_example(task, number, row, position) for number, (position, row) in enumerate(rows)]
     if not examples:
-        raise DataError(f"{path} holds no row of {task}; get the file again, or leave the task out.")
+        raise DataError(f"{path} has no row of {task}; get the file again, or leave the task out.")
     return examples
 
 
@@ -107,7 +107,7 @@ def _read_rows(path: Path, task: str) -> Iterator[tuple[str, Row]]:
         with zipfile.ZipFile(path) as archive:
             content = read_member(archive, f"data/{task}.jsonl", path).decode()
     except KeyError as error:
-        raise DataError(f"{path} holds no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
+        raise DataError(f"{path} has no data/{task}.jsonl; get LongBench's {_ARCHIVE} again.") from error
     except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read ({error}); get the file again.") from error
     for number, line in enumerate(split_lines(content), 1):

@@ -181,10 +181,10 @@ class BaseCache(Cache):
         Raises CacheError for a positive number, a length to keep: assisted decoding passes it before transformers 5.17.
         """
         if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__"):
-            raise CacheError(f"crop({tokens_to_remove!r}) is no number of tokens to cut: give a whole one <= 0.")
+            raise CacheError(f"crop({tokens_to_remove!r}) is not a number of tokens to cut: give a whole one <= 0.")
         if tokens_to_remove > 0:
             raise CacheError(
-                f"crop({tokens_to_remove}) is no number of tokens to cut: give one <= 0. If assisted decoding did "
+                f"crop({tokens_to_remove}) is not a number of tokens to cut: give one <= 0. If assisted decoding did "
                 "this, it needs transformers 5.17 or newer; reset() the cache and read the prompt again."
             )
         if tokens_to_remove and any(isinstance(other, RecurrentLayer) for other in self.others.values()):

@@ -118,7 +118,7 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
 
 
 def _check_name(name: str, revision: str | None) -> str:
-    """Return the name as a str. Raises ModelLoadError if it is no valid model name, or has no revisions."""
+    """Return the name as a str. Raises ModelLoadError if it is not a valid model name, or has no revisions."""
     as_path(name, ModelLoadError, "the model")
     name = str(name)
     if revision is not None and (name == DEFAULT or is_gguf(name) or isdir(name)):

@@ -134,7 +134,7 @@ def _check_padding_alone(mask: Tensor) -> None:
     is_text = sees_itself & ~visible[:, -1, own]
     if bool(is_text.any()) and bool((is_text & ~visible.all(-1)).any()):
         raise PromptError(
-            "the attention mask hides tokens from the last one that are no padding, such as another text in the same "
+            "the attention mask hides tokens from the last one that are not padding, such as another text in the same "
             "row; a compressed cache keeps what the last token may see, so give each text a row of its own."
         )
 
@@ -151,7 +151,7 @@ def _hidden_keys(mask: Tensor, queries: int) -> Tensor | None:
 def _check_causal(mask: Tensor, is_text: Tensor, queries: int) -> None:
     """Raise PromptError if one of the last `queries` tokens of `mask` [B, 1, Tq, Tk] sees a later one.
 
-    `is_text` [B, Tk] on the CPU: the keys that are no padding; padding queries may see everything.
+    `is_text` [B, Tk] on the CPU: the keys that are not padding; padding queries may see everything.
     """
     own = _visible(mask)[:, 0, -queries:, -queries:].cpu()
     if bool((own & is_text[:, -queries:, None]).triu(1).any()):

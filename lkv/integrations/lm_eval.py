@@ -68,7 +68,7 @@ class ContextSplit:
         try:
             re.compile(self.question_marker or "")
         except (re.error, TypeError) as error:
-            problem = f"question_marker {self.question_marker!r} is no regular expression ({error})."
+            problem = f"question_marker {self.question_marker!r} is not a regular expression ({error})."
             raise IntegrationError(problem) from error
 
     def context_end(self, task: str, prompt: str, document: Mapping[str, Any]) -> tuple[str, int | None]:

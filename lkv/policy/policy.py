@@ -178,7 +178,7 @@ class Policy(nn.Module):
         try:
             inputs = from_dict(ScorerInputs, about.get("inputs", {}))
             if not isinstance(about.get("card"), dict | None):
-                raise TypeError("its card is no JSON object")
+                raise TypeError("its card is not a JSON object")
             # On "meta", without memory: `load_state_dict` checks the file's tensors and assigns them.
             with torch.device("meta"):
                 policy = cls(from_dict(ModelSpec, about["model"]), about.get("card"), inputs)

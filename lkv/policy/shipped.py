@@ -140,9 +140,9 @@ def _read_policy(path: Path) -> StoredPolicy:
     inputs = from_dict(ScorerInputs, config.get("inputs", {}))
     policy = StoredPolicy(path.parent, from_dict(ModelSpec, config["model"]), config["card"], inputs)
     if not (isinstance(policy.hub_names, list) and all(isinstance(name, str) for name in policy.hub_names)):
-        raise TypeError("hub is no list of names")
+        raise TypeError("hub is not a list of names")
     if not isinstance(policy.card.get("fit", {}), dict):
-        raise TypeError("fit is no object")
+        raise TypeError("fit is not an object")
     return policy
 
 

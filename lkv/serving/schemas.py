@@ -312,7 +312,7 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
         if name != "file":
             fields[name] = _decode_field(name, data)
         elif file is None:
-            raise PromptError("the form's field 'file' is no file; write file=@PATH, or send text as 'text'.")
+            raise PromptError("the form's field 'file' is not a file; write file=@PATH, or send text as 'text'.")
         else:
             file_name = " ".join(file.split())[:200]
             document = parse_document(data, file_name or "the file")
@@ -351,10 +351,10 @@ def _decode_field(name: str, data: bytes) -> Any:
         text = data.decode("utf-8-sig")
         return from_json(text, allow_inf_nan=False) if name in ("messages", "tools") else text
     except UnicodeDecodeError as error:
-        problem = f"is no UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
+        problem = f"is not UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
         raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
     except ValueError as error:
-        raise PromptError(f"the form's field {name!r} is no JSON ({error}); send it as in a JSON body.") from None
+        raise PromptError(f"the form's field {name!r} is not JSON ({error}); send it as in a JSON body.") from None
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

@@ -107,7 +107,7 @@ class Checkpoint:
                 for key, x in state.items()
             )
             if not fits:
-                raise TrainingError(f"{self.path} holds no state of these parameters; give another folder.")
+                raise TrainingError(f"{self.path} has no state of these parameters; give another folder.")
             optimizer.state[parameter] = {
                 key: x.float() if key == "step" else x.to(parameter) for key, x in state.items()
             }

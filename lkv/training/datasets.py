@@ -68,7 +68,7 @@ class BuiltDataset:
             raise DataError(f"{folder} holds {len(self._lines)} of {expected} samples; build it again.")
         if not self._lines:
             title = "training" if side == "train" else "held-out"
-            raise DataError(f"{folder} holds no {title} samples; build more.")
+            raise DataError(f"{folder} has no {title} samples; build more.")
         self._epoch, self._order = -1, list[int]()
 
     def held_out(self, seed: int = 0) -> "BuiltDataset":

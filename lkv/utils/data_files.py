@@ -90,7 +90,7 @@ def replace_lone_surrogates(value: object) -> Any:
 def read_text(path: Path, encoding: str | None = None) -> str:
     """Read a text file, gzipped or not, in `encoding` or the one that is detected; a guess is reported on stderr.
 
-    Raises DataError for a file that cannot be read, DocumentError for one that is no text.
+    Raises DataError for a file that cannot be read, DocumentError for one that is not text.
     """
     data = _read_bytes(path)
     if encoding is not None:

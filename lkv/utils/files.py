@@ -163,6 +163,6 @@ def save_figure(figure: Any, path: Path, error: type[LkvError]) -> None:
     if path.suffix not in _FIGURES:
         raise error(f"{path} is not the name of a figure; end it with one of {', '.join(_FIGURES)}.")
     if os.path.isfile(path) and path.stat().st_size and b"atplotlib" not in path.read_bytes():
-        raise error(f"{path} is no figure of matplotlib and would be overwritten; give another name, or delete it.")
+        raise error(f"{path} is not a figure of matplotlib and would be overwritten; give another name, or delete it.")
     with atomic_write(path, error, "the figure") as temporary:
         figure.savefig(temporary, dpi=150, format=path.suffix[1:])

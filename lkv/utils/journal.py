@@ -42,7 +42,7 @@ def read_journal(path: Path, error: type[LkvError], advice: str) -> JournalLines
         text = data.decode()
     except UnicodeDecodeError as problem:
         if problem.reason != "unexpected end of data":
-            raise error(f"{path} is no text ({problem}); {advice}.") from problem
+            raise error(f"{path} is not text ({problem}); {advice}.") from problem
         text = data[: problem.start].decode()  # the last line ends within a character
     except OSError as problem:
         raise error(f"{path} cannot be read ({error_reason(problem)}); {advice}.") from problem
@@ -57,7 +57,7 @@ def read_journal(path: Path, error: type[LkvError], advice: str) -> JournalLines
             # An interrupted write leaves a line without its end; any other broken line is damage.
             if number == lines[-1][0] and not text.endswith("\n"):
                 return JournalLines(rows, True)
-            raise error(f"{path}, line {number} is no JSON object ({problem}); {advice}.") from problem
+            raise error(f"{path}, line {number} is not a JSON object ({problem}); {advice}.") from problem
         rows.append((number, row))
     return JournalLines(rows, False)
 

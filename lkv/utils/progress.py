@@ -24,7 +24,7 @@ class _Nowhere(io.TextIOBase):
 class ProgressBar(tqdm):
     """tqdm's bar, which shows that long work lives: its times go on between two updates.
 
-    Where stderr is no terminal, a line appears every minute instead; work of less than a minute has none.
+    Where stderr is not a terminal, a line appears every minute instead; work of less than a minute has none.
     """
 
     def __init__(

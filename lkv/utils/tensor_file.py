@@ -54,9 +54,9 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
     except OSError as error:
         raise kind.error(f"{path} cannot be read ({error_reason(error)}); {kind.remedy}.") from error
     except KeyError as error:
-        raise kind.error(f"{path} is no saved {kind.noun} (its header has no {error}); {kind.remedy}.") from error
+        raise kind.error(f"{path} is not a saved {kind.noun} (its header has no {error}); {kind.remedy}.") from error
     except (ValueError, TypeError, RecursionError) as error:
-        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
+        raise kind.error(f"{path} is not a saved {kind.noun} ({error}); {kind.remedy}.") from error
     except MemoryError as error:
         raise _too_large(path, kind) from error
     if type(version) is not int or version != kind.version:
@@ -69,7 +69,7 @@ def read(path: Path, kind: FileKind) -> tuple[dict[str, Tensor], dict[str, Any]]
     except (ValueError, MemoryError) as error:
         if is_out_of_memory(error):
             raise _too_large(path, kind) from error
-        raise kind.error(f"{path} is no saved {kind.noun} ({error}); {kind.remedy}.") from error
+        raise kind.error(f"{path} is not a saved {kind.noun} ({error}); {kind.remedy}.") from error
     if digest != _digest(tensors, text):
         raise kind.error(f"{path} was damaged or changed after it was saved; {kind.remedy}.")
     return tensors, about
@@ -122,7 +122,7 @@ def _header(data: bytes) -> dict[str, Any]:
         raise ValueError(f"its header has {size:,} bytes, more than the {_MAX_HEADER:,} that are read")
     header = json.loads(data[8 : 8 + size])
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return header
 
 

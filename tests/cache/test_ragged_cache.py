@@ -159,7 +159,7 @@ def test_rewind_forgets_what_came_after_the_prompt(model, policy):
         match=r"cannot crop \d+ tokens: only the \d+ tokens after the compressed prompt can be removed; pass",
     ):
         cache.crop(-LATER - 1)
-    with pytest.raises(CacheError, match=r"crop\(5\) is no number of tokens to cut"):
+    with pytest.raises(CacheError, match=r"crop\(5\) is not a number of tokens to cut"):
         cache.crop(5)
     cache.crop(0)
     assert cache.get_seq_length() == PROMPT + LATER

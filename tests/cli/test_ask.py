@@ -222,7 +222,7 @@ def test_the_text_itself_is_not_overwritten(folder, asked, tmp_path, monkeypatch
     weights = folder / "model" / "model.safetensors"
     before = weights.read_bytes()
     status, _, said = asked("notes.txt", "When?", "--save", weights)
-    assert status == 2 and "model.safetensors is no saved context and would be overwritten; give another file" in said
+    assert status == 2 and "model.safetensors is not a saved context and would be overwritten; give another" in said
     assert weights.read_bytes() == before
     # A context that is loaded may be saved over its own file.
     assert asked("notes.txt", "When?", "--save", "notes.kv")[0] == 0
@@ -294,7 +294,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("--load", "book.txt"), None, "book.txt"),
         (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
         (("text", " "), "knorm", "the question is empty"),
-        (("text", "\udcff"), "knorm", "the question is no valid Unicode text"),
+        (("text", "\udcff"), "knorm", "the question is not valid Unicode text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
         (("text", "why?"), "duo", "'duo' needs the retrieval heads of the model; give --pattern with"),
         (("text", "why?", "--retention", "0.3"), "full", "'full' keeps everything, not 0.3; leave retention out"),

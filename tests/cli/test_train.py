@@ -132,7 +132,7 @@ def test_what_cannot_be_trained_is_named(train, data_folder, tmp_path, capsys):
     for data, options, message in (
         (data_folder, ("--device", "nowhere"), "cannot be put on the device 'nowhere'"),
         (tmp_path / "none", (), "there is no data folder"),
-        (tmp_path / "empty", (), "holds no data to train on"),
+        (tmp_path / "empty", (), "has no data to train on"),
     ):
         assert train(data, out, *options) == 2 and message in capsys.readouterr().err
         assert not options or not out.exists()

@@ -87,7 +87,7 @@ def held_keys(cache: RaggedCache, layer: int, head: int) -> torch.Tensor:
 
 @given(st.text(min_size=1, max_size=60))
 def test_pieces_put_together_are_the_text(tokenizer, text):
-    if text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is no text
+    if text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is not text
         return
     ids = encode_context(tokenizer, text)
     pieces = token_texts(tokenizer, text, ids)
@@ -149,7 +149,7 @@ def test_only_a_page_is_overwritten(folder, tmp_path, monkeypatch, capsys):
     report.write_text("<html><title>My report</title></html>")
     for out in ([], ["--out", "log.html"]):
         assert main([*words, *out]) == 2
-        assert "log.html is no page of lkv inspect and would be overwritten; give another" in capsys.readouterr().err
+        assert "log.html is not a page of lkv inspect and would be overwritten; give another" in capsys.readouterr().err
     assert "My report" in report.read_text()
     report.unlink()
     assert main(words) == 0
@@ -184,4 +184,4 @@ def test_what_cannot_be_looked_at_is_one_sentence(folder, capsys, monkeypatch, t
     assert main(["inspect", "log.html", "--model", str(folder / "model")]) == 2
     assert "the page would overwrite log.html itself" in capsys.readouterr().err
     assert main(["inspect", "nowhere.txt", "--question", "why?"]) == 2
-    assert "without a text ('nowhere.txt' is none) does not read --question" in capsys.readouterr().err
+    assert "without a text ('nowhere.txt' is not a text file) does not read --question" in capsys.readouterr().err

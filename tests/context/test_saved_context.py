@@ -223,7 +223,7 @@ def test_counts_below_zero_are_refused_before_they_are_used(model, contexts, tmp
         tensors["tier0_kept.1"] = tensors["tier0_kept.1"] - shift
 
     forge(path, change)
-    with pytest.raises(ContextFileError, match="its counts of unquantised entries are no whole numbers"):
+    with pytest.raises(ContextFileError, match="its counts of unquantised entries are not whole numbers"):
         Context.load(path, model, Words())
 
 
@@ -332,7 +332,7 @@ def test_a_lack_of_memory_is_no_damage(saved, monkeypatch, place, problem):
 def test_foreign_metadata_is_refused_in_one_sentence(model, tmp_path, metadata):
     path = tmp_path / "context.kv"
     path.write_bytes(save({"ids": torch.zeros(3)}, metadata))
-    with pytest.raises(ContextFileError, match=r"is no saved context|has format|was damaged"):
+    with pytest.raises(ContextFileError, match=r"is not a saved context|has format|was damaged"):
         Context.load(path, model, Words())
 
 
@@ -376,7 +376,7 @@ def test_a_file_that_is_no_context_is_never_overwritten(model, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     context = compress(model, Words(), TEXT, method="knorm", retention=0.4)
-    with pytest.raises(ContextFileError, match="is no saved context and would be overwritten"):
+    with pytest.raises(ContextFileError, match="is not a saved context and would be overwritten"):
         context.save(path)
     assert path.read_bytes() == b"weights"
 

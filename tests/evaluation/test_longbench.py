@@ -124,7 +124,7 @@ def test_the_hub_serves_the_archive(tmp_path, monkeypatch):
     assert example.answers == ("é = 1",)
     assert calls == [("zai-org/LongBench", "data.zip", "dataset", 40)]
     assert load_examples("lcc", tmp_path) == [example]
-    with pytest.raises(DataError, match=r"data\.zip holds no data/trec\.jsonl; get LongBench's data\.zip again"):
+    with pytest.raises(DataError, match=r"data\.zip has no data/trec\.jsonl; get LongBench's data\.zip again"):
         load_examples("trec", None)
     with pytest.raises(DataError, match=r"could not be downloaded \(no connection\).* or give a folder"):
         load_examples("lcc", None)
@@ -164,7 +164,7 @@ def test_unknown_tasks_and_missing_empty_and_damaged_files_are_refused(tmp_path,
     for task, count, message in (
         ("hotpot_qa", None, r"no LongBench task 'hotpot_qa'; did you mean hotpotqa\?"),
         ("zzz", None, r"'zzz'; use one of narrativeqa, .*repobench-p.*Chinese tasks are left out"),
-        ("qasper", None, r"qasper\.jsonl holds no row of qasper"),
+        ("qasper", None, r"qasper\.jsonl has no row of qasper"),
         ("qasper", 0, "count is 0, but at least 1 row"),
         ("lcc", None, r"lcc\.jsonl, line 1: not a JSON object"),
         ("trec", None, r"trec\.jsonl\.gz is not a readable gzip file"),

@@ -54,9 +54,9 @@ def test_other_settings_texts_and_damage_are_refused(model, policy, tmp_path):
     lines = before.splitlines(keepends=True)
     planned = json.dumps(json.loads(lines[0])["planned"])
     for text, message in (
-        (lines[0] + lines[1][:40] + "\n" + lines[2], r"x\.jsonl, line 2 is no JSON object"),
+        (lines[0] + lines[1][:40] + "\n" + lines[2], r"x\.jsonl, line 2 is not a JSON object"),
         (before.replace(planned, '"all"'), r'settings \(planned "all" instead of \["alpha-128-0", '),
-        ("\xff\xfe\n", "is no text"),
+        ("\xff\xfe\n", "is not text"),
     ):
         out.write_text(text, encoding="latin-1")
         with pytest.raises(DataError, match=message):

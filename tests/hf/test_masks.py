@@ -195,13 +195,13 @@ def test_a_mask_by_which_the_last_token_does_not_see_all_of_its_text_is_refused(
     allowed = torch.ones(40, 40, dtype=torch.bool).tril()
     allowed[25:, :25] = False
     masks = [torch.zeros(40, 40, dtype=torch.double).masked_fill(~x, -torch.inf)[None, None] for x in (allowed,)]
-    with pytest.raises(PromptError, match="that are no padding, such as another text in the same row; a compressed"):
+    with pytest.raises(PromptError, match="that are not padding, such as another text in the same row; a compressed"):
         model(text, attention_mask=masks[0], **cache_argument(RaggedCache(model, method="knorm", retention=0.5)))
     cache = RaggedCache(model, method="knorm", retention=0.5)
     model(text, **cache_argument(cache))
     branches = torch.zeros(1, 1, 4, 44, dtype=torch.double)
     branches[..., 40:] = torch.tensor([[0, -torch.inf] * 2, [-torch.inf, 0] * 2]).repeat(2, 1)
-    with pytest.raises(PromptError, match="that are no padding"):
+    with pytest.raises(PromptError, match="that are not padding"):
         model(
             ids(1, 4, 2),
             attention_mask=branches,

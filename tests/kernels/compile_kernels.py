@@ -233,7 +233,7 @@ def training_rows(dim: int, dtype: torch.dtype) -> int:
 
 
 def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, Any]]:
-    """A row a kernel; a length that is no multiple of the tiles is the harder one to compile."""
+    """A row a kernel; a length that is not a multiple of the tiles is the harder one to compile."""
     numbers: torch.dtype = getattr(torch, dtype)
     with Compiler(arch) as compiler, torch.no_grad():
         if kernels == "eviction":

@@ -58,7 +58,7 @@ def test_the_page_of_the_shipped_policy_has_its_figures():
 
 
 class ProxyError(Exception):
-    """Stands in for the errors of the HTTP client, which are no OSError."""
+    """Stands in for the errors of the HTTP client, which are not OSError."""
 
 
 def raise_error(error):

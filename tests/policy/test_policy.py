@@ -83,7 +83,7 @@ def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     weights = tmp_path / "policy.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(PolicyFileError, match="is no saved policy"):
+    with pytest.raises(PolicyFileError, match="is not a saved policy"):
         Policy.from_pretrained(tmp_path)
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(PolicyFileError, match="damaged or changed"):
@@ -103,12 +103,12 @@ def test_missing_truncated_and_tampered_files_are_refused(tmp_path, policy):
     [
         ({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, "the dtype 'F4', which torch cannot hold"),
         ({"x": {"dtype": "F8_E9", "shape": [1], "data_offsets": [0, 1]}}, "the dtype 'F8_E9'"),
-        ({"x": {"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}}, "is no saved policy"),
-        ({"x": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 8]}}, "is no saved policy"),
-        ({"x": None}, "is no saved policy"),
-        (b"[1]", "its header is no JSON object"),
+        ({"x": {"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}}, "is not a saved policy"),
+        ({"x": {"dtype": "F32", "shape": [2**70], "data_offsets": [0, 8]}}, "is not a saved policy"),
+        ({"x": None}, "is not a saved policy"),
+        (b"[1]", "its header is not a JSON object"),
         (b"{" + b" " * 2**24 + b"}", "header has 16,777,218 bytes, more than the 16,777,216"),
-        (b"[" * 100_000, "is no saved policy"),
+        (b"[" * 100_000, "is not a saved policy"),
     ],
 )
 def test_hostile_headers_are_refused_in_one_sentence(tmp_path, header, message):

@@ -157,7 +157,7 @@ def test_content_in_blocks_equals_content_with_gradients():
 
 
 def test_all_terms_in_blocks_equal_the_terms_of_the_whole_text():
-    """The prompt is no multiple of a block; one block's attention is not another's."""
+    """The prompt is not a multiple of a block; one block's attention is not another's."""
     model = tiny_llama(dtype=torch.float32)
     policy = filled(patch_attention(model).spec).float()
     key, value = torch.randn(2, 2, 4500, 8), torch.randn(2, 2, 4500, 8)

@@ -129,7 +129,7 @@ def test_commands_run_as_they_stand(page, session, capsys, monkeypatch):
 
 
 def test_messages_that_fail_are_those_of_the_code():
-    """Of every message in the table of troubles, what is no name or number stands in the code."""
+    """Of every message in the table of troubles, what is not a name or number stands in the code."""
     code = "\n".join(
         path.read_text() for part in ("lkv", "experiments") for path in sorted((ROOT / part).rglob("*.py"))
     )

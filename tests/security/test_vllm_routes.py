@@ -175,7 +175,7 @@ def test_pages_from_elsewhere_are_refused_below_a_root_path_too(path):
 )
 def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
     with pytest.raises(
-        PromptError, match=f"'{next(iter(body))}' is no field that names a context; put 'context' beside"
+        PromptError, match=f"'{next(iter(body))}' is not a field that names a context; put 'context' beside"
     ):
         split_name({"model": "tiny", "messages": [], "metadata": {"context": "a"}, **body}, ["tiny"])
     assert split_name({"model": "tiny", "metadata": {"context": "a"}}, ["tiny"]) is None
@@ -400,7 +400,7 @@ def test_a_context_that_is_lost_while_a_question_waits_is_named(routes, store, t
     other = client.post("/v1/chat/completions", json=chat | {"stop": "x"})
     assert other.status_code == 500 and "Internal" in other.json()["error"]["message"]
     lost = client.post("/v1/chat/completions", json=chat)
-    assert lost.status_code == 409 and "is no saved context" in lost.json()["error"]["message"]
+    assert lost.status_code == 409 and "is not a saved context" in lost.json()["error"]["message"]
     assert routes.metrics.requests == {"200": 0, "500": 1, "409": 1}
 
 

@@ -237,7 +237,7 @@ def test_protected_words_are_kept_and_belong_to_the_settings(server, parts):
 
 
 def test_a_memory_that_is_written_in_other_ways_is_the_same(server):
-    """Also as a number. However small: a byte is no share, and neither is a share too small for decimals."""
+    """Also as a number. However small: a byte is not a share, and neither is a share too small for decimals."""
     assert server.compressed(TEXT, memory=0.57) == server.compressed(TEXT, memory="57%")
     assert server.compressed(TEXT, memory=50_000) == server.compressed(TEXT, memory="50kB")
     for least in ("1B", "0.001kb", "0.001%"):

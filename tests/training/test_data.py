@@ -110,7 +110,7 @@ def test_missing_empty_and_malformed_data_is_named(tmp_path):
     with pytest.raises(DataError, match=r"notes\.md is a file; give --data a folder"):
         Mixture(tmp_path / "notes.md", (10, 20))
     (tmp_path / "notes.md").unlink()
-    with pytest.raises(DataError, match="holds no data to train on"):
+    with pytest.raises(DataError, match="has no data to train on"):
         Mixture(tmp_path, (10, 20))
     with gzip.open(tmp_path / "squad_train_subset.jsonl.gz", "wt") as file:
         file.write('{"title": "x", "context": "c", "question": "q", "answers": ["a"]}\n{broken\n')
@@ -411,7 +411,7 @@ def test_an_evaluated_text_in_another_encoding_overlaps(tmp_path, name, encoding
         ("half.jsonl", b'{"context": "a"}\n{"con', "line 2: not a JSON object"),
         ("x.zip", b"PK nothing", "cannot be read"),
         ("x.json", b"[[[", "is not JSON"),
-        ("empty.txt", b"  \n", "holds no text to compare with"),
+        ("empty.txt", b"  \n", "has no text to compare with"),
         ("x.parquet", b"PAR1 no more", "is not a readable Parquet file"),
     ],
 )

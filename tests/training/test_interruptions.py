@@ -153,7 +153,7 @@ def test_an_optimizer_of_other_parameters_is_named(run_folder, key, change):
         return tensors | ({} if changed is None else {name: changed})
 
     change_checkpoint(run_folder, change_one)
-    with pytest.raises(TrainingError, match="holds no state of these parameters; give another folder"):
+    with pytest.raises(TrainingError, match="has no state of these parameters; give another folder"):
         trainer(run_folder)[0].run()
 
 

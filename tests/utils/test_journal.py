@@ -41,7 +41,7 @@ def test_a_write_cut_off_at_any_byte_is_dropped(tmp_path):
             assert done == {"a": {"value": 1}}
             raise KeyboardInterrupt
     path.write_bytes(b'{"seed": "1"}\n' + last.replace(b"na", b"\xff") + last)
-    with pytest.raises(DataError, match="is no text"):
+    with pytest.raises(DataError, match="is not text"):
         read_samples(path)
 
 

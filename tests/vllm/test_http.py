@@ -302,10 +302,10 @@ def test_texts_created_at_once_are_compressed_once(server, lab):
         ({"context": 3}, 400, "'3' is not an id"),
         ({"context": ["a"]}, 400, "is not an id"),
         ({"vllm_xargs": {"lkv_context": {}}}, 400, "is not an id"),
-        ({"contxt": "a"}, 400, "'contxt' is no field of a request; the field for a context is 'context', with the id"),
+        ({"contxt": "a"}, 400, "'contxt' is not a field of a request; the field for a context is 'context', with"),
         ({"lkv_context": "a"}, 400, "the field for a context is 'context'"),
         ({"vllm_xargs": {"lkv_contxt": "a"}}, 400, "the key of vllm_xargs for a context is 'lkv_context'"),
-        ({"vllm_xargs": {"lkv_document": "a"}}, 400, "'lkv_document' is no field of a request"),
+        ({"vllm_xargs": {"lkv_document": "a"}}, 400, "'lkv_document' is not a field of a request"),
     ],
 )
 def test_errors_have_the_form_of_openai(server, body, status, match):

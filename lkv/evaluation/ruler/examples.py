@@ -174,7 +174,7 @@ def _read_essay(path: Path) -> str:
         return require_field(read_json(path), "text", str, str(path))
     text = data_files.read_text(path)
     if "\0" in text:
-        raise DataError(f"{path} is no UTF-8 text (it holds null bytes); give a text file.")
+        raise DataError(f"{path} is not UTF-8 text (it holds null bytes); give a text file.")
     return text
 
 

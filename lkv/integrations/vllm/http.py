@@ -221,7 +221,7 @@ def split_name(body: dict[str, Any], models: list[str]) -> str | None:
         is_nested = isinstance(value, dict) and (CONTEXT in value or (field == "extra_body" and "context" in value))
         if is_nested and field != "vllm_xargs":
             raise PromptError(
-                f"{field[:80]!r} is no field that names a context; put 'context' beside 'model', or {CONTEXT!r} "
+                f"{field[:80]!r} is not a field that names a context; put 'context' beside 'model', or {CONTEXT!r} "
                 "into 'vllm_xargs' (extra_body is an argument of OpenAI's Python client)."
             )
     names = [body.pop("context", None), extra.get(CONTEXT) if isinstance(extra, dict) else None]
@@ -247,7 +247,7 @@ def _check_fields(fields: dict[str, Any], name: str, advice: str) -> None:
         is_short = len(field) <= _LONGEST_FIELD
         resembles = is_short and get_close_matches(field.lower(), ("context", CONTEXT), 1, _RESEMBLANCE)
         if resembles or field.startswith(_PREFIX):
-            raise PromptError(f"{field[:80]!r} is no field of a request; {advice}, with the id of a context.")
+            raise PromptError(f"{field[:80]!r} is not a field of a request; {advice}, with the id of a context.")
 
 
 async def rewrite(server: EngineContextServer, path: str, body: dict[str, Any], name: str) -> int:

@@ -125,7 +125,7 @@ def read_pattern(path: str | os.PathLike[str], layers: int, heads: int) -> list[
         cells = [[float(cell) for cell in line.split("\t")] for line in text.splitlines() if line.strip()]
     except ValueError as error:
         raise BudgetError(
-            f"{path} is no table of numbers separated by tabs ({error}); give a full_attention_heads.tsv as published "
+            f"{path} is not a tab-separated table of numbers ({error}); give a full_attention_heads.tsv as published "
             "with DuoAttention."
         ) from None
     # NaN passes through and is rejected below.
@@ -147,7 +147,7 @@ def check_table(table: object, layers: int, heads: int, source: str) -> list[lis
     """
     advice = f"give {layers} rows of {heads} numbers in [0, 1]"
     if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
-        raise BudgetError(f"{source} is no list of lists of numbers; {advice}.")
+        raise BudgetError(f"{source} is not a list of lists of numbers; {advice}.")
     widths = sorted({len(row) for row in table})
     if len(table) != layers or widths != [heads]:
         stated = " or ".join(map(str, widths)) or "no"

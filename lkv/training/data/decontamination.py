@@ -50,7 +50,7 @@ class NgramOverlap:
         for path in files:
             strings = list(read_strings(path))
             if not any(string.strip() for string in strings):
-                raise DataError(f"{path} holds no text to compare with; give files of the evaluated sets.")
+                raise DataError(f"{path} has no text to compare with; give files of the evaluated sets.")
             name, digest = path.name, hashlib.sha256(path.read_bytes()).hexdigest()
             for folder in path.parents:  # parent folders distinguish files of the same name
                 if self.files.get(name, digest) == digest:

@@ -159,7 +159,7 @@ class Mixture:
                     "longer ones."
                 )
             raise DataError(
-                f"{self.index.folder} holds no data to train on; put .txt, .md or source files there, or the data "
+                f"{self.index.folder} has no data to train on; put .txt, .md or source files there, or the data "
                 "sets that the documentation of `lkv train` names."
             )
         self._items = {source: items[source] for source in _SOURCES if items.get(source)}

@@ -52,7 +52,7 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path, kind, start):
     save_figure(figure, path)  # over a figure
     thesis = start + b" of somebody else"
     path.write_bytes(thesis)
-    with pytest.raises(ReportError, match="is no figure of matplotlib and would be overwritten; give another name"):
+    with pytest.raises(ReportError, match="is not a figure of matplotlib and would be overwritten; give another name"):
         save_figure(figure, path)
     assert path.read_bytes() == thesis
 
@@ -111,8 +111,8 @@ def test_the_memory_figure(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "more", "message"),
     [
-        (ROWS, {"name": "decode"}, "holds no profile"),
-        ([], {}, "holds no profile"),
+        (ROWS, {"name": "decode"}, "has no profile"),
+        ([], {}, "has no profile"),
         ([{k: v for k, v in ROWS[0].items() if k != "kv_bytes"}], {}, "row 1: kv_bytes is 'missing'"),
         ([ROWS[0] | {"decode_ms": "fast"}], {}, "row 1: decode_ms is 'fast'"),
         ([ROWS[0], ROWS[1] | {"model": "tiny"}], {}, r"mixes values of model \(llama-3.1-8b, tiny\)"),

@@ -114,8 +114,8 @@ def test_a_run_interrupted_while_it_adds_methods_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([HEADER, []], "line 2 is no JSON object"),
-        ([HEADER, "torn", "torn"], "line 2 is no JSON object"),
+        ([HEADER, []], "line 2 is not a JSON object"),
+        ([HEADER, "torn", "torn"], "line 2 is not a JSON object"),
         ([HEADER, {"key": "a", "task": "trec", "length": None, "number": 0}], "line 2 has no field 'rows'"),
         ([HEADER, line("trec", 0, [row("lkv", 0.15, float("nan"))])], "line 2: score is nan"),
         ([HEADER, line("trec", 0, [row("lkv", 0.15, 1.0)] * 2)], "line 2: the method 'lkv' occurs twice"),
