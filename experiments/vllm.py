@@ -34,6 +34,7 @@ from lkv.utils.provenance import collect_provenance
 _BLOCK = 32  # tokens of a page
 _SPARE = 64  # pages for questions and answers, beside those of the texts
 _ROOT = Path(__file__).parents[1]
+SECOND_RUNNER_PATH = os.pathsep.join([str(_ROOT / "tests/vllm/startup"), str(_ROOT)])  # PYTHONPATH, on a CPU
 _QUESTION = "What does the mill hold?"
 
 
@@ -45,7 +46,7 @@ class Engine:
         is_second = settings["runner"] == "second"
         environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_second))}
         if is_second and not torch.cuda.is_available():  # Triton's kernels run in torch and Triton's interpreter
-            environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT / "tests/vllm/startup"), str(_ROOT)])
+            environment["PYTHONPATH"] = SECOND_RUNNER_PATH
         self._process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )

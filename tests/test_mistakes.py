@@ -134,7 +134,7 @@ def test_names_that_are_no_policy_are_named(name):
         (["inspect", "bok.txt"], "there is no file or folder 'bok.txt'"),
         (["inspect", "--question", "who?"], "without a text (none was given) does not read --question; give a file"),
         (["inspect", "--method", "knorm", "--against", "tova"], "does not read --method, --against; give a file"),
-        (["inspect", DEFAULT, "--max-new-tokens", "3"], f"without a text ({DEFAULT!r} is not a text file) does not read --max"),
+        (["inspect", DEFAULT, "--max-new-tokens", "3"], f"({DEFAULT!r} is not a text file) does not read"),
         (["inspect", DEFAULT, "--policy", DEFAULT], f"{DEFAULT!r} and --policy both name a policy; leave one"),
         (["inspect", "TEXT", "--against", "tova"], "a page without --question does not read --against; leave"),
         (["inspect", "TEXT", "--policy", DEFAULT, "--method", "knorm"], "'knorm' takes no --policy; leave it out"),

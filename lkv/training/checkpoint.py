@@ -64,6 +64,12 @@ def save_checkpoint(
     tensor_file.write(folder / CHECKPOINT, CHECKPOINT_KIND, tensors, about)
 
 
+def check_no_policy(folder: Path, checkpoint: Path | None = None) -> None:
+    """Raise TrainingError for a policy in `folder`, unless it is of the run with this `checkpoint`."""
+    if is_policy(folder) and (checkpoint is None or not checkpoint.exists()):
+        raise TrainingError(f"{folder} already holds a policy; give another --out, or delete it.")
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint in memory."""

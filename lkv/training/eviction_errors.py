@@ -42,7 +42,9 @@ def measure_eviction_errors(
     Raises:
         PromptError: The prompt does not fit into the model's context twice.
     """
-    modules = [[own, *readers] for own, readers in zip(full_attention_modules(model), reader_modules(model), strict=True)]
+    modules = [
+        [own, *readers] for own, readers in zip(full_attention_modules(model), reader_modules(model), strict=True)
+    ]
     projections = [[getattr(module, name) for module, name in attention] for attention in modules]
     layers = [_ErrorLayer(part, own) for part, own in zip(prompt, projections, strict=True)]
     # Before other hooks, which may shard the input.
@@ -89,7 +91,9 @@ class _ErrorLayer(ReplayLayer):
         """Compute attention and add its errors without gates."""
         own = self._prompt.value.float()[:, :, None]
         with full_precision(own.device):
-            products = _products_of_weights(next(self._projections), own.shape[1], query.shape[1] // own.shape[1], own.shape[-1])
+            products = _products_of_weights(
+                next(self._projections), own.shape[1], query.shape[1] // own.shape[1], own.shape[-1]
+            )
             self._products, self._gates = products.to(own.device), None  # P [H, G, d, d]
             self._squared_value = ((own @ self._products) * own).sum(-1, keepdim=True)  # v P v
         attend = partial(super().attend, query, key, value, mask, scale, model_attention)

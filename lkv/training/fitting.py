@@ -19,9 +19,9 @@ from lkv.errors import LkvError, TrainingError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import query_rotations
 from lkv.hf.spec import evaluation_mode
-from lkv.policy.policy import Policy, check_policy_folder, is_policy
+from lkv.policy.policy import Policy, check_policy_folder
 from lkv.policy.shipped import fitted_folder
-from lkv.training.checkpoint import CHECKPOINT, lock_folder, read_checkpoint
+from lkv.training.checkpoint import CHECKPOINT, check_no_policy, lock_folder, read_checkpoint
 from lkv.training.cost import seconds_per_token
 from lkv.training.data.mixture import Mixture
 from lkv.training.datasets import open_texts
@@ -110,10 +110,8 @@ def fit_to(
     spec = patch_attention(model).spec
     model_name = name or str(getattr(model.config, "_name_or_path", "") or spec.architecture)
     folder = fitted_folder(model_name, spec) if out is None else as_path(out, TrainingError, "the policy's folder")
-    if out is not None and is_policy(folder) and not (folder / RUN / "state" / CHECKPOINT).exists():
-        raise TrainingError(
-            f"{folder} already holds a policy, which the new one would replace; give another --out, or delete it."
-        )
+    if out is not None:
+        check_no_policy(folder, folder / RUN / "state" / CHECKPOINT)
     _check_folder(folder, texts)
     is_new = not folder.exists()
     check_writable_folder(folder / RUN, TrainingError, "the policy")

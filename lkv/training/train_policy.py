@@ -22,6 +22,7 @@ from lkv.policy.scorer_inputs import num_knots
 from lkv.training.checkpoint import (
     CHECKPOINT,
     append_to_curve,
+    check_no_policy,
     initialize_from,
     lock_folder,
     read_checkpoint,
@@ -117,15 +118,8 @@ def prepare(
     _override_config(PRESETS[preset or _default_preset(device)], overrides)  # reject invalid settings first
     if not is_built(data):
         check_is_not_data(out, data, TrainingError)
-    if is_policy(out):
-        raise TrainingError(
-            f"{out} already holds a policy, which would be used instead of the trained one; give another --out."
-        )
-    if is_policy(out / "policy") and not (out / CHECKPOINT).exists():
-        raise TrainingError(
-            f"{out / 'policy'} already holds a policy, which the trained one would replace; give another --out, or "
-            "delete it."
-        )
+    check_no_policy(out)
+    check_no_policy(out / "policy", out / CHECKPOINT)
     check_writable_folder(out, TrainingError, "the training")
     name = model_name or DEFAULT
     shape = Shape.of(load_config(name, revision))

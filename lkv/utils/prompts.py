@@ -145,11 +145,10 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int] = 
         probe = encode(tokenizer, "The 27 naïve coders' cafés\n\tdef f(x): return x**2  # ok")
     except PromptError:  # it has no tokens for some of these characters
         probe = []
-    size = getattr(tokenizer, "vocab_size", 0)
+    size = tokenizer.vocab_size
     samples = [*ids, *range(0, size, max(1, size // _SAMPLED_TOKENS))]
-    tokens = getattr(tokenizer, "convert_ids_to_tokens", tokenizer.decode)(samples)
-    template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(repr((template, probe, tokens)).encode(errors="replace")).hexdigest()
+    tokens = tokenizer.convert_ids_to_tokens(samples)
+    return hashlib.sha256(repr((tokenizer.chat_template, probe, tokens)).encode(errors="replace")).hexdigest()
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:

@@ -28,13 +28,16 @@ class Words:
     """A tokenizer of one token a word, numbered as they come (vocabulary of the tiny models)."""
 
     chat_template = None
-    eos_token_id, pad_token_id = 2, 0
+    eos_token_id, pad_token_id, vocab_size = 2, 0, 0
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [3 + sum(map(ord, word)) % 64 for word in text.split()]}
 
     def decode(self, ids, **_):
         return " ".join(map(str, ids.tolist() if isinstance(ids, torch.Tensor) else ids))
+
+    def convert_ids_to_tokens(self, ids):
+        return [str(token) for token in ids]
 
 
 TEXT = " ".join(f"word{number}" for number in range(60))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from experiments.vllm import SECOND_RUNNER_PATH
 from tests.ports import free_port
 
 SECOND_RUNNER = "takes the second model runner"  # what startup/sitecustomize.py prints
@@ -26,10 +27,7 @@ def serving(arguments: Sequence[str], log: Path, **variables: str) -> Iterator[t
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", **variables}
     has_second_runner = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     if has_second_runner:
-        startup = Path(__file__).with_name("startup")
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(startup), str(startup.parents[2]), environment.get("PYTHONPATH", "")]
-        )
+        environment["PYTHONPATH"] = os.pathsep.join([SECOND_RUNNER_PATH, environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "lkv", *arguments, "--port", str(port)]
     with open(log, "w") as file:
         # A group of its own: also what outlives the server is ended.
