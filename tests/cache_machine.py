@@ -379,7 +379,7 @@ class CacheMachine(RuleBasedStateMachine):
             stored = [one for row in self.rows for one in row.latest(self.dense.full_layers[number])]
             entries = [bits for one in stored for bits in one.bits]
             assert len(entries) == sum(counts)
-            codes = sum(sum(bits) + 4 if bits[0] < 16 else 2 * 8 * size for bits in entries)
+            codes = sum(sum(map(abs, bits)) + 4 if bits[0] < 16 else 2 * 8 * size for bits in entries)
             assert layer.nbytes() == 4 * 8 * len(counts) + codes + scored * len(entries) + fresh
 
     def _kept(self) -> list[list[list[int]]]:
