@@ -11,7 +11,7 @@ OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
 TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m "not slow"
 # What depends on the processor: attention and Soft-TopK in C++ and PyTorch, and the caches over them.
-AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) $(addprefix tests/kernels/test_,ragged_attention.py soft_mask_attention.py causal_attention.py soft_topk.py) tests/cache tests/context
+AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) $(addprefix tests/kernels/test_,ragged_attention.py soft_mask_attention.py causal_attention.py soft_topk.py) tests/cache $(addprefix tests/context/test_,chat.py compression.py images.py protection.py saved_context.py)
 # What calls transformers and kvpress; the other packages are the same as the newest's. OLDEST_TESTS=tests runs all.
 OLDEST_TESTS ?= tests/cache tests/context tests/evaluation tests/integrations tests/methods tests/hf tests/policy tests/serving tests/training/test_training.py tests/training/test_train_policy.py tests/training/test_warm_start.py
 SLOW_TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m slow

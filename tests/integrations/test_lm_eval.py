@@ -303,7 +303,7 @@ def test_options_take_precedence_over_known_tasks_and_others_use_the_window():
         ({"context_field": "context"}, "text of the field 'context' unchanged; give question_marker"),
         ({"question_marker": "Frage:"}, "is not in the prompt; give context_field"),
         ({"context_field": "context", "question_marker": "Question"}, "give one"),
-        ({"question_marker": "("}, "no regular expression"),
+        ({"question_marker": "("}, "is not a regular expression"),
         *(({"window": window}, "at least one token") for window in (0, 1.5, "8")),
     ],
 )

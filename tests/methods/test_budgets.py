@@ -223,7 +223,7 @@ def test_patterns_are_read_as_they_are_published(tmp_path):
     assert read_pattern(path, 32, 8) == expected
     with pytest.raises(BudgetError, match="32 rows of 8 numbers, but the model has 30 layers of 3 KV heads; give 30"):
         read_pattern(path, 30, 3)
-    for text, problem in (("0.5 0.7\n", "by tabs"), ("a\tb\n", "by tabs"), ("nan\t0.1\n", "has nan for layer 0")):
+    for text, problem in (("0.5 0.7\n", "tab-separated"), ("a\tb\n", "tab-separated"), ("nan\t0.1\n", "has nan for layer 0")):
         path.write_text(text)
         with pytest.raises(BudgetError, match=problem):
             read_pattern(path, 1, 2)
@@ -237,7 +237,7 @@ def test_patterns_are_read_as_they_are_published(tmp_path):
 def test_tables_that_do_not_fit_are_named():
     assert check_table([[0.0, 1], [0.5, 0.15]], 2, 2, "the table") == [[0.0, 1.0], [0.5, 0.15]]
     for table, message in [
-        ({"a": 1}, "no list of lists"), ([[0.5]], "has 1 rows of 1 numbers"),
+        ({"a": 1}, "is not a list of lists"), ([[0.5]], "has 1 rows of 1 numbers"),
         ([[0.5, True], [1, 1]], "has True for layer 0, head 1"), ([[0.5, 1], [1, 1.01]], "has 1.01 for layer 1"),
         ([[0.5, "1"], [1, 1]], "has '1' for"), ([[0.5, math.nan], [1, 1]], "has nan for layer 0, head 1"),
     ]:  # fmt: skip
