@@ -1,9 +1,12 @@
-"""Estimate a decode step of Llama-3.1-8B's shape on an H200 from instructions, bytes and launches.
+"""Estimate a decode step and eviction of Llama-3.1-8B's shape on an H200 from instructions, bytes and launches.
 
-python -m experiments.gpu_model    (prints the table of docs/gpu.md, and how far the model is off what was measured)
+python -m experiments.gpu_model    (prints the tables of docs/gpu.md, and how far the model is off what was measured)
 
 Attention of a layer takes the time of its launches, and then the longer of two: of its entries' bytes, and of their
 warp instructions. The rest of a step (weights, other kernels) is a constant and a part for each row.
+
+Eviction from a prompt takes its kernels' time in each layer. The host hides behind the model's products, except for
+what it does once a prompt, and for its part of a layer wherever it has waited for the device.
 """
 
 import json
@@ -28,6 +31,16 @@ _FIRST_LAUNCH, _FURTHER_LAUNCH = 22e-6, 19e-6
 # wait for each other, about 3,000 cycles each.
 ROTATIONS = 3e-6
 _REST, _REST_OF_A_ROW = 6.27e-3, 0.09e-3
+# Eviction. Fitted to dev/LOG.md of 2026-11-26 and to eviction alone from 4,096 tokens: scores a token, ranks a block of
+# 4,096 and a launch, and the host's part of a layer and of a prompt (13 ms for 16 layers, 22.9 for 32).
+_SCORES_OF_A_TOKEN, _RANKS_OF_A_BLOCK, _SMALL_LAUNCH = 5.8e-9, 13.2e-6, 3e-6
+_HOST_LAYER, _HOST_PROMPT = 0.62e-3, 3.1e-3
+# Not fitted: a bit of a threshold waits for three barriers (300 cycles), 26 bits tell random scores apart; a round of
+# moves is a load behind another one. Warp instructions of a bit and warps, by the scores in registers (sm_90).
+_BITS, _BIT_CYCLES, _ROUND, _CLOCK = 26, 300, 2e-6, 1.98e9
+BIT_INSTRUCTIONS = {4096: (88, 8), 32_768: (142, 32)}
+# A cache and budgets that are known take 1.15 ms on a CPU; they took 2.03.
+_HOST_PROMPT_SAVED = 0.9e-3
 
 
 def entry_bytes(bits: Bits) -> float:
@@ -65,6 +78,43 @@ def estimates(tokens: int, rows: int) -> dict[str, float]:
     return {name: LAYERS * seconds + _REST + rows * _REST_OF_A_ROW for name, seconds in layers.items()}
 
 
+def selection_seconds(tokens: int) -> float:
+    """Estimate how long a layer's best entries are found and moved, for a length in `BIT_INSTRUCTIONS`."""
+    instructions, warps = BIT_INSTRUCTIONS[tokens]
+    issued = instructions * warps / 4 / 0.455  # in cycles, as in attention
+    cycles = max(_BIT_CYCLES + issued, 16 // warps * issued)  # up to 16 warps share a multiprocessor
+    rounds = 1 if warps < 32 else tokens // 16 // 256  # of a span's 16 programs
+    return _SMALL_LAUNCH + _BITS * cycles / _CLOCK + rounds * _ROUND
+
+
+def eviction_seconds(tokens: int, is_before: bool = False) -> float:
+    """Estimate what eviction adds to reading a prompt; `is_before`: at ed21b5b5, which was measured."""
+    moved = tokens * KV_HEADS * (4 + 2 * MEMORY * entry_bytes(_FULL)) / _BANDWIDTH
+    layer = tokens * _SCORES_OF_A_TOKEN + moved + _SMALL_LAUNCH  # the last for the table of the pools
+    if is_before:
+        layer += tokens / 4096 * _RANKS_OF_A_BLOCK + 2 * _SMALL_LAUNCH
+        return LAYERS * layer + _HOST_PROMPT + 2 * _HOST_LAYER  # waits in the first layer and in the last
+    return LAYERS * (layer + selection_seconds(tokens)) + _HOST_PROMPT - _HOST_PROMPT_SAVED + _HOST_LAYER
+
+
+def prefill_seconds(tokens: int) -> dict[str, float]:
+    """Return the measured seconds of reading a prompt on an H200, by method."""
+    rows = json.loads((RESULTS / "gpu" / "gpu_steps-nvidia-h200.json").read_text())["rows"]
+    return {row["method"]: row["seconds"] for row in rows if row["what"] == "prefill" and row["tokens"] == tokens}
+
+
+def eviction_table() -> str:
+    """Return eviction's estimated milliseconds as Markdown, and its share of plain prefill in brackets."""
+    lines = ["| tokens | plain prefill, measured | eviction, measured | model of it | model now |", "|" + "---|" * 5]
+    for tokens in BIT_INSTRUCTIONS:
+        seconds = prefill_seconds(tokens)
+        measured = seconds["lkv"] - seconds["full"]
+        parts = (measured, eviction_seconds(tokens, is_before=True), eviction_seconds(tokens))
+        cells = (f"{1e3 * part:.1f} ({part / seconds['full']:.3f})" for part in parts)
+        lines.append(f"| {tokens:,} | {1e3 * seconds['full']:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def measurements() -> Iterator[tuple[str, float, float]]:
     """Yield each measurement on an H200 with its seconds and the model's."""
     names = {"sdpa": "full", "ragged": "16 bits", "tiers": "tiers before"}
@@ -79,6 +129,12 @@ def measurements() -> Iterator[tuple[str, float, float]]:
             modelled = full_seconds(tokens, rows) if is_full else attention_seconds(kept, 1, INSTRUCTIONS)
             yield f"attention over {tokens:,} x {rows}, {row['method']}", row["microseconds_a_layer"] / 1e6, modelled
 
+    for tokens in BIT_INSTRUCTIONS:
+        seconds = prefill_seconds(tokens)
+        yield f"prefill of {tokens:,}", seconds["lkv"], seconds["full"] + eviction_seconds(tokens, is_before=True)
+    seconds = prefill_seconds(4096)
+    yield "eviction of 4,096", seconds["lkv"] - seconds["full"], eviction_seconds(4096, is_before=True)
+
 
 def table() -> str:
     """Return the estimates in milliseconds as Markdown, relative to the full cache in brackets."""
@@ -92,6 +148,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(), eviction_table(), sep="\n\n")
     for description, measured, modelled in measurements():
         print(f"{description}: measured {1e6 * measured:,.0f} us, model {modelled / measured:.2f} of it")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.cache.ragged_store import PLAIN, SoftmaxOptions
-from lkv.cache.tiers import TierSplit
+from lkv.cache.tiers import TierSplit, check_norms
 from lkv.errors import CacheError
 from lkv.hf.attention import read_weights
 from lkv.hf.masks import PaddingReader
@@ -15,7 +15,7 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.hf.rotation import Rotation
 from lkv.hf.state import PatchedModel
 from lkv.kernels import BITS_BY_NAME
-from lkv.methods.base import TierBudget, check_no_nan
+from lkv.methods.base import TierBudget, any_flag, check_no_nan
 from lkv.methods.budgets import FixedBudget
 from lkv.methods.method import Method
 from lkv.methods.registry import COMPENSATION
@@ -90,14 +90,14 @@ class CacheConfig:
         """Whether some entries may be quantised."""
         return self.request.bits is not None or bool(self.method.tiers)
 
-    def split(self, lens: Tensor, numbers: Tensor | None) -> TierSplit:
+    def split(self, lens: Tensor, numbers: Tensor | None, device: torch.device) -> TierSplit:
         """Assign entries to tiers; `lens` [tiers, B, H] counts each head's entries, cumulative from the best on.
 
-        `numbers`: as in `TierSplit`; None for one tier.
+        `numbers`: as in `TierSplit`; None for one tier, whose numbers are made on `device`.
         """
         counts = lens.diff(dim=0, prepend=torch.zeros_like(lens[:1]))
         if numbers is None:
-            numbers = torch.zeros(int(lens[-1].sum()), dtype=torch.int8, device="cpu")
+            numbers = torch.zeros(int(lens[-1].sum()), dtype=torch.int8, device=device)
         return TierSplit(tuple(tier.precision for tier in self.tiers), counts, numbers)
 
     def check_prompt_declared(self) -> None:
@@ -157,7 +157,8 @@ class SharedState:
         buffers: As in `ragged_attention.append_and_attend`.
         padding: Reads the padding of each forward pass once.
         pending_nan_checks: Flags of NaN scores on their devices, not synchronised yet.
-        nan_flags: The same by device, uint8 [1], set by the kernels that rank scores.
+        pending_norm_checks: Flags of quantised entries that are not finite, likewise.
+        nan_flags: Flags of NaN scores by device, uint8 [1], set by the kernels that rank scores.
     """
 
     last_layer: int
@@ -167,6 +168,7 @@ class SharedState:
     buffers: dict[Any, Any] = field(default_factory=dict)
     padding: PaddingReader = field(default_factory=PaddingReader)
     pending_nan_checks: list[Tensor] = field(default_factory=list)
+    pending_norm_checks: list[Tensor] = field(default_factory=list)
     nan_flags: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -186,18 +188,26 @@ class SharedState:
         return self.nan_flags[device]
 
     def forget_checks(self) -> None:
-        """Drop all pending checks of scores."""
+        """Drop all pending checks."""
         self.pending_nan_checks.clear()
+        self.pending_norm_checks.clear()
         self.nan_flags.clear()
 
     def check_scores(self, layer: int, selector: Selector, device: torch.device) -> None:
-        """Raise CacheError if scores are NaN. On a GPU this synchronises once, in the last layer."""
+        """Raise CacheError if scores are NaN, or quantised entries not finite.
+
+        On a GPU this synchronises once, in the last layer.
+        """
         if device.type == "cpu" or layer == self.last_layer:
             flags = [flag.view(torch.bool)[0] for flag in self.nan_flags.values()]
-            checks = self.pending_nan_checks + flags
+            checks, norm_checks = self.pending_nan_checks + flags, [*self.pending_norm_checks]
             self.pending_nan_checks.clear()
+            self.pending_norm_checks.clear()
+            if not (checks or norm_checks) or not any_flag(checks + norm_checks):
+                return
             try:
                 check_no_nan(selector, checks)
+                check_norms(norm_checks)
             except CacheError:
                 self.nan_flags.clear()
                 raise

@@ -19,7 +19,7 @@ from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods import compensation
 from lkv.methods.base import check_shape, contains_nan, tier_counts
 from lkv.methods.budgets import Budget, FixedBudget, drop_tokens
-from lkv.utils.devices import stack_to_device
+from lkv.utils.devices import copy_to_device, stack_to_device
 
 
 def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | None) -> KVStore:
@@ -31,8 +31,8 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     config, index, (batch, heads, tokens, _) = context.config, context.index, prompt.key.shape
     selector, protected, skipped = config.method.selector, config.method.protected, padding or [0] * batch
     shared, device = context.shared, prompt.key.device
-    # The kernel that ranks scores also looks for NaN among them.
-    is_checked_late = len(config.tiers) == 1 and kernels_for(prompt.key, prompt.value) is not None
+    # The kernel that selects entries also looks for NaN among the scores.
+    is_checked_late = kernels_for(prompt.key, prompt.value) is not None
     # Rows without padding are scored together, others one by one, with positions from 0.
     is_by_row = any(skipped) or (prompt.rotation is not None and prompt.rotation.has_row_positions)
     groups = [slice(row, row + 1) for row in range(batch)] if is_by_row else [slice(0, batch)]
@@ -57,7 +57,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         counts.append(part_counts)
         if config.request.decode_eviction:
             arrival_tables.append(pad(selector.score_on_arrival(index, part), (first, 0)))
-    if not is_checked_late:
+    if device.type == "cpu":
         shared.check_scores(index, selector, device)
     lens = torch.cat([torch.tensor(part, device="cpu") for part in counts], 1)
     free_slots = config.initial_slots(index, lens[-1], device, [tokens - first for first in skipped])
@@ -68,19 +68,21 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     lens, slots = (lens, 0) if is_tiered else (lens[-1:], free_slots)
     has_nan = shared.nan_flag(device) if is_checked_late else None
     store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores, has_nan)
-    if is_checked_late:
-        shared.check_scores(index, selector, device)
     is_compensated = config.method.compensates(batch)
     single_rows = [slice(row, row + 1) for row in range(batch) if is_compensated[row]]
     compensated = groups if all(is_compensated) else single_rows
     fit = partial(_fit_values, prompt, compensated, skipped, store.lens) if compensated else None
     if is_tiered:
-        split, is_centred = config.split(lens, numbers), context.softmax_options.softcap is None
-        return TieredStore.from_ragged(store, split, free_slots, is_centred=is_centred, fit_values=fit)
-    if fit is not None:
-        key, value = store.pack()
-        store.fill(key, fit(key, value))
-    return store
+        split, is_centred = config.split(lens, numbers, device), context.softmax_options.softcap is None
+        checks = shared.pending_norm_checks
+        kept = TieredStore.from_ragged(store, split, free_slots, None, is_centred, fit, checks)
+    else:
+        kept = store
+        if fit is not None:
+            key, value = store.pack()
+            store.fill(key, fit(key, value))
+    shared.check_scores(index, selector, device)
+    return kept
 
 
 def entry_limits(context: LayerContext, heads: int, lengths: Sequence[int]) -> Tensor:
@@ -120,7 +122,8 @@ def evict_entries(
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
         kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
         every = kernels.Entries.of_pools(*entries.attention_view()[:4], table.shape[1])
-        _move_best(kernels, every, table, kept_entries, entries.scores, entries.positions, shared.nan_flag(device))
+        extras = entries.scores, entries.positions
+        _move_best(kernels, every, table, kept_entries, lens, *extras, has_nan=shared.nan_flag(device))
         check_scores()
         return kept_entries
     if table.numel():
@@ -134,10 +137,14 @@ def evict_entries(
     kept_entries.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
     if not is_tiered:
         return kept_entries
-    split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin])
+    split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin], device)
+    checks, is_centred = shared.pending_norm_checks, context.softmax_options.softcap is None
     if isinstance(store, TieredStore):
-        return store.requantize(kept_entries, origin, split, free_slots)
-    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softmax_options.softcap is None)
+        kept = store.requantize(kept_entries, origin, split, free_slots, checks)
+    else:
+        kept = TieredStore.from_ragged(kept_entries, split, free_slots, None, is_centred, None, checks)
+    check_scores()
+    return kept
 
 
 def gather_best(
@@ -153,16 +160,18 @@ def gather_best(
         lens: The number of tokens to keep, cumulative over the tiers from the best on, int64 [tiers, B, H] on the CPU.
         free_slots: Free slots for each row and head; 0 for more than one tier.
         arrival_scores: Scores [B, H, T] to store with the entries, for later evictions.
-        has_nan: A `SharedState.nan_flag` for one tier on a GPU, set if one of the scores is NaN.
+        has_nan: A `SharedState.nan_flag` on a GPU whose kernels can run, set if one of the scores is NaN.
 
     Returns:
         The store, and the tier indices, int8 [sum of lens]; None for one tier.
     """
-    if len(lens) == 1 and (kernels := kernels_for(key, value)) is not None:
-        store = RaggedStore(lens[0], free_slots, key, value, arrival_scores is not None)
+    if (kernels := kernels_for(key, value)) is not None:
+        store = RaggedStore(lens[-1], free_slots, key, value, arrival_scores is not None)
         arrivals = None if arrival_scores is None else arrival_scores.float().contiguous()
-        _move_best(kernels, kernels.Entries.of_prompt(key, value), scores, store, arrivals, has_nan=has_nan)
-        return store, None
+        numbers = None if len(lens) == 1 else key.new_empty(len(store.k), dtype=torch.int8)
+        entries = kernels.Entries.of_prompt(key, value)
+        _move_best(kernels, entries, scores, store, lens, arrivals, numbers=numbers, has_nan=has_nan)
+        return store, numbers
     # Ranked first, so that its temporary memory is freed before the pools are allocated.
     chosen, numbers = _rank(scores.flatten(0, 1), lens)
     counted = chosen.flatten().cumsum(0, dtype=torch.int32)
@@ -181,14 +190,16 @@ def gather_best(
 
 
 def _move_best(
-    kernels: ModuleType, entries: Any, scores: Tensor, store: RaggedStore, arrival_scores: Tensor | None = None,
-    positions: Tensor | None = None, has_nan: Tensor | None = None,
+    kernels: ModuleType, entries: Any, scores: Tensor, store: RaggedStore, lens: Tensor,
+    arrival_scores: Tensor | None = None, positions: Tensor | None = None, numbers: Tensor | None = None,
+    has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fill `store` with the best `entries` by `scores`, with arrival scores and positions, in two launches."""
-    k_pool, v_pool, starts, keep, *_ = store.compressed_view()
-    places = kernels.rank(scores.float().view(entries.shape), keep, entries.counts, has_nan)
+    """Fill `store` with the best `lens` `entries` by `scores`, with arrival scores and positions, in one launch."""
+    k_pool, v_pool, starts, kept, *_ = store.compressed_view()
+    keep = kept[None] if len(lens) == 1 else stack_to_device(scores.device, *lens)
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
-    kernels.move(entries, places, (k_pool, v_pool, starts), arrival_scores, positions, extra)
+    pools = k_pool, v_pool, starts
+    kernels.move(entries, pools, scores, keep, arrival_scores, positions, extra, numbers, has_nan)
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -197,6 +208,9 @@ def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
     The tier indices, int8 [N, T], are None for one tier.
     """
     limits = stack_to_device(scores.device, *lens.flatten(1))
+    if scores.shape[1] and (kernels := ranking_for(scores)) is not None:
+        tiers = kernels.rank(scores[None], limits[:, None])[0]
+        return tiers < len(lens), None if len(lens) == 1 else tiers
     masks = [best_mask(scores, counts, int(most)) for counts, most in zip(limits, lens.flatten(1).amax(1), strict=True)]
     if len(masks) == 1:
         return masks[0], None
@@ -231,8 +245,6 @@ def best_mask(scores: Tensor, counts: Tensor, max_count: int) -> Tensor:
     """
     if not scores.shape[1]:
         return scores.bool()
-    if (kernels := ranking_for(scores)) is not None:
-        return kernels.rank(scores.float(), counts) >= 0
     places = (counts - 1).clamp(min=0).long()
     least = scores.topk(max(1, max_count)).values.gather(1, places[:, None])
     above, equal = scores > least, scores == least
@@ -317,7 +329,7 @@ def _rank_first(scores: Tensor, protected: Sequence[int]) -> Tensor:
     if not protected:
         return scores
     scores = to_fp32(scores)
-    positions = torch.tensor(protected, device=scores.device)
+    positions = copy_to_device(torch.tensor(protected, device="cpu"), scores.device)
     return scores.clamp(max=torch.finfo(scores.dtype).max).index_fill(-1, positions, math.inf)
 
 

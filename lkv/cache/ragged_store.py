@@ -291,7 +291,8 @@ class RaggedStore(KVStore):
         new = self._resized(self.lens, free_slots, self._padding)
         entries = kernels.Entries.of_pools(*self.attention_view()[:4], int(self.counts.max()))
         extra = None if new.scores is None else (new.scores, new.positions)
-        kernels.move(entries, None, (new.k, new.v, new._device_starts), self.scores, self.positions, extra)
+        pools = new.k, new.v, new._device_starts
+        kernels.move(entries, pools, scores=self.scores, positions=self.positions, extra=extra)
         return new
 
     @override

@@ -8,7 +8,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, SoftmaxOptions, packed_starts, slot_indices
-from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, dequantize, quantize, rotation, to_dtype
+from lkv.cache.tiers import (
+    KeyBasis,
+    Tier,
+    TierSplit,
+    are_invalid,
+    check_norms,
+    check_width,
+    code_width,
+    dequantize,
+    quantize,
+    rotation,
+    to_dtype,
+)
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
@@ -67,6 +79,7 @@ class TieredStore(KVStore):
         basis: KeyBasis | None = None,
         is_centred: bool = True,
         fit_values: Callable[[Tensor, Tensor], Tensor] | None = None,
+        norm_checks: list[Tensor] | None = None,
     ) -> "TieredStore":
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
@@ -77,9 +90,10 @@ class TieredStore(KVStore):
             basis: The coordinates of k; by default measured on the entries.
             is_centred: Whether a measured basis subtracts the mean of the entries.
             fit_values: Returns new values of all entries, from k [N, d] as restored from the tiers and v [N, dv].
+            norm_checks: Gets a flag for `check_norms`; if None, it is checked here.
 
         Raises:
-            CacheError: If the head size is not a multiple of 8, or if values are not finite.
+            CacheError: If the head size is not a multiple of 8, or, without `norm_checks`, if values are not finite.
         """
         key, value = store.pack()
         check_width(key.shape[-1], value.shape[-1])
@@ -110,6 +124,9 @@ class TieredStore(KVStore):
             elif not precision.is_quantized:
                 rest = RaggedStore(lens, free_slots, store.k, store.v, bool(extras))
                 rest.fill(key[entries], value[entries], *own_extras)
+        if quantized_tiers:
+            flag = are_invalid(*(norms for tier in quantized_tiers for norms in tier.tensors[1::2]))
+            check_norms([flag]) if norm_checks is None else norm_checks.append(flag)
         return cls(basis, tuple(quantized_tiers), rest)
 
     @property
@@ -219,16 +236,25 @@ class TieredStore(KVStore):
         store.v.copy_(to_dtype(value, rest.dtype))
         return store
 
-    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
+    def requantize(
+        self,
+        kept: RaggedStore,
+        origin: Tensor,
+        tiers: TierSplit,
+        free_slots: int,
+        norm_checks: list[Tensor] | None = None,
+    ) -> "TieredStore":
         """Return a new store of kept entries of this one.
 
         Args:
             kept: The kept entries, unquantised as in `restore`.
             origin: The index of each kept entry among all entries of `restore()`, [sum of lens].
             tiers: The new tiers of the kept entries. Entries that stay in their tier keep their codes.
-            free_slots: As in `from_ragged`.
+            free_slots: As in `from_ragged`, as is `norm_checks`.
+            norm_checks: Gets a flag.
         """
-        new, rest, device = TieredStore.from_ragged(kept, tiers, free_slots, self.basis), self._rest, origin.device
+        new = TieredStore.from_ragged(kept, tiers, free_slots, self.basis, norm_checks=norm_checks)
+        rest, device = self._rest, origin.device
         # For each entry of `restore()`: its tier index (unquantised entries last) and its index in the tier.
         numbers, places = (torch.empty(int(self.counts.sum()), dtype=torch.long, device=device) for _ in range(2))
         starts = packed_starts(self.counts)
@@ -372,4 +398,5 @@ def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
 
 def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
     """Return the flat row and head index of each of `lens` [B, H] entries, [sum of lens]."""
-    return torch.arange(lens.numel(), device="cpu").repeat_interleave(lens.flatten()).to(device)
+    numbers = torch.arange(lens.numel(), device="cpu")
+    return devices.copy_to_device(numbers.repeat_interleave(lens.flatten()), device)

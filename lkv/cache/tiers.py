@@ -7,6 +7,7 @@ Entries are coded independently, so they can be appended, moved or dropped one b
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from lkv.cache.ragged_store import packed_starts, slot_indices
 from lkv.errors import CacheError
 from lkv.kernels import FP8
 from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
+from lkv.methods.base import any_flag
 from lkv.methods.targets import Precision
 
 WIDTH_MULTIPLE = 8  # head sizes must be multiples of it
@@ -42,21 +44,16 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Quantise entries with nearly normal values.
 
     Args:
-        values: Rotated entries [n, d], d a multiple of 8.
+        values: Rotated entries [n, d], d a multiple of 8; `check_norms` says later whether they were finite.
         bits: 8, 4 or 3, or `FP8`.
 
     Returns:
         Codes uint8 [n, code_width(bits, d)], and norms bfloat16 [n], the scales of their levels. The norms make the
         error of an entry orthogonal to it. (Least-squares norms would shrink all entries, and so the attention
         outputs, by some percent at few bits, while errors of many entries cancel out.)
-
-    Raises:
-        CacheError: If values are not finite, or too large.
     """
     values = values.float()
     norms = values.square().mean(-1, keepdim=True).sqrt()
-    if values.numel() and not float(norms.amax()) < _LARGEST:
-        raise CacheError("k or v has values that are not finite or too large: they cannot be quantised.")
     levels = _levels(bits, values.device)
     scaled = values / norms.clamp(min=torch.finfo(torch.float32).tiny)
     if bits == FP8:
@@ -69,6 +66,17 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     product = (scaled * near).sum(-1, True).clamp(min=torch.finfo(torch.float32).tiny)
     norms = norms * scaled.square().sum(-1, True) / product
     return _join(codes.to(torch.uint8), bits), norms[:, 0].bfloat16()
+
+
+def are_invalid(*norms: Tensor) -> Tensor:
+    """Return whether `norms` of quantised entries are not finite or too large, as bool on their device."""
+    return torch.cat(norms).amax().lt(_LARGEST).logical_not_()
+
+
+def check_norms(flags: Sequence[Tensor]) -> None:
+    """Raise CacheError if one of `flags`, results of `are_invalid`, is set."""
+    if flags and any_flag(flags):
+        raise CacheError("k or v has values that are not finite or too large: they cannot be quantised.")
 
 
 def dequantize(codes: Tensor, norms: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

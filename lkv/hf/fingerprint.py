@@ -108,8 +108,10 @@ def read_adapters(model: nn.Module) -> str:
     It covers their weights, their scales and whether they are merged into the base model.
     """
     values = []
-    for _, layer in sorted(model.named_modules()):
-        if getattr(layer, "base_layer", None) is None or getattr(layer, "disable_adapters", False) is True:
+    parts = (name.rpartition(".") for name, _ in model.named_modules())
+    for adapted in sorted(parent for parent, _, name in parts if name == "base_layer"):
+        layer = model.get_submodule(adapted)
+        if getattr(layer, "disable_adapters", False) is True:
             continue
         # Merged adapters take effect even if inactive.
         active = getattr(layer, "merged_adapters", None) or getattr(layer, "active_adapters", None)

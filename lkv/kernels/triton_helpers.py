@@ -42,6 +42,12 @@ def shared_memory(device: torch.device) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    return devices.runtime(device).get_device_properties(device).multi_processor_count
+
+
 def padded(size: int) -> int:
     """Return the size of a block for `size` numbers; a dot product takes at least 16 of everything."""
     return max(16, triton.next_power_of_2(size))

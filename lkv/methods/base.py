@@ -254,12 +254,15 @@ def contains_nan(scores: Tensor) -> Tensor:
     return scores.amax().isnan()
 
 
+def any_flag(flags: Sequence[Tensor]) -> bool:
+    """Return whether one of `flags` [] is set, on whatever devices they are; waits for them once."""
+    # A single one needs no further kernel launch.
+    return bool(flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[-1].device) for flag in flags]).any())
+
+
 def check_no_nan(selector: Selector, checks: Sequence[Tensor]) -> None:
     """Raise CacheError, naming the selector, if one of `checks` (`contains_nan` of its scores) is true."""
-    if not checks:
-        return
-    # A single check needs no further kernel launch.
-    if bool(checks[0] if len(checks) == 1 else torch.stack([check.to(checks[-1].device) for check in checks]).any()):
+    if checks and any_flag(checks):
         raise CacheError(
             f"the scores of the selector {type(selector).__name__} contain NaN, so tokens cannot be ranked by them; "
             "make its scores() return numbers."

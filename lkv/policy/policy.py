@@ -22,13 +22,14 @@ from lkv.hf.model_spec import ModelSpec
 from lkv.kernels.soft_topk import soft_topk
 from lkv.policy.model_match import has_same_heads, model_difference
 from lkv.policy.scorer_inputs import ScorerInputs
-from lkv.policy.token_scores import TokenScores
+from lkv.policy.token_scores import TokenScores, tensor_versions
 from lkv.utils import tensor_file
 from lkv.utils.dataclass_json import from_dict
 from lkv.utils.files import as_path, is_path, write_text
 from lkv.utils.tensor_file import FileKind
 
 WEIGHTS, _CONFIG = "policy.safetensors", "config.json"
+_MAX_KNOWN_RATIOS = 64  # retentions
 POLICY_FILE = FileKind(
     "lkv-policy", 2, "policy", PolicyFileError, "give a folder that Policy.save_pretrained wrote, or download it again"
 )
@@ -73,6 +74,7 @@ class Policy(nn.Module):
         self.card = card or {}
         self.strict = True
         self.commit: str | None = None
+        self._ratios: tuple[dict[float, Tensor], Any] = {}, None  # for inference, and the versions of their weights
         self.heads = HeadScores(spec.layers, spec.kv_heads, spec.head_dim)
         self.tokens = TokenScores(spec.layers, spec.heads, spec.kv_heads, spec.head_dim, inputs)
 
@@ -98,11 +100,20 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def inference_ratios(self, retention: float) -> Tensor:
-        """Return `ratios` for inference: exactly 1 at retention 1. Raises RetentionError outside (0, 1]."""
+        """Return `ratios` for inference on the CPU: exactly 1 at retention 1. Raises RetentionError outside (0, 1].
+
+        They are kept until the weights change, so that later prompts do not wait for the device.
+        """
         retention = check_retention(retention)
         if retention == 1.0:
             return torch.ones(self.spec.layers, self.spec.kv_heads, device="cpu")
-        return self.ratios(retention).float().cpu()
+        (known, known_from), versions = self._ratios, tensor_versions(self.heads)
+        if known_from != versions or len(known) > _MAX_KNOWN_RATIOS:
+            known = {}
+            self._ratios = known, versions  # in one assignment, because other threads may read them
+        if retention not in known:
+            known[retention] = self.ratios(retention).float().cpu()
+        return known[retention]
 
     def check_model(self, spec: ModelSpec) -> None:
         """Check that `spec` describes the model this policy was trained for.

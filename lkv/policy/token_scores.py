@@ -31,6 +31,12 @@ SPREAD = 16  # rank of the learned queries' covariance: measured as good as full
 FUTURE = 512  # number of future positions, as in Expected Attention
 
 
+def tensor_versions(module: nn.Module) -> tuple[tuple[int, int], ...]:
+    """Return what differs once a parameter or buffer of `module` was changed or replaced."""
+    tensors = (*module.parameters(), *module.buffers())
+    return tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
+
+
 class TokenScores(nn.Module):
     """LKV-T: the weights of its formula for every KV head of the model, and the scores of a prompt (Sec. 3.4).
 
@@ -182,8 +188,7 @@ class TokenScores(nn.Module):
 
     def folded_weights(self, layer: int, heads: slice, like: Tensor) -> ScoreWeights:
         """Return the weights of one layer in the kernel's format, for k and v as `like`; cached until they change."""
-        tensors = (*self.parameters(), *self.buffers())
-        versions = tuple((x.data_ptr(), -1 if x.is_inference() else x._version) for x in tensors)
+        versions = tensor_versions(self)
         folded, folded_from = self._folded
         if folded_from != versions:
             folded = {}

@@ -73,7 +73,12 @@ def stub(arch: int) -> None:
     )
     devices.is_gpu = lambda device: True
     devices.runtime = lambda device: module
-    for cached in (api._available_backend, launch._launch, triton_helpers.shared_memory, launch._multiprocessors):
+    for cached in (
+        api._available_backend,
+        launch._launch,
+        triton_helpers.shared_memory,
+        triton_helpers.multiprocessors,
+    ):
         cached.cache_clear()
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lkv.cache.tiers import KeyBasis, _join, _levels, _split, dequantize, quantize, rotation
+from lkv.cache.tiers import KeyBasis, _join, _levels, _split, are_invalid, check_norms, dequantize, quantize, rotation
 from lkv.errors import CacheError
 from lkv.kernels import FP8, QUANTIZED_BITS
 from tests import dense
@@ -138,7 +138,7 @@ def test_values_that_cannot_be_stored_are_refused(bad):
     values = normal(5, 8, dtype=torch.float32)
     values[3, 2] = bad
     with pytest.raises(CacheError, match="not finite or too large: they cannot be quantised"):
-        quantize(values, 8)
+        check_norms([are_invalid(quantize(values, 8)[1], torch.ones(2).bfloat16())])
 
 
 @pytest.mark.parametrize("width", [8, 16, 24, 40, 64, 80, 96, 128, 256])

@@ -345,13 +345,14 @@ def test_the_least_divergence_over_all_samples_wins_at_each_budget():
 
 def test_the_model_is_near_what_was_measured():
     found = list(gpu_model.measurements())
-    assert len(found) == 21
+    assert len(found) == 24
     for what, measured, modelled in found:
         assert modelled == pytest.approx(measured, rel=0.15), what
 
 
 def test_the_page_has_the_estimates():
-    assert gpu_model.table() in (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert gpu_model.table() in page and gpu_model.eviction_table() in page
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ _GRID = (2**31 - 1, 65_535, 65_535)
 _KERNELS = (
     (ragged.kernels, ("slice_kernel", "append_kernel")),
     (ragged.tier_kernels, ("restore_kernel",)),
-    (selection.kernels, ("rank_kernel", "move_kernel", "score_kernel")),
+    (selection.kernels, ("select_kernel", "score_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient", "mask_gradient")),
     (soft.kernels, ("continuation_forward", "continuation_query_gradient")),
 )

@@ -96,7 +96,7 @@ class Compiler:
         torch.cuda.get_device_properties = lambda device=None: properties
         # There is no device to make the current one.
         devices.device_guard = lambda device: nullcontext()
-        for cached in (ragged._launch, triton_helpers.shared_memory, ragged._multiprocessors, soft.tiles_on):
+        for cached in (ragged._launch, triton_helpers.shared_memory, triton_helpers.multiprocessors, soft.tiles_on):
             cached.cache_clear()
         plain, rows, limit, arch = self._run, self.rows, GPUS[self._arch][0], self._arch
 
@@ -196,15 +196,17 @@ def eviction_rows(dim: int, dtype: torch.dtype) -> None:
     weights, back = ScoreWeights(on_gpu(8, 2 * dim, dim, dtype=wide), *by_head), on_gpu(4100, dim, dtype=dtype)
     prompt, ahead = selection.Entries.of_prompt(key, key), on_gpu(dim)
     scores = selection.score(prompt, weights, (back, back), (ahead, ahead), 0, 4100, dim**-0.5)
-    places = selection.rank(scores, keep)
     pool, extra = on_gpu(999, dim, dtype=dtype), (on_gpu(999), on_gpu(999, dtype=torch.int32))
-    selection.move(prompt, places, (pool, pool, starts))
+    pools, numbers = (pool, pool, starts), on_gpu(999, dtype=torch.int8)
+    selection.move(prompt, pools, scores, keep[None])
+    selection.move(prompt, pools, scores, torch.stack([keep, keep]), numbers=numbers)
     stored = selection.Entries.of_pools(pool, pool, starts, keep, 100)
     options = {"scores": extra[0], "positions": extra[1]}
     selection.score(stored, weights, (back, back), None, 7, 107, dim**-0.5, eviction=False, **options)
     scores = selection.score(stored, weights, None, (ahead, ahead), 0, 107, dim**-0.5, arrival=False, **options)
-    selection.rank(scores, keep, keep)
-    selection.move(stored, places, (pool, pool, starts), *extra, extra)
+    selection.rank(scores, keep[None], keep)
+    selection.move(stored, pools, None, None, *extra, extra)
+    selection.move(stored, pools, scores, keep[None], *extra, extra)
 
 
 def saving_context() -> Any:

@@ -155,8 +155,8 @@ def eviction_traffic(tokens, heads=8, dim=128):
     with watched() as traffic:
         scores = selection.score(prompt, weights, (*tables,), (*mean_tables,), 0, tokens, dim**-0.5)
         scored = traffic.fetched + traffic.stored
-        selection.move(prompt, selection.rank(scores, keep), (*pools, (keep.cumsum(1) - keep).int()))
-    assert traffic.launches == ["score_kernel", "rank_kernel", "move_kernel"]
+        selection.move(prompt, (*pools, (keep.cumsum(1) - keep).int()), scores, keep[None])
+    assert traffic.launches == ["score_kernel", "select_kernel"]
     return scored, traffic.fetched + traffic.stored
 
 
@@ -168,8 +168,8 @@ def test_eviction_reads_and_writes_little_of_a_token():
     short, long = (eviction_traffic(tokens) for tokens in (60, 100))
     scored, whole = ((b - a) / (40 * 8) for a, b in zip(short, long, strict=True))
     assert scored == 512 + 4 + 64
-    # A rank is a score read and a place written; the move reads places, and 15% of k and v, and writes these.
-    assert whole == scored + 8 + 4 + 0.15 * 2 * 512 < 1100
+    # The selection reads a score, and 15% of k and v, and writes these.
+    assert whole == scored + 4 + 0.15 * 2 * 512 < 1100
 
 
 # Batch rows, KV heads, query heads of each, entries a head, new tokens: what 32 bits cannot number.
@@ -229,7 +229,7 @@ def test_no_offset_of_eviction_overflows(layout):
     strides = (0, 0, 0) if layout == "pools" else strides
     key, value, weight = (Endless(torch.bfloat16) for _ in range(3))
     tables = [Endless(torch.float32) for _ in range(12)]
-    scores, positions, places = Endless(torch.float32), Endless(torch.int32), Endless(torch.int32)
+    scores, positions, numbers = Endless(torch.float32), Endless(torch.int32), Endless(torch.int8)
     sizes = {"BLOCK": 64, "BLOCK_H": 64, "BLOCK_U": 128, "BLOCK_R": 16, "BLOCK_K": 16, "DIM": dim}
     kernels = selection.kernels
     with unlimited_memory():
@@ -240,9 +240,11 @@ def test_no_offset_of_eviction_overflows(layout):
                 *tables[3:], heads, tokens, 0, tokens, 0, 0.1, ARRIVAL=arrival, EVICTION=True, GROUP=4, ROWS=9,
                 KNOTS=13, PRECISION="tf32x3", **sizes,
             )  # fmt: skip
-        kernels.move_kernel[(-(-tokens // 64), spans)](
-            key, value, scores, positions, where, *strides, *strides, counts, places, tokens, key, value, scores,
-            positions, starts, counts, heads, DIM=dim, VALUE_DIM=dim, BLOCK=64, BLOCK_D=dim, BLOCK_V=dim,
+        limits = torch.full((1, spans), tokens, dtype=torch.int32)
+        kernels.select_kernel[(-(-tokens // 64), spans)](
+            scores, limits, counts, None, numbers, tokens, 64, heads, key, value, scores, positions, where, *strides,
+            *strides, key, value, scores, positions, starts, TIERS=1, BLOCK=2**16, MOVED=64, BLOCK_T=1, DIM=dim,
+            VALUE_DIM=dim, BLOCK_D=dim, BLOCK_V=dim,
         )  # fmt: skip
 
 

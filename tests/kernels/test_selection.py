@@ -32,64 +32,72 @@ def ranked(scores: torch.Tensor, keep: int, count: int) -> list[int]:
     return sorted(order[:keep])
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "infinities", "tiny", "large"])
-def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind):
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinities", "tiny", "large", "bfloat16", "long"])
+def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind, monkeypatch):
+    """In the first tier, and in all three; also of spans that are longer than what a program has in registers."""
     torch.manual_seed(1)
-    scores = torch.randn(2, 3, 2500)
+    scores = torch.randn(1, 4, 700)
+    if kind == "long":
+        monkeypatch.setattr(selection, "_LARGEST_BLOCK", 256)
+        scores = (scores * 9).round()
     if kind == "ties":
         scores = (scores * 2).round().where(scores > 0, -0.0)
         scores[0, 0, ::3] = 0.0
     elif kind == "infinities":
-        scores[..., :900], scores[..., 900:905] = -math.inf, math.inf
+        scores[..., :300], scores[..., 300:305] = -math.inf, math.inf
     elif kind in ("tiny", "large"):
         scores *= 1e-39 if kind == "tiny" else 1e37
-    counts = torch.tensor([[2500, 0, 1], [2049, 2048, 700]], dtype=torch.int32)
-    keep = torch.tensor([[2500, 0, 1], [0, 1023, 699]], dtype=torch.int32)
-    places = selection.rank(scores, keep, counts)
-    for row in range(2):
-        for head in range(3):
-            count = int(counts[row, head])
-            own = places[row, head, :count]
-            kept = (own >= 0).nonzero()[:, 0].tolist()
-            assert kept == ranked(scores[row, head], int(keep[row, head]), count)
-            assert own[own >= 0].tolist() == list(range(len(kept)))
-    full = selection.rank(scores, keep.clamp(max=9))
-    assert [int((row >= 0).sum()) for row in full.flatten(0, 1)] == [9, 0, 1, 0, 9, 9]
+    elif kind == "bfloat16":
+        scores = scores.bfloat16()
+    counts = torch.tensor([[700, 0, 513, 512]], dtype=torch.int32)
+    last = torch.tensor([[700, 0, 257, 1]], dtype=torch.int32)
+    keep = torch.stack([last // 9, last // 2, last])
+    tiers = selection.rank(scores, keep, counts)
+    for head, count in enumerate(counts[0].tolist()):
+        for number, own in enumerate(keep[:, 0, head].tolist()):
+            found = (tiers[0, head, :count] <= number).nonzero()[:, 0].tolist()
+            assert found == ranked(scores[0, head], own, count)
+    if kind == "normal":
+        full = selection.rank(scores, last.clamp(max=9)[None])
+        assert [int((row == 0).sum()) for row in full[0]] == [9, 0, 9, 1]
 
 
 @pytest.mark.parametrize("place", [0, 2047, 2048, 2499, 2500])
 def test_ranking_notes_what_is_no_number(place):
     """Of the entries that a span has, and no others."""
-    scores, keep = torch.zeros(1, 2, 2600), torch.tensor([[700, 0]], dtype=torch.int32)
+    scores, keep = torch.zeros(1, 2, 2600), torch.tensor([[[700, 0]]], dtype=torch.int32)
     scores[0, 0, 3:9] = torch.tensor([-math.inf, math.inf] * 3)
     scores[0, 1, place] = math.nan
     has_nan = torch.zeros(1, dtype=torch.uint8)
-    selection.rank(scores[:, :1], keep[:, :1], has_nan=has_nan)
+    selection.rank(scores[:, :1], keep[..., :1], has_nan=has_nan)
     assert not has_nan.any()
     selection.rank(scores, keep, torch.full((1, 2), 2500, dtype=torch.int32), has_nan)
     assert int(has_nan) == (place < 2500)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(8, 8), (80, 96)])
-@pytest.mark.parametrize("layout", ["heads first", "tokens first", "pools"])
-def test_entries_move_to_their_places_and_nowhere_else(dim, value_dim, layout):
+def spans_of(lens: list[list[int]], *dims: int):
+    """Empty pools with four free slots a span, pools of scores, positions and tiers, and where spans begin."""
+    sizes = torch.tensor(lens).flatten() + 4
+    starts = (sizes.cumsum(0) - sizes).int().view(len(lens), -1)
+    pools = [torch.full((int(sizes.sum()), d), math.nan) for d in dims]
+    extra = torch.full((len(pools[0]),), math.nan), torch.full((len(pools[0]),), -7, dtype=torch.int32)
+    return pools, extra, torch.full((len(pools[0]),), -1, dtype=torch.int8), starts
+
+
+@pytest.mark.parametrize(
+    ("layout", "dim", "value_dim", "is_ranked"),
+    [("heads first", 8, 8, True), ("tokens first", 80, 96, True), ("pools", 96, 80, True), ("pools", 8, 16, False)],
+)
+def test_the_best_entries_move_in_order_and_nothing_else(layout, dim, value_dim, is_ranked):
     torch.manual_seed(2)
-    tokens = 130
+    tokens, lens = 300, [[0, 5, 300], [177, 1, 2]]
     if layout == "heads first":
         key, value = torch.randn(2, 3, tokens, dim), torch.randn(2, 3, tokens, value_dim)
     else:
         key, value = (torch.randn(2, tokens, 3, d).transpose(1, 2) for d in (dim, value_dim))
     scores, positions = torch.randn(2, 3, tokens), torch.randint(0, 999, (2, 3, tokens), dtype=torch.int32)
-    places = torch.full((2, 3, tokens), -1, dtype=torch.int32)
-    lens = [[0, 5, 130], [77, 1, 2]]
-    for row in range(2):
-        for head in range(3):
-            chosen = torch.randperm(tokens)[: lens[row][head]].sort().values
-            places[row, head, chosen] = torch.arange(len(chosen), dtype=torch.int32)
-    sizes = torch.tensor(lens).flatten() + 4
-    starts = (sizes.cumsum(0) - sizes).int().view(2, 3)
-    pools = [torch.full((int(sizes.sum()), d), math.nan) for d in (dim, value_dim)]
-    extra = torch.full((len(pools[0]),), math.nan), torch.full((len(pools[0]),), -7, dtype=torch.int32)
+    lens = lens if is_ranked else [[tokens] * 3] * 2
+    pools, extra, numbers, starts = spans_of(lens, dim, value_dim)
     given = {"scores": scores, "positions": positions}
     entries = Entries.of_prompt(key, value)
     if layout == "pools":
@@ -98,17 +106,22 @@ def test_entries_move_to_their_places_and_nowhere_else(dim, value_dim, layout):
         counts = torch.full((2, 3), tokens, dtype=torch.int32)
         entries = Entries.of_pools(*flat, begins, counts, tokens)
         given = {name: x.flatten() for name, x in given.items()}
-    selection.move(entries, places, (*pools, starts), extra=extra, **given)
-    written = 0
+    table, keep = torch.randint(0, 40, (2, 3, tokens)).float(), torch.tensor(lens, dtype=torch.int32)
+    if is_ranked:
+        given |= {"ranked": table, "keep": torch.stack([keep // 3, keep]), "numbers": numbers}
+    selection.move(entries, (*pools, starts), extra=extra, **given)
     for row in range(2):
         for head in range(3):
-            own, start = places[row, head] >= 0, int(starts[row, head])
-            end = start + int(own.sum())
+            start, count = int(starts[row, head]), lens[row][head]
+            own, end = ranked(table[row, head], count, tokens), start + count
             for pool, source in zip((*pools, *extra), (key, value, scores, positions), strict=True):
                 assert torch.equal(pool[start:end], source[row, head, own])
-            written += int(own.sum())
+            if is_ranked:
+                best = set(ranked(table[row, head], count // 3, tokens))
+                assert numbers[start:end].tolist() == [int(entry not in best) for entry in own]
+    written = sum(map(sum, lens))
     assert int(pools[0][:, 0].isfinite().sum()) == int(pools[1][:, -1].isfinite().sum()) == written
-    assert int((extra[1] != -7).sum()) == written
+    assert int((extra[1] != -7).sum()) == written and int((numbers >= 0).sum()) == written * is_ranked
 
 
 def random_weights(heads, dim, group, knots, dtype):

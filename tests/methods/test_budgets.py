@@ -111,14 +111,17 @@ def test_learned_budgets_keep_some_tokens_in_every_head(policy):
 
 def test_one_soft_topk_serves_all_layers_and_lengths(policy, monkeypatch):
     """Rows of a batch have other lengths, and a text grows while it is generated."""
-    solved, solve = [], policy.inference_ratios
-    monkeypatch.setattr(policy, "inference_ratios", lambda retention: solved.append(retention) or solve(retention))
+    solved, solve = [], policy.ratios
+    monkeypatch.setattr(policy, "ratios", lambda retention: solved.append(retention) or solve(retention))
     budget = LearnedBudget(policy, 0.3)
     kept = [[budget.limits(layer, 2, tokens) for tokens in (100, 70, 101)] for layer in range(3)]
     assert solved == [0.3]
     assert kept == [
         [LearnedBudget(policy, 0.3).limits(layer, 2, length) for length in (100, 70, 101)] for layer in range(3)
     ]
+    assert solved == [0.3]  # other caches of the policy take it as it is, until its weights change
+    torch.nn.init.normal_(policy.heads.embeddings)
+    assert LearnedBudget(policy, 0.3).limits(0, 2, 100) != kept[0][0] and solved == [0.3, 0.3]
 
 
 def competition(rows: list[list[float]], equal: int, alpha: Fraction) -> list[list[int]]:

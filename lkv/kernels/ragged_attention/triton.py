@@ -181,7 +181,7 @@ def _restore(kv: RaggedKV, added: int) -> RaggedKV:
     new_starts, blocks = torch.empty_like(starts), _blocks(dim, value_dim, k_pool.dtype)
     programs = _PROGRAMS_WITHOUT_GPU
     if triton_helpers.is_compiled_for(k_pool.device):
-        programs = max(1, 4 * _multiprocessors(k_pool.device) // spans)
+        programs = max(1, 4 * triton_helpers.multiprocessors(k_pool.device) // spans)
     tier_kernels.restore_kernel[programs, spans](
         k_pool, v_pool, starts, lens, added, new_k, new_v, new_starts, spans, *_tier_tensors(kv), DIM=dim,
         VALUE_DIM=value_dim, BITS=tuple(number for tier in quantized for number in tier[5:]), BLOCK=_RESTORED_BLOCK,
@@ -244,7 +244,9 @@ def _launch(
     rows = max(8, min(8 if wide else 16, triton.next_power_of_2(packed))) if bits else block_m
     tiles = -(-packed // rows)
     warps = 8 if block_m * blocks["BLOCK_V"] > 8192 else 4
-    programs = 2 * _multiprocessors(device) if triton_helpers.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
+    programs = (
+        2 * triton_helpers.multiprocessors(device) if triton_helpers.is_compiled_for(device) else _PROGRAMS_WITHOUT_GPU
+    )
     sizes = {"DIM": dim, "VALUE_DIM": value_dim, "BLOCK_D": blocks["BLOCK_D"], "BLOCK_V": blocks["BLOCK_V"]}
     join_m = min(_JOINED_ROWS, triton.next_power_of_2(packed))
     return Launch(
@@ -305,8 +307,3 @@ def pipeline_stages(block_m: int, dim: int, value_dim: int, dtype: torch.dtype, 
 def _memory(device: torch.device) -> int:
     """Return the bytes of shared memory of a block; plenty in the interpreter."""
     return triton_helpers.shared_memory(device) if triton_helpers.is_compiled_for(device) else 2**20
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return devices.runtime(device).get_device_properties(device).multi_processor_count

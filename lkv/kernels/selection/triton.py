@@ -13,8 +13,8 @@ from lkv.kernels.triton_helpers import padded
 from lkv.utils import devices
 
 LARGEST_DIM = 256
-_RANKED_AT_ONCE = 4096  # scores of a span, at most; fewer for short ones
-_MOVED_AT_ONCE = 64
+_LARGEST_BLOCK = 32_768  # scores of a span that a program has in registers
+_MULTIPROCESSORS_WITHOUT_GPU = 3
 
 
 class Entries(NamedTuple):
@@ -62,54 +62,82 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value
 
 
 def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
-    """Return the index of each entry among the kept entries of its span, int32 [B, H, T]; -1 if it is evicted.
+    """Return the tier index of each entry, int8 [B, H, T]; the number of tiers if it is evicted.
 
     Args:
-        scores: float32 [B, H, T]; the highest are kept, of equal ones the earlier.
-        keep: The number of entries to keep, int32 [B, H].
+        scores: [B, H, T]; the highest are kept, of equal ones the earlier.
+        keep: The number of entries to keep, cumulative over the tiers from the best on, int32 [tiers, B, H].
         counts: The entries of each span, int32 [B, H]; T by default.
         has_nan: uint8 [1], set to 1 if one of the scores is NaN.
     """
-    scores = scores.contiguous()
-    places = torch.empty_like(scores, dtype=torch.int32)
-    block = min(_RANKED_AT_ONCE, max(256, triton.next_power_of_2(scores.shape[-1])))
-    with devices.device_guard(scores.device):
-        kernels.rank_kernel[(keep.numel(), 1)](
-            scores, counts, keep, places, has_nan, scores.shape[-1], BLOCK=block, num_warps=8
-        )
-    return places
+    numbers = scores.new_empty(scores.shape, dtype=torch.int8)
+    none = scores.new_empty(1, 1, 1, 1)
+    entries = Entries(none, none, 1, numbers[..., 0].numel(), scores.shape[-1], None, counts)
+    _select(entries, None, scores, keep, numbers=numbers, has_nan=has_nan)
+    return numbers
 
 
 def move(
     entries: Entries,
-    places: Tensor | None,
     pools: tuple[Tensor, Tensor, Tensor],
+    ranked: Tensor | None = None,
+    keep: Tensor | None = None,
     scores: Tensor | None = None,
     positions: Tensor | None = None,
     extra: tuple[Tensor, Tensor] | None = None,
-    after: Tensor | None = None,
+    numbers: Tensor | None = None,
+    has_nan: Tensor | None = None,
 ) -> None:
-    """Copy the entries that `rank` kept to the pools of k and v.
+    """Copy the best entries, in order, to the pools of k and v, in one launch.
 
     Args:
         entries: The entries.
-        places: As `rank` returns them; None to copy all, in order.
         pools: k [P, d], v [P, dv], and `starts` [B, H] of each span.
+        ranked: The scores to rank by, [B, H, T], as in `rank`; None to copy all entries.
+        keep: As in `rank`.
         scores: Scores of the entries, in their layout, to copy to `extra`.
         positions: Positions of the entries, likewise; their indices by default.
         extra: Pools of scores and positions [P].
-        after: The existing entries of each span, int32 [B, H], after which new ones are stored; 0 by default.
+        numbers: A pool for the tier index of each entry, int8 [P].
+        has_nan: As in `rank`.
     """
-    key, value = entries.key, entries.value
-    new_key, new_value, new_starts = pools
-    new_scores, new_positions = extra or (None, None)
+    _select(entries, pools, ranked, keep, scores, positions, extra, numbers, has_nan)
+
+
+def _select(
+    entries: Entries,
+    pools: tuple[Tensor, Tensor, Tensor] | None,
+    ranked: Tensor | None,
+    keep: Tensor | None,
+    scores: Tensor | None = None,
+    positions: Tensor | None = None,
+    extra: tuple[Tensor, Tensor] | None = None,
+    numbers: Tensor | None = None,
+    has_nan: Tensor | None = None,
+) -> None:
+    """Launch `select_kernel` with as many programs as the GPU runs at once."""
+    key, value, width, spans = entries.key, entries.value, entries.width, entries.spans
     dim, value_dim = key.shape[-1], value.shape[-1]
+    new_key, new_value, new_starts = pools or (None, None, None)
+    new_scores, new_positions = extra or (None, None)
+    if ranked is not None:
+        ranked = (ranked.float() if ranked.dtype == torch.float64 else ranked).contiguous()
+    tiers = 1 if keep is None else len(keep)
+    block = 1 if ranked is None else min(_LARGEST_BLOCK, max(256, triton.next_power_of_2(width)))
+    # More warps take longer to count together; more programs a multiprocessor find thresholds more often.
+    warps = min(32, max(4, block // 512))
+    blocks = {"BLOCK_D": triton.next_power_of_2(dim), "BLOCK_V": triton.next_power_of_2(value_dim)}
+    moved = max(16, min(256, 4096 * warps // (max(blocks.values()) * key.element_size())))
+    is_compiled = triton_helpers.is_compiled_for(key.device)
+    multiprocessors = triton_helpers.multiprocessors(key.device) if is_compiled else _MULTIPROCESSORS_WITHOUT_GPU
+    programs = max(1, max(1, 16 // warps) * multiprocessors // spans)
+    share = max(1, -(-width // (programs * moved))) * moved
     with devices.device_guard(key.device):
-        kernels.move_kernel[(-(-entries.width // _MOVED_AT_ONCE), entries.spans)](
-            key, value, scores, positions, entries.starts, *entries.arguments, entries.counts, places, entries.width,
-            new_key, new_value, new_scores, new_positions, new_starts, after, entries.heads, DIM=dim,
-            VALUE_DIM=value_dim, BLOCK=_MOVED_AT_ONCE, BLOCK_D=triton.next_power_of_2(dim),
-            BLOCK_V=triton.next_power_of_2(value_dim),
+        kernels.select_kernel[(max(1, -(-width // share)), spans)](
+            ranked, keep, entries.counts, has_nan, numbers, width, share,
+            entries.heads, key, value, scores, positions, entries.starts, *entries.arguments, new_key, new_value,
+            new_scores, new_positions, new_starts, TIERS=tiers, BLOCK=block, MOVED=moved,
+            BLOCK_T=triton.next_power_of_2(tiers), DIM=dim, VALUE_DIM=value_dim, **blocks, num_warps=warps,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of eviction: score the entries (LKV-T), rank them, and move the kept ones into new pools.
+"""The Triton kernels of eviction: score the entries (LKV-T), and move the best ones into new pools.
 
 A span has the n entries of one KV head of one batch row; entry i lies `i * step` numbers after the first. Spans are in
 a prompt [B, H, T, d] of any layout, or in the pools of a store.
@@ -12,60 +12,51 @@ from lkv.kernels.triton_helpers import IS_INTERPRETED, load_rows, split_heads, s
 
 
 @triton.jit
-def _ordered(scores):
-    """Scores in float32 as uint32 of the same order; 0 and -0 are equal."""
-    bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -2147483648).to(tl.uint32, bitcast=True)
+def _load_keys(scores, entry, inside):
+    """Load scores as uint32 of the same order, 0 where not `inside`; 0 and -0 are equal."""
+    score = tl.load(scores + entry, mask=inside, other=0.0).to(tl.float32) + 0.0
+    bits = score.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -2147483648).to(tl.uint32, bitcast=True)
+    return tl.where(inside, key, 0), score
 
 
 @triton.jit
-def rank_kernel(scores, counts, keep, places, has_nan, width, BLOCK: tl.constexpr):
-    """One span: which kept entry each of its entries is, -1 for those that are evicted; ties go to the earlier one.
+def _count(is_counted):
+    return tl.sum(is_counted.to(tl.int32), 0)
 
-    It has `counts` entries, or `width` where that is None, and keeps `keep` of them. `has_nan` [1] (None to leave that
-    out) becomes 1 where one of its scores is NaN.
 
-    The lowest kept score is found by radix selection, eight bits at a time, with one histogram per step.
+@triton.jit
+def _find_thresholds(scores, count, first, limits, BLOCK: tl.constexpr):
+    """Find the lowest kept key of each tier, bit by bit from the highest one on.
+
+    The first BLOCK of the `count` scores stay in registers, others are loaded again for each bit. `limits` [tiers, at
+    most `count`] says how many entries a tier and all better ones have.
+
+    Returns four tensors of that shape: the keys; how many of the entries of equal key are kept; and how many entries
+    before `first` have greater and equal keys.
     """
-    span = tl.program_id(0)
-    kept, count = tl.load(keep + span), width
-    if counts is not None:
-        count = tl.load(counts + span)
-    row = scores + span.to(tl.int64) * width
-    bins = tl.arange(0, 256)
-    least = tl.zeros([1], tl.uint32)
-    missing = kept + tl.zeros([1], tl.int32)
-    for shift in tl.static_range(24, -8, -8):
-        histogram = tl.zeros([256], tl.int32)
-        for at in range(0, count, BLOCK):
-            entry = at + tl.arange(0, BLOCK)
-            inside = entry < count
-            key = _ordered(tl.load(row + entry, mask=inside, other=0.0))
-            if shift < 24:
-                inside = inside & ((key >> (shift + 8)) == (least >> (shift + 8)))
-            histogram += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
-        # How many scores are higher than those of each bin.
-        higher = tl.sum(histogram, 0) - tl.cumsum(histogram, 0)
-        is_here = (higher < missing) & (higher + histogram >= missing)
-        least = least | (tl.sum(tl.where(is_here, bins, 0), 0).to(tl.uint32) << shift)
-        missing = missing - tl.sum(tl.where(is_here, higher, 0), 0)
-    equals, chosen = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
-    unordered = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, count, BLOCK):
-        entry = at + tl.arange(0, BLOCK)
-        inside = entry < count
-        score = tl.load(row + entry, mask=inside, other=0.0)
-        unordered = unordered | (score != score).to(tl.int32)
-        key = _ordered(score)
-        is_equal = (inside & (key == least)).to(tl.int32)
-        is_early = (is_equal > 0) & (equals + tl.cumsum(is_equal, 0) <= missing)
-        is_kept = ((inside & (key > least)) | is_early) & (kept > 0)
-        place = chosen + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-        tl.store(places + span.to(tl.int64) * width + entry, tl.where(is_kept, place, -1), mask=inside)
-        equals += tl.sum(is_equal, 0)
-        chosen += tl.sum(is_kept.to(tl.int32), 0)
-    if has_nan is not None:
-        tl.store(has_nan, 1, mask=tl.max(unordered, 0) > 0)
+    entry = tl.arange(0, BLOCK)[:, None]
+    keys, _ = _load_keys(scores, entry, entry < count)
+    least = (limits * 0).to(tl.uint32)
+    number, shift = limits * 0 + count, 31  # `number` of the keys are not below `least`
+    while shift >= 0:
+        candidate = least | ((limits * 0 + 1).to(tl.uint32) << shift)
+        found = _count(keys >= candidate[None, :])
+        for at in range(BLOCK, count, BLOCK):
+            more, _ = _load_keys(scores, at + entry, at + entry < count)
+            found += _count(more >= candidate[None, :])
+        least = tl.where(found >= limits, candidate, least)
+        number = tl.where(found >= limits, found, number)
+        shift = tl.where(tl.max(number - limits, 0) > 0, shift - 1, -1)
+    above = _count(keys > least[None, :])
+    greater = _count((keys > least[None, :]) & (entry < first))
+    equal = _count((keys == least[None, :]) & (entry < tl.minimum(first, count)))
+    for at in range(BLOCK, count, BLOCK):
+        more, _ = _load_keys(scores, at + entry, at + entry < count)
+        above += _count(more > least[None, :])
+        greater += _count((more > least[None, :]) & (at + entry < first))
+        equal += _count((more == least[None, :]) & (at + entry < tl.minimum(first, count)))
+    return least, limits - above, greater, equal
 
 
 @triton.jit
@@ -80,35 +71,17 @@ def _entry_offsets(at, span, heads, entry, strides, starts, DIM: tl.constexpr):
 
 
 @triton.jit
-def move_kernel(
-    key, value, scores, positions, starts, k_batch, k_head, k_token, v_batch, v_head, v_token, counts, places, width,
-    new_key, new_value, new_scores, new_positions, new_starts, after, heads, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+def _move_block(
+    key, value, scores, positions, starts, span, heads, width, entry, inside, target, k_strides, v_strides, new_key,
+    new_value, new_scores, new_positions, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """Copy a block of a span's entries to their `places` [spans, width] in new pools, those at -1 to none.
-
-    If `places` is None, all are copied in order, after the `after` existing entries of a span (None: 0).
-
-    Entries lie in pools from `starts` on, or, where that is None, in [B, H, width, .] of the strides given. With
-    `new_scores` their scores go with them, and their positions (where those are None, their numbers).
-    """
-    span = tl.program_id(1)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    count = width
-    if counts is not None:
-        count = tl.load(counts + span)
+    """Copy a block of a span's entries to `target` in new pools, those not `inside` to none."""
     at = span.to(tl.int64) * width + entry
-    place, inside = entry, entry < count
-    if places is not None:
-        place = tl.load(places + at, mask=inside, other=-1)
-        inside = inside & (place >= 0)
     if starts is not None:
         at = tl.load(starts + span).to(tl.int64) + entry
-    key_at = _entry_offsets(at, span, heads, entry, (k_batch, k_head, k_token), starts, DIM)
-    value_at = _entry_offsets(at, span, heads, entry, (v_batch, v_head, v_token), starts, VALUE_DIM)
-    target = tl.load(new_starts + span).to(tl.int64) + place
-    if after is not None:
-        target += tl.load(after + span)
+    key_at = _entry_offsets(at, span, heads, entry, k_strides, starts, DIM)
+    value_at = _entry_offsets(at, span, heads, entry, v_strides, starts, VALUE_DIM)
     dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     moved = load_rows(key, key_at, inside, dims, dims < DIM)
     store_rows(new_key, target * DIM, moved, inside, dims, dims < DIM)
@@ -120,6 +93,66 @@ def move_kernel(
         if positions is not None:
             position = tl.load(positions + at, mask=inside)
         tl.store(new_positions + target, position, mask=inside)
+
+
+@triton.jit
+def select_kernel(
+    ranked, keep, counts, has_nan, numbers, width, share, heads, key, value, scores, positions, starts, k_batch,
+    k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions, new_starts,
+    TIERS: tl.constexpr, BLOCK: tl.constexpr, MOVED: tl.constexpr, BLOCK_T: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Keep the entries of a span with the highest scores `ranked` [spans, width], of equal ones the earlier.
+
+    `keep` [TIERS, spans] says how many the tiers have, each with all better ones. Without `ranked` all entries are
+    kept. Each program finds the thresholds of the whole span, and moves `share` of its entries: programs of a span
+    need not wait for each other, and a GPU has more of them than there are spans.
+
+    A span has `counts` entries (None: `width`). They lie in pools from `starts` on, or, where that is None, in
+    [B, H, width, .] of the strides given. Their k and v go in order to new pools, and with `new_scores` their `scores`
+    and `positions` (where those are None, their numbers). `numbers` (None to leave it out) gets each kept entry's tier
+    in the same order. Without `new_key` nothing is moved, and `numbers` [spans, width] has the tier of every entry,
+    TIERS where it is evicted. `has_nan` [1] (None to leave that out) becomes 1 where a score is NaN.
+    """
+    span = tl.program_id(1)
+    first, count = tl.program_id(0) * share, width
+    if counts is not None:
+        count = tl.load(counts + span)
+    if first >= count:
+        return
+    row, new_start = span.to(tl.int64) * width, 0
+    if new_key is not None:
+        new_start = tl.load(new_starts + span).to(tl.int64)
+    if ranked is not None:
+        tier = tl.arange(0, BLOCK_T)
+        limits = tl.load(keep + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
+        least, missing, greater, equals = _find_thresholds(ranked + row, count, first, limits, BLOCK)
+        chosen = tl.sum(tl.where(tier == TIERS - 1, greater + tl.minimum(equals, missing), 0), 0)
+    for at in range(first, tl.minimum(first + share, count), MOVED):
+        entry = at + tl.arange(0, MOVED)
+        inside = entry < tl.minimum(first + share, count)
+        place = entry
+        if ranked is not None:
+            keys, score = _load_keys(ranked + row, entry, inside)
+            if has_nan is not None:
+                tl.store(has_nan, 1, mask=_count(score != score) > 0)
+            is_equal = (inside[:, None] & (keys[:, None] == least[None, :])).to(tl.int32)
+            is_early = (is_equal > 0) & (equals[None, :] + tl.cumsum(is_equal, 0) <= missing[None, :])
+            number = TIERS - tl.sum(((keys[:, None] > least[None, :]) | is_early).to(tl.int32), 1)
+            equals += tl.sum(is_equal, 0)
+            if new_key is None:
+                tl.store(numbers + row + entry, number, mask=inside)
+            inside = inside & (number < TIERS)
+            place = chosen + tl.cumsum(inside.to(tl.int32), 0) - 1
+            chosen += _count(inside)
+            if new_key is not None and numbers is not None:
+                tl.store(numbers + new_start + place, number, mask=inside)
+        if new_key is not None:
+            _move_block(
+                key, value, scores, positions, starts, span, heads, width, entry, inside, new_start + place,
+                (k_batch, k_head, k_token), (v_batch, v_head, v_token), new_key, new_value, new_scores, new_positions,
+                DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
+            )
 
 
 @triton.jit

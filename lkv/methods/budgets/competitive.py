@@ -10,6 +10,7 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.methods.base import ROUNDING, Budget, Selector
 from lkv.methods.registry import register_budget
 from lkv.methods.targets import RetentionTarget, as_target
+from lkv.utils.devices import copy_to_device
 
 
 def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
@@ -18,7 +19,7 @@ def drop_tokens(scores: Tensor, positions: Sequence[int]) -> Tensor:
         return scores
     is_left = torch.ones(scores.shape[-1], dtype=torch.bool, device="cpu")
     is_left[list(positions)] = False
-    return scores[..., is_left.nonzero()[:, 0].to(scores.device)]
+    return scores[..., copy_to_device(is_left.nonzero()[:, 0], scores.device)]
 
 
 @register_budget("ada", label="AdaKV", description="the heads of a layer compete by their scores (AdaKV)")

@@ -27,12 +27,11 @@ class LearnedBudget(FixedBudget):
     def __init__(self, policy: Policy, retention: float | RetentionTarget, heads: slice = slice(None)):
         """`heads`: the KV heads of this process."""
         self._target = as_target(retention)
-        # One Soft-TopK over all heads of the model is used for every layer, process and length.
-        learned = lru_cache(maxsize=4)(policy.inference_ratios)
 
+        # One Soft-TopK over all heads of the model is used for every layer and process.
         @lru_cache(maxsize=4)
         def ratios_of_layers(retention: float, tokens: int) -> list[list[float]]:
-            return raise_to_least(learned(retention), LEAST_TOKENS / max(1, tokens))[:, heads].tolist()
+            return raise_to_least(policy.inference_ratios(retention), LEAST_TOKENS / max(1, tokens))[:, heads].tolist()
 
         self._ratios_of_layers = ratios_of_layers
 
