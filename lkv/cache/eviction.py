@@ -138,13 +138,9 @@ def evict_entries(
     if not is_tiered:
         return kept_entries
     split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin], device)
-    checks, is_centred = shared.pending_norm_checks, context.softmax_options.softcap is None
     if isinstance(store, TieredStore):
-        kept = store.requantize(kept_entries, origin, split, free_slots, checks)
-    else:
-        kept = TieredStore.from_ragged(kept_entries, split, free_slots, None, is_centred, None, checks)
-    check_scores()
-    return kept
+        return store.requantize(kept_entries, origin, split, free_slots)
+    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softmax_options.softcap is None)
 
 
 def gather_best(

@@ -236,25 +236,16 @@ class TieredStore(KVStore):
         store.v.copy_(to_dtype(value, rest.dtype))
         return store
 
-    def requantize(
-        self,
-        kept: RaggedStore,
-        origin: Tensor,
-        tiers: TierSplit,
-        free_slots: int,
-        norm_checks: list[Tensor] | None = None,
-    ) -> "TieredStore":
+    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
         """Return a new store of kept entries of this one.
 
         Args:
             kept: The kept entries, unquantised as in `restore`.
             origin: The index of each kept entry among all entries of `restore()`, [sum of lens].
             tiers: The new tiers of the kept entries. Entries that stay in their tier keep their codes.
-            free_slots: As in `from_ragged`, as is `norm_checks`.
-            norm_checks: Gets a flag.
+            free_slots: As in `from_ragged`.
         """
-        new = TieredStore.from_ragged(kept, tiers, free_slots, self.basis, norm_checks=norm_checks)
-        rest, device = self._rest, origin.device
+        new, rest, device = TieredStore.from_ragged(kept, tiers, free_slots, self.basis), self._rest, origin.device
         # For each entry of `restore()`: its tier index (unquantised entries last) and its index in the tier.
         numbers, places = (torch.empty(int(self.counts.sum()), dtype=torch.long, device=device) for _ in range(2))
         starts = packed_starts(self.counts)

@@ -73,13 +73,13 @@ def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Te
     numbers = scores.new_empty(scores.shape, dtype=torch.int8)
     none = scores.new_empty(1, 1, 1, 1)
     entries = Entries(none, none, 1, numbers[..., 0].numel(), scores.shape[-1], None, counts)
-    _select(entries, None, scores, keep, numbers=numbers, has_nan=has_nan)
+    move(entries, None, scores, keep, numbers=numbers, has_nan=has_nan)
     return numbers
 
 
 def move(
     entries: Entries,
-    pools: tuple[Tensor, Tensor, Tensor],
+    pools: tuple[Tensor, Tensor, Tensor] | None,
     ranked: Tensor | None = None,
     keep: Tensor | None = None,
     scores: Tensor | None = None,
@@ -88,34 +88,19 @@ def move(
     numbers: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> None:
-    """Copy the best entries, in order, to the pools of k and v, in one launch.
+    """Copy the best entries, in order, to the pools of k and v: one launch of as many programs as a GPU runs at once.
 
     Args:
         entries: The entries.
-        pools: k [P, d], v [P, dv], and `starts` [B, H] of each span.
+        pools: k [P, d], v [P, dv], and `starts` [B, H] of each span; None to find their tiers alone.
         ranked: The scores to rank by, [B, H, T], as in `rank`; None to copy all entries.
         keep: As in `rank`.
         scores: Scores of the entries, in their layout, to copy to `extra`.
         positions: Positions of the entries, likewise; their indices by default.
         extra: Pools of scores and positions [P].
-        numbers: A pool for the tier index of each entry, int8 [P].
+        numbers: A pool for the tier index of each entry, int8 [P]; without `pools` a table, as `rank` returns it.
         has_nan: As in `rank`.
     """
-    _select(entries, pools, ranked, keep, scores, positions, extra, numbers, has_nan)
-
-
-def _select(
-    entries: Entries,
-    pools: tuple[Tensor, Tensor, Tensor] | None,
-    ranked: Tensor | None,
-    keep: Tensor | None,
-    scores: Tensor | None = None,
-    positions: Tensor | None = None,
-    extra: tuple[Tensor, Tensor] | None = None,
-    numbers: Tensor | None = None,
-    has_nan: Tensor | None = None,
-) -> None:
-    """Launch `select_kernel` with as many programs as the GPU runs at once."""
     key, value, width, spans = entries.key, entries.value, entries.width, entries.spans
     dim, value_dim = key.shape[-1], value.shape[-1]
     new_key, new_value, new_starts = pools or (None, None, None)

@@ -48,14 +48,12 @@ def _find_thresholds(scores, count, first, limits, BLOCK: tl.constexpr):
         least = tl.where(found >= limits, candidate, least)
         number = tl.where(found >= limits, found, number)
         shift = tl.where(tl.max(number - limits, 0) > 0, shift - 1, -1)
-    above = _count(keys > least[None, :])
-    greater = _count((keys > least[None, :]) & (entry < first))
-    equal = _count((keys == least[None, :]) & (entry < tl.minimum(first, count)))
-    for at in range(BLOCK, count, BLOCK):
-        more, _ = _load_keys(scores, at + entry, at + entry < count)
-        above += _count(more > least[None, :])
-        greater += _count((more > least[None, :]) & (at + entry < first))
-        equal += _count((more == least[None, :]) & (at + entry < tl.minimum(first, count)))
+    above, greater, equal = limits * 0, limits * 0, limits * 0
+    for at in range(0, count, BLOCK):
+        keys, _ = _load_keys(scores, at + entry, at + entry < count)
+        above += _count(keys > least[None, :])
+        greater += _count((keys > least[None, :]) & (at + entry < first))
+        equal += _count((keys == least[None, :]) & (at + entry < tl.minimum(first, count)))
     return least, limits - above, greater, equal
 
 
