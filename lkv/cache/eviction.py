@@ -72,15 +72,14 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     single_rows = [slice(row, row + 1) for row in range(batch) if is_compensated[row]]
     compensated = groups if all(is_compensated) else single_rows
     fit = partial(_fit_values, prompt, compensated, skipped, store.lens) if compensated else None
+    kept: KVStore = store
     if is_tiered:
         split, is_centred = config.split(lens, numbers, device), context.softmax_options.softcap is None
         checks = shared.pending_norm_checks
         kept = TieredStore.from_ragged(store, split, free_slots, None, is_centred, fit, checks)
-    else:
-        kept = store
-        if fit is not None:
-            key, value = store.pack()
-            store.fill(key, fit(key, value))
+    elif fit is not None:
+        key, value = store.pack()
+        store.fill(key, fit(key, value))
     shared.check_scores(index, selector, device)
     return kept
 
