@@ -36,6 +36,7 @@ class PageText(NamedTuple):
     has_hidden: bool  # text of hidden layers, left out
     has_unnamed: bool  # glyphs without a character, left out if their fonts have several
     has_outside: bool  # text outside of the page, left out
+    has_invisible: bool  # text without ink that is not over an image, as recognised text is
 
 
 def read_pages(data: bytes) -> list[PageText]:
@@ -103,6 +104,7 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
             draws_image=pdfium.FPDF_PAGEOBJ_IMAGE in shown,
             has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
             has_unnamed=bool(unnamed),
+            has_invisible=_has_invisible([drawn for drawn, is_hidden in objects if not is_hidden]),
             has_outside=any(glyph.text.strip() for glyph in {*named}.difference(inside)),
         )
     finally:
@@ -121,6 +123,23 @@ def _hide(drawn: pypdfium2.PdfObject) -> bool:
         left, _, right, _ = drawn.get_bounds()
         if right - left < _MIN_WIDTH:  # of vertical text in a font that is not there, which pdfium would skip
             pdfium.FPDFPageObj_Transform(drawn, 1, 0, _MIN_WIDTH, 1, -_MIN_WIDTH * drawn.get_matrix().f, 0)
+    return False
+
+
+def _has_invisible(objects: list[pypdfium2.PdfObject]) -> bool:
+    """Return whether there is text without ink on a page without images, or white text with nothing behind it."""
+    has_image = any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in objects)
+    color, is_blank = [ctypes.c_uint() for _ in range(4)], True
+    for drawn in objects:
+        is_text = drawn.type == pdfium.FPDF_PAGEOBJ_TEXT
+        is_blank &= is_text
+        mode = pdfium.FPDFTextObj_GetTextRenderMode(drawn) if is_text else None
+        if mode == pdfium.FPDF_TEXTRENDERMODE_INVISIBLE and not has_image:
+            return True
+        if mode == pdfium.FPDF_TEXTRENDERMODE_FILL and pdfium.FPDFPageObj_GetFillColor(drawn, *color):
+            *ink, opacity = (each.value for each in color)
+            if opacity == 0 or (is_blank and min(ink) == 255):
+                return True
     return False
 
 

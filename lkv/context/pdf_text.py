@@ -21,10 +21,11 @@ _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "
 _WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
 _BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad\n({_WORD.pattern})")
 _MIN_COMPOUNDS = 3  # that are certain, of a document that breaks no words
-_UNNAMED, _OUTSIDE, _HIDDEN, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
+_UNNAMED, _OUTSIDE, _HIDDEN, _INVISIBLE, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
     "text in fonts without characters on page",
     "text outside of page",
     "text of hidden layers on page",
+    "text read though invisible on page",
     "text read though struck out on page",
     "damaged content of page",
     "the scanned page",
@@ -108,6 +109,7 @@ def _pages(reader: PdfReader, data: bytes, is_rewritten: bool) -> list[PageText]
 def _page_text(page: PageText, missing: list[str]) -> str:
     """Return a page's text; `missing` gets what of it is left out."""
     missing += [_HIDDEN] * page.has_hidden + [_UNNAMED] * page.has_unnamed + [_OUTSIDE] * page.has_outside
+    missing += [_INVISIBLE] * page.has_invisible
     text = "\n".join(line for line in page.lines if line).translate(_LIGATURES)
     text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if page.draws_image:

@@ -163,7 +163,22 @@ PDFS = {
     "hexadecimal strings": PdfDocument(pdf("BT /F1 12 Tf 72 700 Td <5468652063616665> Tj ET"), "The cafe"),
     "accents and the euro": PdfDocument(pdf(lines("Caf\\351 \\200 42")), "Café € 42"),
     "escapes": PdfDocument(pdf(lines("f\\(x\\) = \\\\ 2")), "f(x) = \\ 2"),
-    "invisible text over a scan": PdfDocument(pdf("BT /F1 12 Tf 3 Tr 72 700 Td (recognised) Tj ET"), "recognised"),
+    "invisible text over a scan": PdfDocument(
+        pdf("/Im1 Do BT /F1 12 Tf 3 Tr 72 700 Td (recognised) Tj ET", page=_SCAN, objects={100: _IMAGE}),
+        "recognised",
+        ["the images of page 1"],
+    ),
+    "invisible text": PdfDocument(
+        pdf("BT /F1 12 Tf 3 Tr 72 700 Td (secret) Tj ET"), "secret", ["text read though invisible on page 1"]
+    ),
+    "white text on paper": PdfDocument(
+        pdf(lines("lit") + "1 g BT /F1 12 Tf 72 650 Td (secret) Tj ET"),
+        "lit\nsecret",
+        ["text read though invisible on page 1"],
+    ),
+    "white text on black": PdfDocument(
+        pdf("72 640 200 30 re f 1 g BT /F1 12 Tf 72 650 Td (a heading) Tj ET"), "a heading"
+    ),
     "rotated page": PdfDocument(pdf(lines("one", "two"), page="/Rotate 90"), "one\ntwo"),
     "text in a form XObject": PdfDocument(
         pdf("/Fm1 Do", page="/Resources << /XObject << /Fm1 100 0 R >> >>", objects={100: _xobject(lines("inside"))}),
