@@ -12,8 +12,13 @@ _HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
 _PASSWORD = 1 << 13  # flag of a text field
 
 
-def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[str]:
-    """Yield the filled fields of forms that are displayed, as `label: value`; `is_off` says which layers are hidden."""
+def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[tuple[int | None, str]]:
+    """Yield the filled fields of forms that are displayed, as `label: value`, with their pages, from 0, or None.
+
+    Args:
+        reader: The document.
+        is_off: Says which layers are hidden.
+    """
     placed, done = set[int](), set[int]()
     for page, widget in annotations(reader, is_widget=True):
         field = widget
@@ -22,7 +27,7 @@ def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[st
         placed.add(id(field))
         if id(field) not in done and not int(widget.get("/F", 0)) & _HIDDEN and not is_off(get(widget, "/OC")):
             done.add(id(field))
-            yield from _field_text(_qualified_name(field), widget, page)
+            yield from ((page.page_number, text) for text in _field_text(_qualified_name(field), widget, page))
     pending = items(get(get(reader.root_object, "/AcroForm") or {}, "/Fields"))
     while pending:  # fields that no page displays
         field = pending.pop(0)
@@ -30,7 +35,7 @@ def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[st
         if id(field) not in placed:
             placed.add(id(field))
             pending += kids
-            yield from () if kids else _field_text(_qualified_name(field), field, None)
+            yield from () if kids else ((None, text) for text in _field_text(_qualified_name(field), field, None))
 
 
 def _field_text(name: str, field: DictionaryObject, page: PageObject | None) -> Iterator[str]:

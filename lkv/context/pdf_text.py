@@ -6,6 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from pypdf import PdfReader
@@ -60,9 +61,14 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
             missing += [_STRUCK] * any(get(note, "/Subtype") == "/StrikeOut" for note in items(get(page, "/Annots")))
             texts.append(_page_text(glyphs, missing))
         layers = Layers(reader)
-        details = "\n".join([*field_texts(reader, layers.is_off), *note_texts(reader, layers.is_off)])
+        fields: dict[int | None, list[str]] = {}
+        for number, text in field_texts(reader, layers.is_off):
+            fields.setdefault(number, []).append(text)
+        for number, text in enumerate(_join_words(texts)):
+            texts[number] = "\n\n".join(filter(None, [text, "\n".join(fields.pop(number, []))]))
+        details = "\n".join([*chain(*fields.values()), *note_texts(reader, layers.is_off)])
         skipped = [*_left_out(reader, all_missing), *(["damaged parts"] if is_damaged or damage.take() else [])]
-        return "\n\n".join(filter(None, [*_join_words(texts), details])), skipped
+        return "\n\n".join(filter(None, [*texts, details])), skipped
     except DependencyError as error:
         raise DocumentError(
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "

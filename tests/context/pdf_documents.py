@@ -206,6 +206,19 @@ PDFS = {
     "choices": PdfDocument(
         _form("/FT /Ch /Ff 2097152 /T (days) /V [(Monday) (Friday)]"), "Application\n\ndays: Monday, Friday"
     ),
+    "fields stand with their page": PdfDocument(
+        pdf(
+            lines("one"),
+            lines("two"),
+            objects={
+                10: "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >> "
+                "/Contents 11 0 R /Annots [100 0 R] >>",
+                100: _widget("/FT /Tx /T (f1) /TU (Height) /V (42 m)"),
+            },
+            catalog="/AcroForm << /Fields [100 0 R] >>",
+        ),
+        "one\n\nHeight: 42 m\n\ntwo",
+    ),
     "field with its label": PdfDocument(
         _form("/FT /Tx /T (f1) /TU (Height of the tower) /V (42 m)"), "Application\n\nHeight of the tower: 42 m"
     ),
