@@ -121,8 +121,8 @@ PDFS = {
         "A computer for a general-purpose use.\n\nIt has a purpose, in general.",
     ),
     "a compound that is a word elsewhere": PdfDocument(
-        pdf(lines("The light with the light-", "house, a lighthouse and a HOUSE-", "BOAT, this houseboat.")),
-        "The light with the lighthouse, a lighthouse and a HOUSEBOAT, this houseboat.",
+        pdf(lines("They lit the light-", "house, a lighthouse", "and some HOUSE-", "BOAT, a houseboat.")),
+        "They lit the lighthouse, a lighthouse\nand some HOUSEBOAT, a houseboat.",
     ),
     "a long compound at a line's end": PdfDocument(
         pdf(lines("This is a state-of-the-", "art lamp.")), "This is a state-of-the-art lamp."
@@ -130,15 +130,17 @@ PDFS = {
     "compounds of a document that breaks no words": PdfDocument(
         pdf(
             lines(
-                "A well-",
+                "It is a well-",
                 "known, long-",
-                "term, low-",
-                "cost and high-",
-                "speed lamp: well-known,",
-                "long-term, low-cost.",
+                "term, a low-",
+                "cost, high-",
+                "speed lamp,",
+                "well-known,",
+                "long-term,",
+                "low-cost.",
             )
         ),
-        "A well-known, long-term, low-cost and high-speed lamp: well-known,\nlong-term, low-cost.",
+        "It is a well-known, long-term, a low-cost, high-speed lamp,\nwell-known,\nlong-term,\nlow-cost.",
     ),
     "soft hyphens at line ends": PdfDocument(pdf(lines("The light\\255", "house.")), "The lighthouse."),
     "a dash at a line's end": PdfDocument(
