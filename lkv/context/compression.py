@@ -170,10 +170,11 @@ def compress_ids(
         if images:
             raise PromptError("images are read with their whole text at once; leave chunk out.")
         check_frequencies(model.config.get_text_config(decoder=True), chunk, len(ids))
-        request = replace(request, prompt_tokens=len(ids))
     if request.method == FULL:
         with _report_layers(model, progress, len(ids)):
             return Context(model, tokenizer, ids, _read_in_full(model, input_ids, chunk, images), {"kind": kind})
+    if chunk is not None:
+        request = replace(request, prompt_tokens=len(ids))
     config = CacheConfig.resolve(request, model, tokenizer)
     method = config.method
     method.check_length(len(ids))
@@ -183,8 +184,7 @@ def compress_ids(
         # The second pass doubles the work.
         with _report_layers(model, progress, len(ids) * (1 + method.selector.has_second_pass)):
             prompt = read_prompt(model, input_ids, method.reads_queries, images)
-            prompt_config = replace(config, method=method.for_prompt(ids, prompt))
-        cache = RaggedCache.from_config(model, prompt_config)
+        cache = RaggedCache.from_config(model, replace(config, method=method.for_prompt(ids, prompt)))
         cache.fill(prompt)
         cache.set_method(method)  # drops the scores of this prompt
     else:
