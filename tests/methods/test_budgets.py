@@ -226,7 +226,8 @@ def test_patterns_are_read_as_they_are_published(tmp_path):
     assert read_pattern(path, 32, 8) == expected
     with pytest.raises(BudgetError, match="32 rows of 8 numbers, but the model has 30 layers of 3 KV heads; give 30"):
         read_pattern(path, 30, 3)
-    for text, problem in (("0.5 0.7\n", "tab-separated"), ("a\tb\n", "tab-separated"), ("nan\t0.1\n", "has nan for layer 0")):
+    problems = {"0.5 0.7\n": "tab-separated", "a\tb\n": "tab-separated", "nan\t0.1\n": "has nan for layer 0"}
+    for text, problem in problems.items():
         path.write_text(text)
         with pytest.raises(BudgetError, match=problem):
             read_pattern(path, 1, 2)
