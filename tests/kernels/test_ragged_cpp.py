@@ -1,5 +1,6 @@
 """The compiled attention of the ragged cache on a CPU, over entries and over codes, against the float64 reference."""
 
+import json
 import os
 import platform
 import re
@@ -245,6 +246,29 @@ def test_processors_without_avx512_compute_the_same():
     older = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, *words], env=older, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+# Widths of k and v: of an entry of 64 channels with three query heads, softmax included.
+INSTRUCTIONS = {
+    "avx512": {"8/8": 130, "8/4": 115, "4/4": 90, "4/3": 86, "3/3": 104},
+    "avx2": {"8/8": 281, "8/4": 248, "4/4": 228, "4/3": 213, "3/3": 223},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="counts instructions of that kind")
+@pytest.mark.parametrize("capability", INSTRUCTIONS)
+def test_instructions_of_an_entry_over_codes(capability):
+    if capability == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no AVX-512")
+    words = [sys.executable, "-m", "tests.kernels.cpu_instructions"]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    if "ptrace is not permitted" in done.stderr:
+        pytest.skip("ptrace is not permitted")
+    counts = json.loads(done.stdout)
+    assert counts.keys() == INSTRUCTIONS[capability].keys()
+    assert {width: n for width, n in counts.items() if n > INSTRUCTIONS[capability][width]} == {}
 
 
 def test_a_compiler_that_is_no_command_is_passed_over(monkeypatch):

@@ -11,9 +11,9 @@
 // score, sum of weights, weighted sum of v), and the partial softmaxes of a span are merged at the end. Scores are in
 // base 2.
 //
-// Codes are expanded in registers, one table lookup for kLanes of them, and multiplied by up to kMaxRows queries or
-// weights there; norms multiply the scores and the weights. For more than kMaxExpandedRows rows, for head sizes that
-// are no multiple of what a step expands, and on other processors, a block of codes is restored in float32 instead.
+// Codes are expanded in registers, one table lookup for kLanes of them, and multiplied by up to kMaxRows queries (each
+// lane an entry, so that no sums over lanes are left) or weights there; norms multiply the scores and the weights. Where
+// `can_expand` is false and for the last few keys, codes are restored in float32 instead.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -42,6 +42,7 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kBlock = 64;                // entries that pass through the caches together
 constexpr int64_t kTogether = 8;              // entries whose products are computed side by side
+constexpr int64_t kGroup = 16;                // entries whose codes are
 constexpr int64_t kMinSharedBytes = 1 << 18;  // of keys and values, below which a second thread saves nothing
 constexpr int64_t kMaxCodes = 2;              // parts of codes a span
 constexpr int64_t kSlicesPerThread = 2;       // a thread that was interrupted leaves slices to the others
@@ -61,14 +62,18 @@ inline Vec add_neighbours(Vec x, Vec y) {
 inline void store_lane_sums(const Vec (&x)[kTogether], float scale, float* out) {
   Vec low = add_neighbours(add_neighbours(x[0], x[1]), add_neighbours(x[2], x[3]));
   Vec high = add_neighbours(add_neighbours(x[4], x[5]), add_neighbours(x[6], x[7]));
-  if constexpr (kLanes == 4) {
-    (low * Vec(scale)).store(out);
-    (high * Vec(scale)).store(out + 4);
-  } else {
-    Vec sums = add_neighbours(low, high);
-    if constexpr (kLanes == 16) sums = add_neighbours(sums, sums);
-    (sums * Vec(scale)).store(out, kTogether);
-  }
+  if constexpr (kLanes == 4) (high * Vec(scale)).store(out + 4);
+  Vec sums = kLanes == 4 ? low : add_neighbours(low, high);
+  if constexpr (kLanes == 16) sums = add_neighbours(sums, sums);
+  (sums * Vec(scale)).store(out, min(kTogether, kLanes));
+}
+
+// Calls f(channel, channels) for kLanes channels at a time, and for the rest of `dim`.
+template <typename F>
+inline void for_lanes(int64_t dim, F f) {
+  int64_t c = 0;
+  for (; c + kLanes <= dim; c += kLanes) f(c, kLanes);
+  if (c < dim) f(c, dim - c);
 }
 
 // scores[i] = scale * (q . k[i]) for `count` entries k [count, dim]; there is space for a multiple of kTogether scores.
@@ -76,19 +81,11 @@ void dot_products(const float* q, const float* k, int64_t count, int64_t dim, fl
   for (int64_t first = 0; first < count; first += kTogether) {
     const float* entry[kTogether];
     Vec sums[kTogether];
-    for (int j = 0; j < kTogether; ++j) {
-      entry[j] = k + min(first + j, count - 1) * dim;
-      sums[j] = Vec(0.f);
-    }
-    int64_t c = 0;
-    for (; c + kLanes <= dim; c += kLanes) {
-      Vec query = Vec::loadu(q + c);
-      for (int j = 0; j < kTogether; ++j) sums[j] = fmadd(query, Vec::loadu(entry[j] + c), sums[j]);
-    }
-    if (c < dim) {
-      Vec query = Vec::loadu(q + c, dim - c);
-      for (int j = 0; j < kTogether; ++j) sums[j] = fmadd(query, Vec::loadu(entry[j] + c, dim - c), sums[j]);
-    }
+    for (int j = 0; j < kTogether; ++j) entry[j] = k + min(first + j, count - 1) * dim, sums[j] = Vec(0.f);
+    for_lanes(dim, [&](int64_t c, int64_t lanes) {
+      Vec query = Vec::loadu(q + c, lanes);
+      for (int j = 0; j < kTogether; ++j) sums[j] = fmadd(query, Vec::loadu(entry[j] + c, lanes), sums[j]);
+    });
     store_lane_sums(sums, scale, scores + first);
   }
 }
@@ -96,7 +93,7 @@ void dot_products(const float* q, const float* k, int64_t count, int64_t dim, fl
 // sums += sum over i of weights[i] * v[i] for N entries v [N, dim].
 template <int N>
 void add_weighted(const float* weights, const float* v, int64_t dim, float* sums) {
-  auto add = [&](int64_t c, int64_t lanes) {
+  for_lanes(dim, [&](int64_t c, int64_t lanes) {
     // Two chains of additions, so that neither waits long for its last one.
     Vec even = Vec::loadu(sums + c, lanes), odd(0.f);
     for (int j = 0; j < N; j += 2) {
@@ -104,10 +101,7 @@ void add_weighted(const float* weights, const float* v, int64_t dim, float* sums
       if (j + 1 < N) odd = fmadd(Vec(weights[j + 1]), Vec::loadu(v + (j + 1) * dim + c, lanes), odd);
     }
     (even + odd).store(sums + c, lanes);
-  };
-  int64_t c = 0;
-  for (; c + kLanes <= dim; c += kLanes) add(c, kLanes);
-  if (c < dim) add(c, dim - c);
+  });
 }
 
 // Adds `count` scores to the partial softmax of a row: extremes [2] (largest score, sum of weights), and sums [dim],
@@ -195,12 +189,16 @@ const float* as_float(const T* source, int64_t count, float* buffer) {
   }
 }
 
-// Code c of B bits stands for u (slope + cubic u^2), u = c - middle. Of FP8 its bits, where a float has them, are a number
-// that is kFp8Factor times too small.
+// Channels j, j + dim / kVectors, ... are word j: byte j, and of 3 bits half of a byte behind the first dim / 4 ones.
 constexpr int kFp8 = -8;
-constexpr float kFp8Factor = 0x1p116f;
 template <int B>
 constexpr int kWidth = B < 0 ? -B : B;
+template <int B>
+constexpr int kVectors = kWidth<B> == 8 ? 1 : B == 4 ? 2 : 4;
+
+// Code c of B bits stands for u (slope + cubic u^2), u = c - middle. Of FP8 its bits, where a float has them, are a number
+// that is kFp8Factor times too small.
+constexpr float kFp8Factor = 0x1p116f;
 template <int B>
 constexpr float kSlope = B == 8 ? 0.015859471f : B == 4 ? 0.24050725f : 0.47145524f;
 template <int B>
@@ -217,195 +215,202 @@ template <int B>
 const float* restore(const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count, int64_t dim,
                      float* __restrict out) {
   const uint8_t* __restrict code = codes + first * (dim * kWidth<B> / 8);
-  const int64_t half = dim / 2, quarter = dim / 4, eighth = dim / 8;
+  const int64_t stride = dim / kVectors<B>, words = B == 3 ? stride / 2 : stride;
   for (int64_t i = 0; i < count; ++i, out += dim, code += dim * kWidth<B> / 8) {
     const float norm = norms[first + i];
-    if constexpr (kWidth<B> == 8) {
+    for (int64_t part = 0; part < (B == 3 ? 2 : 1); ++part) {
+      const uint8_t *__restrict low = code + part * words, *__restrict halves = code + stride;
+      float* __restrict target = out + part * words;
 #pragma omp simd
-      for (int64_t c = 0; c < dim; ++c) out[c] = norm * level<B>(code[c]);
-    } else if constexpr (B == 4) {
-#pragma omp simd
-      for (int64_t c = 0; c < half; ++c) {
-        out[c] = norm * level<B>(code[c] & 15);
-        out[half + c] = norm * level<B>(code[c] >> 4);
-      }
-    } else {
-      // Channels j, j + dim / 4, ... are 12 bits: byte j, and half of a byte after the first dim / 4 ones.
-      const uint8_t* __restrict halves = code + quarter;
-      for (int64_t part = 0; part < 2; ++part) {
-        const uint8_t* __restrict low = code + part * eighth;
-        float* __restrict target = out + part * eighth;
-#pragma omp simd
-        for (int64_t c = 0; c < eighth; ++c) {
-          int word = low[c] | (halves[c] >> 4 * part & 15) << 8;
-          target[c] = norm * level<B>(word & 7);
-          target[quarter + c] = norm * level<B>(word >> 3 & 7);
-          target[half + c] = norm * level<B>(word >> 6 & 7);
-          target[half + quarter + c] = norm * level<B>(word >> 9);
-        }
+      for (int64_t c = 0; c < words; ++c) {
+        int word = B == 3 ? low[c] | (halves[c] >> 4 * part & 15) << 8 : low[c];
+        for (int j = 0; j < kVectors<B>; ++j)
+          target[j * stride + c] = norm * level<B>(word >> kWidth<B> * j & ((1 << kWidth<B>) - 1));
       }
     }
   }
   return out - count * dim;
 }
 
-const float* restore(int64_t bits, const uint8_t* codes, const at::BFloat16* norms, int64_t first, int64_t count,
-                     int64_t dim, float* out) {
-  return bits == 8      ? restore<8>(codes, norms, first, count, dim, out)
-         : bits == kFp8 ? restore<kFp8>(codes, norms, first, count, dim, out)
-         : bits == 4    ? restore<4>(codes, norms, first, count, dim, out)
-                        : restore<3>(codes, norms, first, count, dim, out);
+// f<B>() for B = `bits`.
+template <typename F>
+auto with_bits(int64_t bits, F f) {
+  if (bits == kFp8) return f.template operator()<kFp8>();
+  return bits == 8 ? f.template operator()<8>() : bits == 4 ? f.template operator()<4>() : f.template operator()<3>();
 }
 
-// What expands codes: kLanes integers from bytes, and levels from a table of 16, of which an index is read modulo 16.
+// What expands codes: kLanes integers from bytes, levels from a table of 16, of which an index is read modulo 16, and
+// 16 bytes from each of kLanes / 4 places.
+using Ints = uint32_t __attribute__((vector_size(4 * kLanes)));
 #if defined(CPU_CAPABILITY_AVX512)
-using Ints = __m512i;
-constexpr bool kExpands = true;
-inline Ints load_bytes(const uint8_t* x) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
-}
-inline Ints shift_right(Ints x, int bits) { return _mm512_srli_epi32(x, bits); }
-inline Ints join_word(Ints low, Ints high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 8)); }
-inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
+#define SIMD(operation) _mm512_##operation
+using Register = __m512i;
+Ints load_bytes(const void* x) { return Ints(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(x)))); }
 template <int B>
 inline Vec look_up(const float* table, Ints index) {
-  return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
+  return _mm512_permutexvar_ps(Register(index), _mm512_loadu_ps(table));
+}
+inline Register load_lanes(const uint8_t* x, int64_t apart) {
+  auto lane = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i * apart)); };
+  Register two = _mm512_inserti32x4(_mm512_castsi128_si512(lane(0)), lane(1), 1);
+  return _mm512_inserti32x4(_mm512_inserti32x4(two, lane(2), 2), lane(3), 3);
 }
 #elif defined(CPU_CAPABILITY_AVX2)
-using Ints = __m256i;
-constexpr bool kExpands = true;
-inline Ints load_bytes(const uint8_t* x) {
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
-}
-inline Ints shift_right(Ints x, int bits) { return _mm256_srli_epi32(x, bits); }
-inline Ints join_word(Ints low, Ints high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 8)); }
-inline Vec to_float(Ints x) { return _mm256_cvtepi32_ps(x); }
+#define SIMD(operation) _mm256_##operation
+using Register = __m256i;
+Ints load_bytes(const void* x) { return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(x)))); }
 template <int B>
 inline Vec look_up(const float* table, Ints index) {
-  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index);  // of the index modulo 8
+  __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), Register(index));  // of the index modulo 8
   if constexpr (B == 3) return low;
-  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), index);
-  return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), Register(index));
+  return _mm256_blendv_ps(low, high, __m256(index << 28));
 }
-#else
-constexpr bool kExpands = false;
+inline Register load_lanes(const uint8_t* x, int64_t apart) {
+  return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(x + apart), reinterpret_cast<const __m128i*>(x));
+}
 #endif
 
-// Whether codes of `bits` bits of entries of `dim` channels can be expanded: a step must not cross the halves of bytes
-// that `restore` tells apart, nor the end of an entry.
+// Whether codes can be expanded: no step of 16 bytes crosses the halves that `restore` tells apart, or an entry's end.
 bool can_expand(int64_t bits, int64_t dim, int64_t rows) {
-  bool fits = std::abs(bits) == 8   ? dim % kLanes == 0
-              : bits == 4 ? dim % (2 * kLanes) == 0
-                          : dim % (8 * kLanes) == 0 || (kLanes == 16 && dim == 64);
-  return kExpands && rows <= kMaxExpandedRows && fits;
+  bool fits = std::abs(bits) == 8 ? dim % 16 == 0 : bits == 4 ? dim % 32 == 0 : dim % 128 == 0 || dim == 64;
+  return kLanes > 4 && rows <= kMaxExpandedRows && fits;
 }
 
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-// Expands codes of B bits, kLanes bytes (or words of 12 bits) at a time, to kVectors vectors `stride` channels apart.
+#ifdef SIMD
+// Expands codes of B bits, kLanes words (bytes, or 12 bits) at a time, to kVectors vectors `stride` channels apart.
 template <int B>
 struct Expander {
-  using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
-  using Floats = float __attribute__((vector_size(4 * kLanes)));
-  static constexpr int kVectors = kWidth<B> == 8 ? 1 : B == 4 ? 2 : 4;
   int64_t stride, bytes;  // of an entry
   float table[16];
 
-  explicit Expander(int64_t dim) : stride(dim / kVectors), bytes(dim * kWidth<B> / 8) {
+  explicit Expander(int64_t dim) : stride(dim / kVectors<B>), bytes(dim * kWidth<B> / 8) {
     for (int code = 0; code < 16; ++code) table[code] = level<B>(code % (1 << kWidth<B>));
   }
 
-  // Channels c + i stride to c + i stride + kLanes - 1 of an entry, without its norm, into x[i]; c < stride.
-  void expand(const uint8_t* entry, int64_t c, Vec (&x)[kVectors]) const {
+  // Levels, without a norm, of words, above which there may be other bits if B is not 8.
+  void expand(Ints word, Vec (&x)[kVectors<B>]) const {
     if constexpr (B == kFp8) {
-      Words word = Words(load_bytes(entry + c));
+      using Floats = float __attribute__((vector_size(4 * kLanes)));
       x[0] = Vec(Floats((word & 128) << 24 | (word & 127) << 20)) * Vec(kFp8Factor);
     } else if constexpr (B == 8) {
-      Vec u = to_float(load_bytes(entry + c)) - Vec(127.5f);
+      Vec u = Vec(SIMD(cvtepi32_ps)(Register(word))) - Vec(127.5f);
       x[0] = u * fmadd(u * u, Vec(kCubic<B>), Vec(kSlope<B>));
-    } else if constexpr (B == 4) {
-      Ints codes = load_bytes(entry + c);
-      x[0] = look_up<B>(table, codes);
-      x[1] = look_up<B>(table, shift_right(codes, 4));
     } else {
-      Ints word = join_word(load_bytes(entry + c), upper_bits(entry + stride, c));
-      for (int i = 0; i < kVectors; ++i) x[i] = look_up<B>(table, shift_right(word, 3 * i));
+      for (int i = 0; i < kVectors<B>; ++i) x[i] = look_up<B>(table, word >> (B * i));
     }
   }
 
-  // The upper bits of words c to c + kLanes - 1; above them there may be others, which no lookup reads.
-  Ints upper_bits(const uint8_t* halves, int64_t c) const {
+  // Words c to c + kLanes - 1 of an entry; c < stride.
+  Ints words(const uint8_t* entry, int64_t c) const {
+    Ints low = load_bytes(entry + c);
+    if constexpr (B != 3) return low;
+    const uint8_t* halves = entry + stride;
     int64_t count = stride / 2;
 #if defined(CPU_CAPABILITY_AVX512)
     if (count == kLanes / 2) {  // the low halves of 8 bytes, then their high ones
       __m128i all = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(halves));
-      Ints shifts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(4), 1);
-      return _mm512_srlv_epi32(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(all, all)), shifts);
+      Ints bytes = Ints(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(all, all)));
+      return low | bytes >> Ints{0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4} << 8;
     }
 #endif
-    return c < count ? load_bytes(halves + c) : shift_right(load_bytes(halves + c - count), 4);
+    return low | load_bytes(halves + c % count) >> uint32_t(c < count ? 0 : 4) << 8;
+  }
+
+  // Bytes c + 4 w to c + 4 w + 3 of kLanes entries, an entry a lane of low[w]; high[w]: upper bits of such words.
+  void load_columns(const uint8_t* entries, int64_t c, Ints (&low)[4], Ints (&high)[4]) const {
+    transpose(entries + c, low);
+    if constexpr (B == 3) {
+      Ints halves[4];
+      transpose(entries + stride + (stride == 16 ? -8 : c % (stride / 2)), halves);
+      for (int w = 0; w < 4; ++w)
+        high[w] = halves[stride == 16 ? 2 + w % 2 : w] >> 4 * uint32_t(stride == 16 ? w / 2 : 2 * c / stride);
+    }
+  }
+  void transpose(const uint8_t* code, Ints (&x)[4]) const {
+    Register rows[4];
+    for (int i = 0; i < 4; ++i, code += bytes) {
+      asm("" : "+r"(code));  // no register for each of kLanes addresses
+      rows[i] = load_lanes(code, 4 * bytes);
+    }
+    Register a = SIMD(unpacklo_epi32)(rows[0], rows[1]), b = SIMD(unpacklo_epi32)(rows[2], rows[3]);
+    x[0] = Ints(SIMD(unpacklo_epi64)(a, b)), x[1] = Ints(SIMD(unpackhi_epi64)(a, b));
+    a = SIMD(unpackhi_epi32)(rows[0], rows[1]), b = SIMD(unpackhi_epi32)(rows[2], rows[3]);
+    x[2] = Ints(SIMD(unpacklo_epi64)(a, b)), x[3] = Ints(SIMD(unpackhi_epi64)(a, b));
   }
 };
 
-// scores[r][i] = scale * (q[r] . code[i]), norms left out, for R rows of q [R, dim] and `count` entries; scores are
-// [R, kBlock].
+// scores[r][i] = scale * (q[r] . code[i]), norms left out, for R rows of q [R, dim] and `count` entries, kGroup of them
+// at a time, an entry a lane; scores are [R, kBlock].
 template <int B, int R>
 void coded_products(const float* q, const uint8_t* code, int64_t count, int64_t dim, float scale, float* scores) {
+  constexpr int kParts = kGroup / kLanes;
   const Expander<B> expander(dim);
-  for (int64_t first = 0; first < count; first += kTogether) {
-    Vec sums[R][kTogether];
-    for (int j = 0; j < kTogether; ++j) {
-      const uint8_t* entry = code + min(first + j, count - 1) * expander.bytes;
-      Vec sum[R];
-      for (int r = 0; r < R; ++r) sum[r] = Vec(0.f);
-      for (int64_t c = 0; c < expander.stride; c += kLanes) {
-        Vec x[Expander<B>::kVectors];
-        expander.expand(entry, c, x);
-        for (int i = 0; i < Expander<B>::kVectors; ++i)
-          for (int r = 0; r < R; ++r)
-            sum[r] = fmadd(x[i], Vec::loadu(q + r * dim + i * expander.stride + c), sum[r]);
+  for (int64_t next = 0; next < count; next += kGroup) {
+    const int64_t first = min(next, count - kGroup);  // the last ones may come twice
+    Vec sums[R][2], x[kParts][kVectors<B>];
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = Vec(0.f);
+    for (int64_t c = 0; c < expander.stride; c += 16) {
+      Ints low[kParts][4], high[kParts][4];
+      for (int p = 0; p < kParts; ++p)
+        expander.load_columns(code + (first + p * kLanes) * expander.bytes, c, low[p], high[p]);
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) {
+        for (int p = 0; p < kParts; ++p) {
+          Ints word = low[p][i / 4] >> 8 * (i % 4);
+          if constexpr (B == 8) word &= 255;
+          if constexpr (B == 3) word = (word & 255) | high[p][i / 4] >> 8 * (i % 4) << 8;
+          expander.expand(word, x[p]);
+        }
+        for (int j = 0; j < kVectors<B>; ++j)
+          for (int r = 0; r < R; ++r) {
+            Vec query(q[r * dim + j * expander.stride + c + i]);
+            for (int p = 0; p < kParts; ++p) {
+              Vec& sum = sums[r][kParts == 1 ? i % 2 : p];  // of one part two chains, so that neither waits long
+              sum = fmadd(x[p][j], query, sum);
+            }
+          }
       }
-      for (int r = 0; r < R; ++r) sums[r][j] = sum[r];
     }
-    for (int r = 0; r < R; ++r) store_lane_sums(sums[r], scale, scores + r * kBlock + first);
+    for (int r = 0; r < R; ++r) {
+      if constexpr (kParts == 1) sums[r][0] = sums[r][0] + sums[r][1];
+      for (int p = 0; p < kParts; ++p) (sums[r][p] * Vec(scale)).store(scores + r * kBlock + first + p * kLanes);
+    }
   }
 }
 
 // sums[r] += sum over i of weights[r][i] * code[i], norms left out; weights are [R, kBlock] and sums [R, dim].
 template <int B, int R>
 void add_coded(const float* weights, const uint8_t* code, int64_t count, int64_t dim, float* sums) {
-  constexpr int kVectors = Expander<B>::kVectors;
   const Expander<B> expander(dim);
   for (int64_t c = 0; c < expander.stride; c += kLanes) {
-    Vec sum[R][kVectors], x[kVectors];
+    Vec sum[R][kVectors<B>], x[kVectors<B>];
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kVectors; ++i) sum[r][i] = Vec::loadu(sums + r * dim + i * expander.stride + c);
-    const uint8_t* entry = code;
-    for (int64_t j = 0; j < count; ++j, entry += expander.bytes) {
-      expander.expand(entry, c, x);
+      for (int i = 0; i < kVectors<B>; ++i) sum[r][i] = Vec::loadu(sums + r * dim + i * expander.stride + c);
+#pragma GCC unroll 4
+    for (int64_t j = 0; j < count; ++j) {
+      expander.expand(expander.words(code + j * expander.bytes, c), x);
       for (int r = 0; r < R; ++r)
-        for (int i = 0; i < kVectors; ++i) sum[r][i] = fmadd(Vec(weights[r * kBlock + j]), x[i], sum[r][i]);
+        for (int i = 0; i < kVectors<B>; ++i) sum[r][i] = fmadd(Vec(weights[r * kBlock + j]), x[i], sum[r][i]);
     }
     for (int r = 0; r < R; ++r)
-      for (int i = 0; i < kVectors; ++i) sum[r][i].store(sums + r * dim + i * expander.stride + c);
+      for (int i = 0; i < kVectors<B>; ++i) sum[r][i].store(sums + r * dim + i * expander.stride + c);
   }
 }
 
 // Calls f<B, R>(row) for all rows, R of them at a time.
-template <int B, typename F>
-void for_rows(int64_t rows, F f) {
-  for (int64_t row = 0; row < rows; row += kMaxRows) {
-    switch (min(kMaxRows, rows - row)) {
-      case 1: f.template operator()<B, 1>(row); break;
-      case 2: f.template operator()<B, 2>(row); break;
-      case 3: f.template operator()<B, 3>(row); break;
-      default: f.template operator()<B, 4>(row);
-    }
-  }
-}
-
 template <typename F>
 void for_rows(int64_t bits, int64_t rows, F f) {
-  bits == 8 ? for_rows<8>(rows, f) : bits == kFp8 ? for_rows<kFp8>(rows, f) : bits == 4 ? for_rows<4>(rows, f) : for_rows<3>(rows, f);
+  with_bits(bits, [&]<int B>() {
+    for (int64_t row = 0; row < rows; row += kMaxRows) {
+      switch (min(kMaxRows, rows - row)) {
+        case 1: f.template operator()<B, 1>(row); break;
+        case 2: f.template operator()<B, 2>(row); break;
+        case 3: f.template operator()<B, 3>(row); break;
+        default: f.template operator()<B, 4>(row);
+      }
+    }
+  });
 }
 #else
 // Never called, as `can_expand` is false.
@@ -416,7 +421,8 @@ template <typename F> void for_rows(int64_t, int64_t, F) {}
 
 // Multiplies `rows` rows [rows, kBlock] by the norms of `count` entries; `buffer` has space for kBlock numbers.
 void multiply_by_norms(const at::BFloat16* norms, int64_t count, int64_t rows, float* values, float* buffer) {
-  std::fill(std::copy_n(norms, count, buffer), buffer + kBlock, 0.f);
+  as_float(norms, count, buffer);
+  std::fill(buffer + count, buffer + kBlock, 0.f);
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < kBlock; ++i) values[row * kBlock + i] *= buffer[i];
 }
@@ -427,10 +433,7 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
   float* block = scores + kBlock * s.rows;
   float *extremes = s.extremes + 2 * slot * s.rows, *sums = s.sums + slot * s.rows * s.value_dim;
   std::fill_n(sums, s.rows * s.value_dim, 0.f);
-  for (int64_t row = 0; row < s.rows; ++row) {
-    extremes[2 * row] = kNegInf;
-    extremes[2 * row + 1] = 0;
-  }
+  for (int64_t row = 0; row < s.rows; ++row) extremes[2 * row] = kNegInf, extremes[2 * row + 1] = 0;
   const T *k_span = static_cast<T*>(s.k) + s.starts[span] * s.dim;
   const T *v_span = static_cast<T*>(s.v) + s.starts[span] * s.value_dim;
   int64_t length = s.length(span), part = 0, part_begin = 0, part_end = s.code_count ? s.codes[0].count[span] : length;
@@ -443,15 +446,16 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
     const Codes* codes = part < s.code_count ? &s.codes[part] : nullptr;
     int64_t entry = codes ? codes->first[span] + first - part_begin : first;
     const float* q = s.q + span * s.rows * s.dim;
-    if (codes && can_expand(codes->key_bits, s.dim, s.rows)) {
+    if (codes && count >= kGroup && can_expand(codes->key_bits, s.dim, s.rows)) {
       const uint8_t* code = codes->key + entry * (s.dim * std::abs(codes->key_bits) / 8);
       for_rows(codes->key_bits, s.rows, [&]<int B, int R>(int64_t row) {
         coded_products<B, R>(q + row * s.dim, code, count, s.dim, s.scale, scores + kBlock * row);
       });
       multiply_by_norms(codes->key_norm + entry, count, s.rows, scores, block);
     } else {
-      const float* k = codes ? restore(codes->key_bits, codes->key, codes->key_norm, entry, count, s.dim, block)
-                             : as_float(k_span + entry * s.dim, count * s.dim, block);
+      const float* k = codes ? with_bits(codes->key_bits, [&]<int B>() {
+        return restore<B>(codes->key, codes->key_norm, entry, count, s.dim, block);
+      }) : as_float(k_span + entry * s.dim, count * s.dim, block);
       for (int64_t row = 0; row < s.rows; ++row)
         dot_products(q + row * s.dim, k, count, s.dim, s.scale, scores + kBlock * row);
     }
@@ -470,9 +474,9 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
         add_coded<B, R>(scores + kBlock * row, code, count, s.value_dim, sums + row * s.value_dim);
       });
     } else {
-      const float* v =
-          codes ? restore(codes->value_bits, codes->value, codes->value_norm, entry, count, s.value_dim, block)
-                : as_float(v_span + entry * s.value_dim, count * s.value_dim, block);
+      const float* v = codes ? with_bits(codes->value_bits, [&]<int B>() {
+        return restore<B>(codes->value, codes->value_norm, entry, count, s.value_dim, block);
+      }) : as_float(v_span + entry * s.value_dim, count * s.value_dim, block);
       for (int64_t row = 0; row < s.rows; ++row)
         add_values(scores + kBlock * row, v, seen(row), s.value_dim, sums + row * s.value_dim);
     }
@@ -577,21 +581,16 @@ struct Basis {
 
   // q' = (q scale) . key_rotation of queries [B, Hq, Tq, D], which has the products of q and k - mean.
   Tensor enter_queries(const Tensor& q) const {
-    return rotate(q, key_rotation, [&](const float* x, int64_t span, int64_t dim, float* out) {
-      for (int64_t c = 0; c < dim; ++c) out[c] = x[c] * scale[span * dim + c];
-    });
+    return rotate(q, key_rotation, [&](float x, int64_t channel) { return x * scale[channel]; });
   }
   // k' of keys [B, Hkv, T, D], in their dtype.
   Tensor enter_keys(const Tensor& key) const {
-    auto centre = [&](const float* x, int64_t span, int64_t dim, float* out) {
-      for (int64_t c = 0; c < dim; ++c) out[c] = (x[c] - mean[span * dim + c]) / scale[span * dim + c];
-    };
+    auto centre = [&](float x, int64_t channel) { return (x - mean[channel]) / scale[channel]; };
     return rotate(key.to(at::kFloat).contiguous(), key_rotation, centre).to(key.scalar_type());
   }
   // v' of values [B, Hkv, T, Dv], in their dtype.
   Tensor enter_values(const Tensor& value) const {
-    auto copy = [](const float* x, int64_t, int64_t dim, float* out) { std::copy_n(x, dim, out); };
-    return rotate(value.to(at::kFloat).contiguous(), value_rotation, copy).to(value.scalar_type());
+    return rotate(value.to(at::kFloat).contiguous(), value_rotation, [](float x, int64_t) { return x; }).to(value.scalar_type());
   }
   // Outputs [B, Hq, Tq, Dv] from those over v', in place.
   void leave_outputs(Tensor& out) const {
@@ -615,7 +614,7 @@ struct Basis {
   }
 
  private:
-  // prepare(x) . rotation for each row x of float32 [B, H, T, dim].
+  // prepare(x, channel of [S, dim]) . rotation for each row x of float32 [B, H, T, dim].
   template <typename F>
   Tensor rotate(const Tensor& x, const float* rotation, F prepare) const {
     Tensor result = at::empty(x.sizes(), x.options());
@@ -623,7 +622,7 @@ struct Basis {
     const float* source = x.const_data_ptr<float>();
     float* target = result.mutable_data_ptr<float>();
     for_each_row(all, dim, [&](int64_t row, float* buffer) {
-      prepare(source + row * dim, row / rows, dim, buffer);
+      for (int64_t c = 0; c < dim; ++c) buffer[c] = prepare(source[row * dim + c], row / rows * dim + c);
       std::fill_n(target + row * dim, dim, 0.f);
       add_values(buffer, rotation, dim, dim, target + row * dim);
     });
