@@ -300,17 +300,24 @@ def _fit_values(
         value: Their v, [N, dv].
     """
     fitted, starts, device = to_fp32(value).clone(), packed_starts(lens), value.device
+    # A GPU takes all heads in one batch, padded to equal lengths. A CPU takes one after another, which are smaller.
+    number = 1 if device.type == "cpu" else lens.shape[1]
+    parts = [slice(head, head + number) for head in range(0, lens.shape[1], number)]
     for rows in groups:
-        part, counts = prompt.select(rows, slice(padding[rows.start], None)), lens[rows]
-        longest, queries = int(counts.max()), compensation.reference_queries(part)
-        if not longest or not queries.shape[3]:
-            continue
-        # Padded to equal lengths, so that all heads are one batch.
-        first, present = stack_to_device(device, starts[rows].flatten(), counts.flatten()).view(2, *counts.shape)
-        entries = (first[..., None] + torch.arange(longest, device=device)).clamp_(max=len(value) - 1)
-        new = compensation.fit_values(part, queries, key[entries], value[entries], present).flatten(0, 2)
-        padded_starts = torch.arange(counts.numel(), device="cpu").view_as(counts) * longest
-        fitted[slot_indices(starts[rows], counts, device)] = new[slot_indices(padded_starts, counts, device)]
+        row = prompt.select(rows, slice(padding[rows.start], None))
+        queries = compensation.reference_queries(row)
+        for heads in parts if queries.shape[3] else ():
+            counts, first = lens[rows, heads], starts[rows, heads]
+            longest = int(counts.max())
+            if not longest:
+                continue
+            begin, present = stack_to_device(device, first.flatten(), counts.flatten()).view(2, *counts.shape)
+            entries = (begin[..., None] + torch.arange(longest, device=device)).clamp_(max=len(value) - 1)
+            own = compensation.select_heads(row, heads), queries[:, heads]
+            is_padded = int(counts.min()) < longest
+            new = compensation.fit_values(*own, key[entries], value[entries], present if is_padded else None)
+            padded_starts = torch.arange(counts.numel(), device="cpu").view_as(counts) * longest
+            fitted[slot_indices(first, counts, device)] = new.flatten(0, 2)[slot_indices(padded_starts, counts, device)]
     return fitted
 
 

@@ -94,10 +94,16 @@ class Rotation:
         cos, sin = self._cos_sin(x, start, start + x.shape[2], inverse=True)
         return self._turn(x[:, :, part], cos[:, part], sin[:, part])
 
-    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+    def rerotate(self, x: Tensor, positions: range, start: int) -> Tensor:
         """Move x [B, H, n, d], rotated at `positions` [n], to the positions from `start` on."""
-        cos, sin = _invert(*self._compute(x, positions))
-        return self.rotate(self._turn(x, cos, sin), start)
+        key = (positions, start, x.dtype, x.device)
+        tables = self._tables.get(key)
+        if tables is None:
+            cos, sin = self._compute(x, torch.arange(start, start + len(positions), device=x.device))
+            back_cos, back_sin = _invert(*self._compute(x, torch.tensor(positions, device=x.device)))
+            tables = cos * back_cos - sin * back_sin, sin * back_cos + cos * back_sin
+            self._cache_tables(key, tables)
+        return self._turn(x, *tables)
 
     def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
         """Compute the mean rotation at positions `start` to `end` - 1: a matrix [d, d], applied to row vectors.
@@ -166,10 +172,13 @@ class Rotation:
         if tables is None:
             cos, sin = self._compute(like, torch.arange(start, end, device=like.device))
             tables = _invert(cos, sin) if inverse else (cos, sin)
-            if len(self._tables) >= _CACHED_TABLES:
-                self._tables.clear()
-            self._tables[key] = tables
+            self._cache_tables(key, tables)
         return tables
+
+    def _cache_tables(self, key: tuple[Any, ...], tables: tuple[Tensor, Tensor]) -> None:
+        if len(self._tables) >= _CACHED_TABLES:
+            self._tables.clear()
+        self._tables[key] = tables
 
     def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Compute cos and sin [1, n, d] at `positions` [n] with the model's embedding, without changing its state.
@@ -219,7 +228,7 @@ class NoRotation(Rotation):
     def mean_half_tables(self, like: Tensor, start: int, end: int) -> None:
         """None, as in `half_tables`."""
 
-    def rerotate(self, x: Tensor, positions: Tensor, start: int) -> Tensor:
+    def rerotate(self, x: Tensor, positions: range, start: int) -> Tensor:
         """Return `x` itself."""
         return x
 

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -36,6 +37,7 @@ from tests.fake_gpu.kernels import fake_gpus
 
 pytestmark = pytest.mark.usefixtures("fake_gpu")
 KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.1, 0.6], [0.0, 1.0]]), Knorm())
+COMPENSATED = replace(KNORM, name="knorm+compensation", compensation=True)
 SHALLOW_KNORM = Method("knorm", PerHead([[0.5, 0.2], [0.0, 1.0]]), Knorm())
 
 
@@ -369,6 +371,19 @@ def test_launches_of_eviction_a_layer(on_fake):
         launches(decoding, text[:, 101:102])  # which makes the buffers
         steps = [launches(decoding, token)[0] for token in text[:, 102:170].split(1, 1)]
     assert set(steps) == {1, 5} and sum(steps) / len(steps) < 1.3
+
+
+@torch.no_grad()
+def test_launches_of_compensation_a_layer(on_fake):
+    """For any number of rows and heads; the fake device takes SDPA, on a GPU one launch, apart into a dozen."""
+    counted = []
+    for rows in (1, 3):
+        with fake_gpus(stubbed=True), watched() as log:
+            on_fake(ids(100, rows).to("fake"), past_key_values=RaggedCache(on_fake, method=COMPENSATED))
+        places = [event.place for event in log.ours("launch")]
+        counted.append(sum(place.startswith("methods/compensation") for place in places) / LAYERS)
+        assert sum(place.startswith("hf/rotation") for place in places) <= 6 * LAYERS + 60, log.summary("launch")
+    assert max(counted) <= 44, log.summary("launch")
 
 
 @torch.no_grad()

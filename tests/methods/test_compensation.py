@@ -336,7 +336,7 @@ def test_longrope_near_its_change_keeps_the_frequencies_of_the_text():
     assert rotation is not None
     assert [rotation.future_start(end, 20) for end in (30, 60, 64, 65)] == [30, 44, 44, 65]
     x = torch.randn(1, 1, 20, 8, dtype=torch.float64)
-    turned = rotation.rerotate(rotation.rotate(x, 20), torch.arange(20, 40), rotation.future_start(60, 20))
+    turned = rotation.rerotate(rotation.rotate(x, 20), range(20, 40), rotation.future_start(60, 20))
     factor = math.sqrt(1 + math.log(512 / 64) / math.log(64))  # that LongRoPE has q and k multiplied by
     torch.testing.assert_close(turned, factor * by_short_factors(x, 44), atol=1e-5, rtol=0)
     # So has the attention to expect of the tokens that follow.
