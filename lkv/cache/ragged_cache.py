@@ -73,8 +73,7 @@ class RaggedCache(BaseCache):
         streaming: Evict after each chunk of the prompt: a head keeps its best floor(retention * tokens read). The cache
             then never stores more than these and one chunk; later chunks see only the kept entries of earlier ones.
         decode_eviction: Evict from tokens after the prompt, too, whenever a layer's slack is used up.
-        bits: Quantise the kept entries of the prompt to 8, 4 or 3 bits a value, or "fp8". Appended tokens keep the
-            model's dtype.
+        bits: Quantise the kept entries of the prompt to 8, "fp8", 4 or 3 bits. Appended tokens keep the model's dtype.
         pattern: DuoAttention's alphas `[L][H]`, for the budget rule "duo" (`lkv.methods.budgets.read_pattern`
             or `estimate_pattern`).
         compression_ratio: Not accepted; the error says which `retention` to give.

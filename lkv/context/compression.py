@@ -156,9 +156,6 @@ def compress_ids(
         images: The model's other inputs for images among the ids, such as `pixel_values`.
         kind: What the ids are.
 
-    Returns:
-        The compressed context.
-
     Raises:
         PromptError: For a text that is too long, or too short for the budget.
         LkvError: As `RaggedCache` raises for its arguments.
@@ -184,7 +181,8 @@ def compress_ids(
         # The second pass doubles the work.
         with _report_layers(model, progress, len(ids) * (1 + method.selector.has_second_pass)):
             prompt = read_prompt(model, input_ids, method.reads_queries, images)
-        cache = RaggedCache.from_config(model, replace(config, method=method.for_prompt(ids, prompt)))
+            config = replace(config, method=method.for_prompt(ids, prompt))
+        cache = RaggedCache.from_config(model, config)
         cache.fill(prompt)
         cache.set_method(method)  # drops the scores of this prompt
     else:

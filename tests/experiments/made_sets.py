@@ -20,12 +20,16 @@ class Tokens:
     eos_token_id = 0
     chat_template = "turns"
     bos_token_id = None
+    vocab_size = 1000
 
     def __len__(self):
-        return 1000
+        return self.vocab_size
 
     def __call__(self, text, add_special_tokens=True):
         return {"input_ids": [len(word) for word in text.split()]}
+
+    def convert_ids_to_tokens(self, ids):
+        return ["x" * token for token in ids]
 
     def decode(self, ids):
         return " ".join("x" * token for token in ids)

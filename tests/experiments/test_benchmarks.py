@@ -88,8 +88,8 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["memory", *arguments, "--out", str(tmp_path / "memory.json")])
     memory.main()
     rows = json.loads((tmp_path / "memory.json").read_text())["rows"]
-    # LKV at both budgets in four ways; the other method at the compared one in three.
-    assert len([row for row in rows if row["method"].startswith("lkv")]) == 8 and len(rows) == 11
+    # LKV at both budgets in five ways; the other method at the compared one in four.
+    assert len([row for row in rows if row["method"].startswith("lkv")]) == 10 and len(rows) == 14
     assert all(0.7 * row["memory"] < row["held"] <= row["memory"] for row in rows)
     kept = {row["method"]: row["kept"] for row in rows if row["memory"] == 0.15}
     # The model computes in float32; unquantised entries count 16 bits a value all the same.
