@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unicodedata import bidirectional
 
 import pypdfium2
 import pypdfium2.raw as pdfium
@@ -16,6 +17,7 @@ from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_words import Glyph, accent
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
+_LAM = "\u0644"  # the first letter of the ligatures that Unicode has
 _HYPHEN = 2  # pdfium's character for a hyphen at a line's end
 # What stands for a glyph without a character: controls, replacement characters, private use (but for symbol fonts).
 _NO_CHARACTER = re.compile(r"[\x01-\x08\x0e-\x1f\ufffd\ue000-\uefff\uf100-\uf8ff]")
@@ -191,12 +193,16 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
         is_part = bool(last and (style.span or not (accent(last.text) or accent(character))))
         if last and last.style is style and is_part and (last.x, last.y) == (x.value, y.value):
             most *= len(last.text) + 1 if style.span else 1  # each character of /ActualText has its share
-            last = last._replace(text=last.text + character, width=most, is_unnamed=last.is_unnamed or is_unnamed)
+            # pdfium gives the letters of a ligature as they are seen, but those that have a character of their own.
+            is_turned = not style.span and bidirectional(character) in ("R", "AL") and last.text != _LAM
+            joined = character + last.text if is_turned else last.text + character
+            last = last._replace(text=joined, width=most, is_unnamed=last.is_unnamed or is_unnamed)
             continue
         if last:
             yield last
         pdfium.FPDFFont_GetGlyphWidth(pdfium.FPDFTextObj_GetFont(drawn), code, 1.0, width)
-        advance = min(abs(width.value) * style.stretch or most, most)
+        # The form of an Arabic letter, and so its width, depends on its place in the word.
+        advance = most if bidirectional(character) == "AL" else min(abs(width.value) * style.stretch or most, most)
         if style.span:  # the box of /ActualText is what is drawn alone
             advance = most + _SIDE_BEARINGS * style.size
         last = _Placed(character, x.value, y.value, advance, style, is_unnamed)

@@ -5,7 +5,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from statistics import fmean, mode
 from typing import NamedTuple
-from unicodedata import combining, normalize
+from unicodedata import bidirectional, combining, normalize
 
 from lkv.context.flow_text import script_text
 
@@ -17,7 +17,6 @@ WORD_GAP = 0.189  # between words, at least; the narrowest spaces of TeX have 0.
 _MIN_GAPS = 6  # of a line whose own gaps say which are between words
 _NUMBER_GAP = 0.12  # between numbers
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
-_CLEAR_RAISE = 0.2  # of scripts that are apart from other glyphs
 _DIGIT_RAISE = 0.14  # of digits of the text's size that are scripts, at least
 # Accents as characters of their own that have no decomposition, and letters without their dots.
 _MARKS = {"`": "\u0300", "\u02c6": "\u0302", "\u02c7": "\u030c"}
@@ -46,7 +45,18 @@ def accent(text: str) -> str:
 def attach_accents(glyphs: Sequence[Glyph]) -> list[Glyph]:
     """Put accents that are glyphs of their own, as in TeX, on the letters at their place, drawn before or after."""
     joined: list[Glyph | None] = [*glyphs]
-    marks = [(i, mark) for i, glyph in enumerate(glyphs) if (mark := accent(glyph.text))]
+    last = -1
+    for i, glyph in enumerate(glyphs):
+        base = joined[last] if last >= 0 else None
+        if base and combining(glyph.text[0]) and bidirectional(base.text[0]) not in ("R", "AL", "NSM"):
+            # It follows its letter, as in every text, in some fonts at a place of its own.
+            follower = glyphs[i + 1].x if i + 1 < len(glyphs) else glyph.end
+            has_place = glyph.x > base.end - 0.1 * base.size and abs(follower - glyph.end) < 0.05 * base.size
+            end = glyph.end if has_place else base.end
+            joined[last], joined[i] = base._replace(text=normalize("NFC", base.text + glyph.text), end=end), None
+        else:
+            last = i
+    marks = [(i, mark) for i, glyph in enumerate(glyphs) if joined[i] and (mark := accent(glyph.text))]
     reach = _MAX_REACH if len(marks) < _MAX_ACCENTS else 1  # raised ones are drawn apart
     for i, mark in marks:
         glyph, near = glyphs[i], range(max(0, i - reach), min(len(glyphs), i + reach + 1))
@@ -69,10 +79,13 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
     """Return the texts of a segment's glyphs, with a space at each gap and scripts as part of what they follow."""
     tracking, pitch = _tracking(glyphs)
     own_gap = word_gap([glyphs], default=usual_gap)
-    size = max(glyph.size for glyph in glyphs)
+    size = max([glyph.size for glyph in glyphs if glyph.text[0].isalnum()] or [glyph.size for glyph in glyphs])
     large = [glyph for glyph in glyphs if glyph.size >= SMALL * size]
     base = mode([glyph.y for glyph in large if not glyph.text.isdigit()] or [glyph.y for glyph in large])
-    raises = [(glyph.y - base) * _is_script(glyph, glyph.y - base, size) for glyph in glyphs]
+    raises: list[float] = []
+    for y, level in groupby(glyphs, key=lambda glyph: round(glyph.y, 1)):  # a value on a form's line is no script
+        run = [*level]
+        raises += [(y - base) * all(_is_script(glyph, y - base, size) for glyph in run)] * len(run)
     spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
     for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
         if before.text[-1] != " " != glyph.text[0]:
@@ -85,12 +98,12 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
         spaced.append((glyph.text, shift))
     texts: list[str] = []
     place = 0
-    for raised, run in groupby(spaced, key=itemgetter(1)):
-        part = [text for text, _ in run]
+    for raised, members in groupby(spaced, key=itemgetter(1)):
+        part = [text for text, _ in members]
         place += len(part)
         before_script = texts[-1].strip(" ")[-1:] if texts else ""
-        is_near = before_script or (spaced[place : place + 1] or [(" ", 0)])[0][0] != " "
-        if abs(raised) > _CLEAR_RAISE * size or (raised and is_near):
+        is_near = before_script not in ("", "_") or (spaced[place : place + 1] or [(" ", 0)])[0][0] not in (" ", "_")
+        if raised and is_near:
             script = script_text("".join(part), before_script, raised > 0)
             # A footnote's letter is no part of the number behind it.
             part = [texts.pop() + script] if before_script else [script, *[" "] * (script == "".join(part))]

@@ -5,7 +5,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from unicodedata import normalize
+from unicodedata import combining, normalize
 
 import pytest
 from hypothesis import given
@@ -238,6 +238,46 @@ def test_raised_and_lowered_digits_of_any_size_are_scripts(base, script, after, 
     content = f"BT /F1 12 Tf 72 700 Td ({base}) Tj {drawn} Tj ET\n"
     shown = script_text(script, base[-1], is_raised=rise > 0)
     assert read(pdf(content + lines("and 17 more", y=670))) == f"{base}{shown}{after}\nand 17 more"
+
+
+@pytest.mark.parametrize("text", ["L\u2019élève naïf a été", "Tiếng Việt ngữ", "ẹ̀kọ́ ọ̀rọ̀", "в ста́рый за́мок", "kṝ ṁ"])
+@pytest.mark.parametrize("has_place", [True, False])
+def test_combining_characters_follow_their_letters(text, has_place):
+    """Text that was not composed, its marks drawn behind their letters or over them."""
+    parts = normalize("NFD", text)
+    codes = {character: code for code, character in enumerate(sorted(set(parts)), 0x21)}
+    names = "".join(f"<{code:02x}> <{ord(character):04x}>" for character, code in codes.items())
+    drawn = "".join(
+        f"<{codes[each]:02x}>" if has_place or not combining(each) else f" 350 <{codes[each]:02x}> 250 "
+        for each in parts
+    )
+    assert read(mapped_pdf(f"BT /F1 10 Tf 20 700 Td [{drawn}] TJ ET", names, len(codes))) == normalize("NFC", text)
+
+
+@pytest.mark.parametrize("ligature", ["<0644 0627>", "<FEFB>"])
+def test_the_letters_of_an_arabic_ligature_keep_their_order(ligature):
+    letters = {0x21: "<0633>", 0x22: ligature, 0x23: "<0645>", 0x24: "<0020>"}
+    names = "".join(f"<{code:02x}> {unicode.replace(' ', '')}" for code, unicode in letters.items())
+    content = "BT /F1 10 Tf 20 700 Td <23222124 22242322> Tj ET"
+    assert read(mapped_pdf(content, names, len(letters))) == "لام لا سلام"
+
+
+@pytest.mark.parametrize("size", [14, 18, 30])
+def test_tall_brackets_leave_the_text_between_them(size):
+    pieces = [(12, "A = "), (size, "("), (12, "a + 25"), (size, ")"), (12, " = "), (size, "["), (12, "7"), (size, "]")]
+    drawn = "".join(f"/F1 {own} Tf <{text.encode('ascii').hex()}> Tj " for own, text in pieces)
+    assert read(pdf(f"BT 72 700 Td {drawn} ET")) == "A = (a + 25) = [7]"
+
+
+@given(
+    value=st.sampled_from(["3/4/1980", "1,250.00", "77-4411", "12.5 kg"]),
+    rise=st.floats(1.7, 4),
+    size=st.floats(9, 12),
+)
+def test_a_value_over_the_line_of_a_form_is_no_script(value, rise, size):
+    content = text_at(60, 700, "Amount due: " + "_" * 30)
+    content += f"BT /F1 {size:.1f} Tf 150 {700 + rise:.1f} Td ({value}) Tj ET\n"
+    assert value in read(pdf(content))
 
 
 @given(
