@@ -108,6 +108,11 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError("give a file to read (or - for stdin), or --load with a file written by --save.")
         if self.words == ["-"] and not self.load and not self.save:
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
+        if not self.load and (others := [word for word in self.words[1:] if isfile(word)]):
+            raise LkvError(
+                f"{others[0]} is a file, and not a question; join the files: "
+                f"cat {self.words[0]} {others[0]} | lkv ask - ..."
+            )
         if self.load:
             return
         if self.words[0] != "-" and not exists(self.words[0]):  # before torch is loaded

@@ -293,6 +293,7 @@ def test_the_retention_reached_is_reported(folder, asked):
     [
         (("--load", "book.txt"), None, "book.txt"),
         (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
+        (("text", "book.txt", "why?"), "knorm", "book.txt is a file, and not a question; join the files"),
         (("text", " "), "knorm", "the question is empty"),
         (("text", "\udcff"), "knorm", "the question is not valid Unicode text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
