@@ -83,7 +83,7 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
     large = [glyph for glyph in glyphs if glyph.size >= SMALL * size]
     base = mode([glyph.y for glyph in large if not glyph.text.isdigit()] or [glyph.y for glyph in large])
     raises: list[float] = []
-    for y, level in groupby(glyphs, key=lambda glyph: round(glyph.y, 1)):  # a value on a form's line is no script
+    for y, level in groupby(glyphs, key=lambda glyph: round(glyph.y, 1)):  # a value on a form's line is not a script
         run = [*level]
         raises += [(y - base) * all(_is_script(glyph, y - base, size) for glyph in run)] * len(run)
     spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
@@ -105,7 +105,7 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
         is_near = before_script not in ("", "_") or (spaced[place : place + 1] or [(" ", 0)])[0][0] not in (" ", "_")
         if raised and is_near:
             script = script_text("".join(part), before_script, raised > 0)
-            # A footnote's letter is no part of the number behind it.
+            # A footnote's letter does not belong to the number behind it.
             part = [texts.pop() + script] if before_script else [script, *[" "] * (script == "".join(part))]
         texts += part
     return texts

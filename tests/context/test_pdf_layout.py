@@ -274,7 +274,7 @@ def test_tall_brackets_leave_the_text_between_them(size):
     rise=st.floats(1.7, 4),
     size=st.floats(9, 12),
 )
-def test_a_value_over_the_line_of_a_form_is_no_script(value, rise, size):
+def test_a_value_over_the_line_of_a_form_is_not_a_script(value, rise, size):
     content = text_at(60, 700, "Amount due: " + "_" * 30)
     content += f"BT /F1 {size:.1f} Tf 150 {700 + rise:.1f} Td ({value}) Tj ET\n"
     assert value in read(pdf(content))
