@@ -87,7 +87,7 @@ def save_model(path: Path, **changes) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(path)
-    tiny_llama(dtype=torch.float32, vocab_size=len(vocabulary), **changes).save_pretrained(path)
+    tiny_llama(**{"dtype": torch.float32, "vocab_size": len(vocabulary)} | changes).save_pretrained(path)
     assert AutoTokenizer.from_pretrained(path)("ab")["input_ids"]
     return path
 

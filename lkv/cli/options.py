@@ -64,7 +64,7 @@ class ModelOptions(Command):
 class RunOptions(ModelOptions):
     """Which model is loaded, in which dtype, and where it runs."""
 
-    dtype: Dtype | None = option("dtype of the model (default: as stored)")
+    dtype: Dtype | None = option("dtype of the model (default: as stored; float32 where bfloat16 is emulated)")
     device: str | None = option(f"{_DEVICE} (default: cpu)")
 
     def load_model(self, device: str | None = None) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

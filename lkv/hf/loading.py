@@ -29,7 +29,7 @@ from transformers import (
 from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
 from lkv.utils.cpu_threads import adapted_threads
-from lkv.utils.devices import find_device
+from lkv.utils.devices import available_memory, faster_dtype, find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder, is_path
 from lkv.utils.prompts import encode, next_turn_parts
@@ -53,7 +53,8 @@ def load_model(
     Args:
         name: The demo model, a GGUF file, a local folder or a hub id. A GGUF file is converted once, into the
             cache folder: to the dtype of most of its weights, or to bfloat16 if they are quantised.
-        dtype: The dtype of the weights; by default the stored one.
+        dtype: The dtype of the weights; by default the stored one, or float32 for bfloat16 on a processor that
+            emulates it, if float32 fits into memory.
         revision: A commit, tag or branch on the hub.
         device: The device of the weights, loaded directly if accelerate is installed, else by way of the CPU; "auto"
             spreads them over all GPUs and needs accelerate; None means the CPU.
@@ -69,7 +70,8 @@ def load_model(
     if is_gguf(name):  # its folder is named by content, so a moved file is not converted again
         path = cache_folder() / f"{Path(name).stem}-{gguf_digest(Path(name))[:12]}"
         convert_once(path, lambda: nullcontext(Path(name)))
-    return _load(path, name, dtype or "auto", revision, device)
+    model, tokenizer = _load(path, name, dtype or "auto", revision, device)
+    return model if dtype else _in_faster_dtype(model), tokenizer
 
 
 def load_default(
@@ -174,6 +176,20 @@ def _load(
         )
     add_turn_end(model, tokenizer)
     return model.eval(), tokenizer
+
+
+def _in_faster_dtype(model: Any) -> Any:
+    """Return the model in float32 if it is in bfloat16 on a processor that emulates it, and float32 fits into memory."""
+    if model.dtype != torch.bfloat16 or model.device.type != "cpu" or getattr(model, "hf_quantizer", None):
+        return model
+    if faster_dtype(model.device) == torch.bfloat16 or 2 * model.get_memory_footprint() > available_memory():
+        return model
+    print(
+        "computing in float32, as this processor emulates bfloat16, which is slower (with dtype bfloat16 the model "
+        "takes half the memory).",
+        file=sys.stderr,
+    )
+    return model.float()
 
 
 def _model_class(config: "PreTrainedConfig") -> Any:

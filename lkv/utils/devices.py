@@ -1,10 +1,11 @@
 """Devices: capabilities, memory, graphs and dtypes."""
 
 import gc
+import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,14 @@ def find_device(name: str | None) -> torch.device | None:
     except (RuntimeError, AssertionError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise LkvError(f"the model cannot be put on the device {name!r} ({first}); `lkv doctor` lists them.") from error
+
+
+def available_memory() -> float:
+    """Return the bytes that the machine can still give without swapping; infinity where Linux does not tell."""
+    with suppress(OSError, StopIteration):
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return math.inf
 
 
 def faster_dtype(device: torch.device) -> torch.dtype:

@@ -123,3 +123,27 @@ def test_a_model_with_images_is_loaded_for_text(tmp_path):
         for each in (model, family.build(torch.float32))
     ]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "faster", "memory", "asked", "expected"),
+    [
+        ("bfloat16", "float32", 1e12, None, "float32"),
+        ("bfloat16", "float32", 1e12, "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", 1e4, None, "bfloat16"),
+        ("bfloat16", "bfloat16", 1e12, None, "bfloat16"),
+        ("float16", "float32", 1e12, None, "float16"),
+    ],
+)
+def test_emulated_bfloat16_is_computed_in_float32(
+    tmp_path, monkeypatch, capsys, stored, faster, memory, asked, expected
+):
+    """A processor without instructions for bfloat16 takes seven times as long to read a text in it as in float32."""
+    folder = str(save_model(tmp_path, dtype=getattr(torch, stored)))
+    monkeypatch.setattr(loading, "faster_dtype", lambda device: getattr(torch, faster))
+    monkeypatch.setattr(loading, "available_memory", lambda: memory)
+    model, _ = load_model(folder, asked and getattr(torch, asked))
+    assert {weight.dtype for weight in model.parameters()} == {getattr(torch, expected)}
+    assert ("computing in float32" in capsys.readouterr().err) == (expected == "float32")
+    exact = load_model(folder, getattr(torch, stored))[0].state_dict()
+    assert all(torch.equal(weight, exact[name].to(weight.dtype)) for name, weight in model.state_dict().items())
