@@ -1,11 +1,11 @@
 """Paired tests of two methods on the samples of a result file: is one better, or how many contexts would tell?
 
-python -m experiments.paired memory-MODEL --baselines kvzip snapkv    (any result with KL that has samples)
+python -m experiments.paired memory-MODEL lkv:kvzip lkv:snapkv    (any result with KL that has samples)
 
-A context counts once, with the mean over its continuations, so that contexts are independent. The difference is that of
-`--method` to `--times` the baseline: --times 0.5 tests whether the KL is below half of the baseline's. P-values are of
-the permutation test that swaps the methods of a context, adjusted by Holm over all rows of one call. Intervals are of
-Student's t below 20 contexts, else BCa.
+A pair METHOD:BASELINE tests the KL of the method minus `--times` that of the baseline: --times 0.5 tests whether it is
+below half of the baseline's. A context counts once, with the mean over its continuations, so that contexts are
+independent. P-values are of the permutation test that swaps the methods of a context, adjusted by Holm over all rows of
+one call. Intervals are of Student's t below 20 contexts, else BCa.
 """
 
 import argparse
@@ -47,36 +47,37 @@ class Paired(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a line for each length, budget and baseline."""
+    """Print a line for each pair and budget."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", help="a result file, or the name of one in experiments/results/")
-    parser.add_argument("--method", default="lkv")
-    parser.add_argument("--baselines", nargs="+", required=True)
+    parser.add_argument("pairs", nargs="+", metavar="METHOD:BASELINE")
     parser.add_argument("--times", type=float, default=1.0, help="the part of the baseline's KL to compare with")
     options = parser.parse_args(arguments)
     named = Path(options.result)
     path = named if named.suffix == ".json" else RESULTS / f"{named.name}.json"
     try:
-        rows = compare_all(read_kept_samples(path).values(), options.method, options.baselines, options.times)
+        rows = compare_all(read_kept_samples(path).values(), options.pairs, options.times)
     except DataError as error:
         parser.error(str(error))
     times = "" if options.times == 1 else f"{options.times:g} x "
-    for budget, baseline, paired, p in rows:
+    for budget, method, baseline, paired, p in rows:
         interval = f"{paired.difference:+.4f} [{paired.low:+.4f}, {paired.high:+.4f}]"
-        print(f"{budget:6} {options.method} - {times}{baseline}: {interval} p {p:.4f} n {paired.n} {paired.verdict(p)}")
+        print(f"{budget:6} {method} - {times}{baseline}: {interval} p {p:.4f} n {paired.n} {paired.verdict(p)}")
 
 
 def compare_all(
-    samples: Collection[Record], method: str, baselines: Sequence[str], times: float = 1.0
-) -> list[tuple[float, str, Paired, float]]:
-    """Compare `method` with each baseline at each budget: (budget, baseline, difference, adjusted p-value).
+    samples: Collection[Record], pairs: Sequence[str], times: float = 1.0
+) -> list[tuple[float, str, str, Paired, float]]:
+    """Compare METHOD with BASELINE at each budget: (budget, method, baseline, difference, adjusted p-value).
 
     Raises:
-        DataError: As `paired_means` and `compare`.
+        DataError: As `paired_means` and `compare`, or for a pair without ":".
     """
+    if unclear := [pair for pair in pairs if ":" not in pair]:
+        raise DataError(f"{unclear[0]!r} is not a pair; write METHOD:BASELINE, such as lkv:snapkv.")
     rows = [
-        (budget, baseline, compare(own, other, times))
-        for baseline in baselines
+        (budget, method, baseline, compare(own, other, times))
+        for method, baseline in (pair.split(":", 1) for pair in pairs)
         for budget, (own, other) in paired_means(samples, method, baseline).items()
     ]
     adjusted = holm([paired.p for *_, paired in rows])

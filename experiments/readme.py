@@ -234,13 +234,19 @@ def by_memory(file: str, tokens: int) -> str:
     return table(cells, columns=[f"{budget:.0%}" for budget in budgets])
 
 
-def paired(file: str, baselines: str) -> str:
-    """Return LKV's KL minus that of each baseline in the same contexts, and what follows, a column for each budget."""
+def paired(file: str, pairs: str) -> str:
+    """Return the KL of METHOD minus that of BASELINE in the same contexts, and what follows, a column for each budget.
+
+    Args:
+        file: The result, which has samples.
+        pairs: METHOD:BASELINE, separated by commas.
+    """
     samples, cells = read_kept_samples(RESULTS / f"{file}.json"), {}
-    for budget, baseline, test, p in compare_all(samples.values(), "lkv", baselines.split(",")):
+    for budget, method, baseline, test, p in compare_all(samples.values(), pairs.split(",")):
         difference = f"{test.difference:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
-        cells[name_of(baseline), f"{budget:.0%}"] = f"{difference}, p {p:.3f}: {test.verdict(p)}"
-    return table(cells, "LKV minus")
+        line = f"{name_of(method)} minus {name_of(baseline)}"
+        cells[line, f"{budget:.0%}"] = f"{difference}, p {p:.3f}: {test.verdict(p)}"
+    return table(cells)
 
 
 def by_length(file: str, retention: float) -> str:

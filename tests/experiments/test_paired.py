@@ -83,11 +83,15 @@ def test_a_finished_run_keeps_its_samples_and_their_digest(result, capsys):
     assert list(read_kept_samples(result)) == ["a", "b", "c"]
     means = paired.paired_means(read_kept_samples(result).values(), "lkv", "snapkv")
     assert means == {0.1: ([1.5, 1.0], [4.0, 1.5])}
-    paired.main([str(result), "--baselines", "snapkv"])
+    paired.main([str(result), "lkv:snapkv"])
     assert "0.1 lkv - snapkv: -1.5000" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        paired.main([str(result), "--baselines", "kvzip"])
-    assert "no sample has 'lkv' and 'kvzip' at one budget; there are lkv, snapkv" in capsys.readouterr().err
+    for pair, message in (
+        ("lkv:kvzip", "no sample has 'lkv' and 'kvzip' at one budget; there are lkv, snapkv"),
+        ("kvzip", "'kvzip' is not a pair"),
+    ):
+        with pytest.raises(SystemExit):
+            paired.main([str(result), pair])
+        assert message in capsys.readouterr().err
 
 
 def test_samples_of_another_run_are_refused(result):
