@@ -72,6 +72,8 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
         for measure in FIDELITY_METRICS:
             fidelity = scores.value(pair, units, measure)
             row[measure] = fidelity.value if fidelity else None
+            if fidelity:
+                row |= {f"{measure}_low": fidelity.low, f"{measure}_high": fidelity.high}
     return row
 
 

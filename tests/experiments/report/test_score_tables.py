@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from experiments.evaluations import rows_of
 from experiments.report import names
 from experiments.report.results_frame import read_results
 from experiments.report.score_tables import build_table
@@ -344,3 +345,14 @@ def test_budgets_by_memory_are_called_so_and_chosen_with_their_option(tmp_path, 
     path = str(write(tmp_path / "entries.jsonl", lines))
     assert main(["report", path, "--memory", "0.1"]) == 2
     assert "use --retention" in capsys.readouterr().err
+
+
+def test_result_files_have_intervals_of_fidelity_too(tmp_path):
+    lines = few()
+    found = next(
+        r for r in rows_of(results_of(tmp_path / "a.jsonl", lines)) if (r["method"], r["task"]) == ("lkv", "all")
+    )
+    for measure in ("kl", "agreement"):
+        expected = macro_mean(list(values(lines, "lkv", measure=measure).values()))
+        assert found[measure] == pytest.approx(expected.value)
+        assert found[f"{measure}_low"] < found[measure] < found[f"{measure}_high"]
