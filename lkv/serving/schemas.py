@@ -1,7 +1,7 @@
 """Request and response schemas in the format of OpenAI's API."""
 
 import json
-import re
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -16,10 +16,11 @@ from pydantic import (
     StrictStr,
     ValidationError,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 from lkv.context.document_reader import Document, parse_document
@@ -39,6 +40,7 @@ from lkv.errors import (
     UnknownContextError,
 )
 from lkv.serving.answer import SamplingParams
+from lkv.serving.forms import decode_field, form_parts, parameter
 from lkv.serving.inputs import CompressionSettings
 from lkv.utils.prompts import ContextKind
 
@@ -115,20 +117,47 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tools
 
 
+def _of_union(message: str) -> WrapValidator:
+    """Return a validator for a union of types, whose members' errors would each name one type alone."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("union", message) from None
+
+    return WrapValidator(validate)
+
+
 Name = Annotated[StrictStr, Field(max_length=300)]
 Role = Annotated[StrictStr, Field(pattern=r"^[a-z_]{1,32}$")]
 Words = Annotated[StrictStr, Field(max_length=100_000)]
-Stop = Annotated[StrictStr, Field(min_length=1, max_length=200)]
+_StopText = Annotated[StrictStr, Field(min_length=1, max_length=200)]
 # Validation stops at the first error of a list, however long that is.
-Parts = Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)]
+Stop = Annotated[
+    _StopText | Annotated[list[_StopText], Field(max_length=4, fail_fast=True)],
+    _of_union("Expected a text of 1 to 200 characters, or a list of up to 4 such texts"),
+]
+Content = Annotated[
+    StrictStr | Annotated[list[dict[str, Any]], Field(max_length=1000, fail_fast=True)],
+    _of_union('Expected a text, or a list of up to 1,000 parts such as {"type": "text", "text": "..."}'),
+]
 Length = Annotated[StrictInt, Field(ge=1, le=_MAX_TOKENS)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Memory = Annotated[str | float, PlainValidator(_check_memory)]
-_MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 _MAX_SKIPPED, _MAX_SKIPPED_TEXT = 50, 200  # descriptions of skipped content, characters of each
 
 _Schema = TypeVar("_Schema", "ChatRequest", "ContextRequest", "Turns")
 _SHAPE_ERRORS = ("missing", "json_invalid", "model_type", "model_attributes_type")  # which an example explains best
+
+
+class RequestObject(BaseModel):
+    """An object of a request, in which null stands for a field's default, as OpenAI's clients may send it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class ToolFunction(BaseModel):
@@ -138,7 +167,7 @@ class ToolFunction(BaseModel):
     arguments: Json[dict[str, Any]]
 
 
-class ToolCall(BaseModel):
+class ToolCall(RequestObject):
     """A call of an earlier turn, as chat templates read it."""
 
     id: Name | None = None
@@ -146,11 +175,11 @@ class ToolCall(BaseModel):
     function: ToolFunction
 
 
-class Message(BaseModel):
+class Message(RequestObject):
     """One turn of a chat; its content is a text or a list of texts, or missing beside tool calls."""
 
     role: Role
-    content: StrictStr | Parts | None = None
+    content: Content | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
@@ -182,7 +211,7 @@ class Message(BaseModel):
         return plain | self.model_dump(include={"tool_call_id", "name"}, exclude_none=True)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestObject):
     """Options for the end of a stream."""
 
     include_usage: StrictBool = False
@@ -200,7 +229,12 @@ class ProtectedRole(BaseModel):
     role: Role
 
 
-class Turns(BaseModel):
+Protected = Annotated[
+    Words | ProtectedRole, _of_union('Expected up to 100,000 characters of the text, or {"role": "..."}')
+]
+
+
+class Turns(RequestObject):
     """What a chat template renders of a chat."""
 
     example: ClassVar[str] = 'send JSON such as {"messages": [{"role": "user", "content": "..."}]}'
@@ -209,7 +243,7 @@ class Turns(BaseModel):
     tools: Tools | None = None
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(RequestObject):
     """The body of a chat completion; `context` is the one field that OpenAI's API does not have."""
 
     model_config = ConfigDict(extra="allow")
@@ -226,7 +260,7 @@ class ChatRequest(BaseModel):
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Length | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4, fail_fast=True)] | None = None
+    stop: Stop | None = None
 
     def sampling(self) -> SamplingParams:
         """Return how the answer is generated: greedily unless a temperature is given."""
@@ -237,11 +271,11 @@ class ChatRequest(BaseModel):
     def check_offered(self) -> None:
         """Raise PromptError for unsupported fields that could change the answer, including misspelt ones."""
         for name, value in (self.model_extra or {}).items():
-            if name not in _WITHOUT_EFFECT and value not in (None, *_NEUTRAL.get(name, ())):
+            if name not in _WITHOUT_EFFECT and value not in _NEUTRAL.get(name, ()):
                 raise PromptError(f"{name[:80]} is not offered by this server; leave it out.")
 
 
-class ContextRequest(BaseModel):
+class ContextRequest(RequestObject):
     """The body of a new context, a text or a conversation.
 
     Unknown fields are rejected, so that misspelt ones are noticed.
@@ -257,7 +291,7 @@ class ContextRequest(BaseModel):
     tools: Tools | None = None
     retention: Number | None = None
     memory: Memory | None = None
-    protect: Annotated[list[Words | ProtectedRole], Field(max_length=64, fail_fast=True)] = []
+    protect: Annotated[list[Protected], Field(max_length=64, fail_fast=True)] = []
 
     @field_validator("text")
     @classmethod
@@ -298,19 +332,19 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
         raise PromptError(f"a urlencoded form is not read; {ContextRequest.example}.")
     if kind != "multipart/form-data":
         return parse(ContextRequest, body), None
-    if (_parameter(content_type, "charset") or "utf-8").lower() not in ("utf-8", "us-ascii"):
+    if (parameter(content_type, "charset") or "utf-8").lower() not in ("utf-8", "us-ascii"):
         raise PromptError("the form has another charset than UTF-8; send it as UTF-8.")
     fields: dict[str, Any] = {}
     document: Document | None = None
-    for name, file, data in _form_parts(body, _parameter(content_type, "boundary") or ""):
+    for name, file, data in form_parts(body, parameter(content_type, "boundary") or ""):
         if name == "protect":
             is_role = data.lstrip().startswith(b'{"role"')
-            fields.setdefault(name, []).append(_decode_field("messages" if is_role else name, data))
+            fields.setdefault(name, []).append(decode_field("messages" if is_role else name, data))
             continue
         if name in fields or (name == "file" and document is not None):
             raise PromptError(f"the form has the field {name[:80]!r} twice; send it once.")
         if name != "file":
-            fields[name] = _decode_field(name, data)
+            fields[name] = decode_field(name, data)
         elif file is None:
             raise PromptError("the form's field 'file' is not a file; write file=@PATH, or send text as 'text'.")
         else:
@@ -322,39 +356,6 @@ def parse_context(body: bytes, content_type: str, query: str = "") -> tuple[Cont
         raise PromptError("the form has a file and a text; send one of them.")
     skipped = [text[:_MAX_SKIPPED_TEXT] for text in document.skipped[:_MAX_SKIPPED]]
     return parse(ContextRequest, {"name": file_name, **fields, "text": document.text}), skipped
-
-
-def _parameter(header: str, name: str) -> str | None:
-    """Return a parameter of a header such as `form-data; name="file"`, or None."""
-    found = re.search(rf';\s*{name}=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', header, re.IGNORECASE)
-    return None if found is None else re.sub(r"\\(.)", r"\1", found[1] or "") or found[2] or ""
-
-
-def _form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, bytes]]:
-    """Return name, file name and content of each part of a form. Raises PromptError for no form and too many parts."""
-    parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("utf-8", "replace"), _MAX_PARTS + 2)
-    if not boundary or len(parts) < 3 or not parts[-1].startswith(b"--"):
-        raise PromptError(f"the form is incomplete, or has more than {_MAX_PARTS} fields; send it again.")
-    form_parts = []
-    for part in parts[1:-1]:
-        head, end, data = part.partition(b"\r\n\r\n")
-        if not end or len(head) > _MAX_PART_HEADERS:
-            raise PromptError("a part of the form has no headers, or too long ones; send it again.")
-        header = head.decode("utf-8", "replace")
-        form_parts.append((_parameter(header, "name") or "", _parameter(header, "filename"), data))
-    return form_parts
-
-
-def _decode_field(name: str, data: bytes) -> Any:
-    """Return the text of a field, or its JSON. Raises PromptError for anything else."""
-    try:
-        text = data.decode("utf-8-sig")
-        return from_json(text, allow_inf_nan=False) if name in ("messages", "tools") else text
-    except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text ({error.reason} at byte {error.start}); save or send it as UTF-8."
-        raise PromptError(f"the form's field {name[:80]!r} {problem}") from None
-    except ValueError as error:
-        raise PromptError(f"the form's field {name!r} is not JSON ({error}); send it as in a JSON body.") from None
 
 
 def parse(schema: type[_Schema], data: bytes | dict[str, Any]) -> _Schema:

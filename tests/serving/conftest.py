@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.serving.server import serving, tiny
+from lkv.context.compression import compress
+from tests.serving.server import KNORM, QUESTIONS, TEXT, serving, tiny
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +17,14 @@ def server(parts, tmp_path_factory):
     """A server with an empty store."""
     with serving(*parts, tmp_path_factory.mktemp("store")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def context(server):
+    return server.compressed(TEXT, name="harbour")
+
+
+@pytest.fixture(scope="module")
+def expected(parts):
+    own = compress(*parts, TEXT, **KNORM)
+    return {question: own.ask(question, 8) for question in QUESTIONS}

@@ -19,6 +19,16 @@ from tests.context.test_chat import TEMPLATE
 KNORM = {"method": "knorm", "retention": 0.4}
 TEXT = "The harbour of Lisse holds 41 boats. " * 6
 OTHER = "Professor Brandt teaches botany in Ghent. " * 5
+QUESTIONS = ["Who?", "How many boats are there?", "And then?"]
+WHO, SURE = {"role": "user", "content": "Who?"}, {"role": "user", "content": "Sure?"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": "x"}'}}
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+RESULT = {"content": "41", "role": "tool", "tool_call_id": "call_1"}
+# A chat template that renders calls and results, beside the one of the server's tokenizer, which does not.
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<{{ c.function.name }} {{ c.function.arguments.q }}>{% endfor %}</s>{% endfor %}[assistant]"
+)
 
 
 def form(data):
@@ -138,6 +148,11 @@ class Server:
         status, content = self.chat(question, context, **fields)
         assert status == 200, content
         return content["choices"][0]["message"]["content"]
+
+
+def stock_answer(model, tokenizer, ids):
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(out, skip_special_tokens=True).strip()
 
 
 @contextmanager

@@ -4,6 +4,9 @@ import pytest
 
 from tests.serving.server import TEXT, field, form, serving
 
+STOP = "Expected a text of 1 to 200 characters, or a list of up to 4 such texts; check the request."
+PROTECT = 'Expected up to 100,000 characters of the text, or {"role": "..."}; check the request.'
+
 
 @pytest.mark.parametrize(
     ("body", "status", "says"),
@@ -16,7 +19,9 @@ from tests.serving.server import TEXT, field, form, serving
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "the body: Invalid JSON"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages.0.tool_calls.0.function"),
         ({"messages": [{"role": "user", "content": None}]}, 400, "messages.0: content is missing"),
-        ({"stop": ["end", ""]}, 400, "stop"), ({"stop": ["a"] * 5}, 400, "stop"),
+        *(({"stop": stop}, 400, f"stop: {STOP}") for stop in (5, "", "a" * 201, [5], ["end", ""], ["a"] * 5, {"a": 1})),
+        *(({"messages": [{"role": "user", "content": content}]}, 400, "messages.0.content: Expected a text, or a list")
+          for content in (5, [5], ["a"], {"type": "text"}, [{"type": "text", "text": "a"}] * 1001)),
         ({"model": "gpt-9"}, 404, "no model 'gpt-9' here, only 'tiny'"),
         ({"context": "../../etc/passwd"}, 404, "there is no context"),
         ({"model": "tiny:" + "a" * 32 + "-" + "b" * 16}, 404, "there is no context"),
@@ -45,6 +50,7 @@ def test_bad_chats_get_one_sentence(server, body, status, says):
     ("body", "says"),
     [
         ({"text": ""}, "the text is empty"), ({"text": " \n"}, "the text is empty"), ({}, "text: this field is"),
+        *(({"text": "x", "protect": [words]}, f"protect.0: {PROTECT}") for words in (5, [], {"role": "X"}, {"a": "b"})),
         ({"text": 5}, "text: Input should be a valid string"), ({"text": "x" * 5000}, "the model reads at most 2048"),
         ({"text": "x", "memory": "2 pounds"}, "memory is '2 pounds'; give a share"),
         ({"text": "x", "memory": "10%", "retention": 0.2}, "both say how much to keep"),
