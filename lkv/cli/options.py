@@ -171,6 +171,7 @@ def load_pattern(
         The share of each head, [layers][KV heads].
     """
     from lkv.hf.attention import patch_attention
+    from lkv.hf.spec import check_ids
     from lkv.methods.budgets import read_pattern
     from lkv.utils.prompts import encode_context
 
@@ -181,7 +182,9 @@ def load_pattern(
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
-    return estimate_retrieval_heads(model, encode_context(tokenizer, text)[: spec.max_positions], estimate)
+    ids = encode_context(tokenizer, text)[: spec.max_positions]
+    check_ids(model, tokenizer, ids)
+    return estimate_retrieval_heads(model, ids, estimate)
 
 
 def estimate_retrieval_heads(model: "PreTrainedModel", ids: list[int], estimate: str) -> list[list[float]]:

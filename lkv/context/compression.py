@@ -26,7 +26,7 @@ from lkv.hf.position_hook import has_image_positions, take_image_positions
 from lkv.hf.positions import check_frequencies
 from lkv.hf.progress import report_progress
 from lkv.hf.prompt_kv import read_prompt
-from lkv.hf.spec import unwrap_model
+from lkv.hf.spec import check_ids, unwrap_model
 from lkv.methods.method import Method
 from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
@@ -163,6 +163,8 @@ def compress_ids(
     check_fits_model(model, len(ids))
     chunk, input_ids = request.chunk, torch.tensor([ids], device=input_device(model))
     images = images or {}
+    if not images:  # their tokens may need no embedding
+        check_ids(model, tokenizer, ids)
     if chunk is not None:
         if images:
             raise PromptError("images are read with their whole text at once; leave chunk out.")

@@ -37,7 +37,7 @@ from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.positions import check_frequencies
-from lkv.hf.spec import max_positions, unwrap_model
+from lkv.hf.spec import check_ids, max_positions, unwrap_model
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils.cpu_threads import adapted_threads
@@ -211,6 +211,7 @@ class Context:
         check_text(answer, "the answer", "give some text")
         prefix = encode_question(self.tokenizer, question, decode_tail(self.tokenizer, self.ids), self.kind)
         target = encode_continuation(self.tokenizer, answer, decode_tail(self.tokenizer, prefix))
+        check_ids(self.model, self.tokenizer, prefix + target)
         total, limit = self.tokens + len(prefix + target), max_positions(self.model)
         if total > limit:
             raise PromptError(

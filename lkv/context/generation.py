@@ -25,7 +25,7 @@ from lkv.hf.cache_argument import NAMES, cache_argument
 from lkv.hf.image_positions import following_positions
 from lkv.hf.position_hook import has_image_positions
 from lkv.hf.positions import frequency_change
-from lkv.hf.spec import max_positions, unwrap_model
+from lkv.hf.spec import check_ids, max_positions, unwrap_model
 from lkv.utils.cpu_threads import adapt_threads
 
 _DEFAULT_LENGTH = 128  # new tokens
@@ -167,6 +167,8 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
         cache: The cache.
         **options: Options of generate.
     """
+    for row in rows:
+        check_ids(model, tokenizer, row[cache.get_seq_length() :])
     device = input_device(model)
     length = max(map(len, rows))
     # Pad with an id of the row itself, since repetition penalties also read the padding.

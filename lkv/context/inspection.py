@@ -18,6 +18,7 @@ from lkv.cache.cache_config import CacheConfig
 from lkv.errors import LkvError, PromptError
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import LayerKV, read_prompt
+from lkv.hf.spec import check_ids
 from lkv.methods.base import tier_counts
 from lkv.methods.budgets import Budget
 from lkv.methods.registry import method_label, parse_method
@@ -79,6 +80,7 @@ def inspect_text(
     """
     spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
+    check_ids(model, tokenizer, ids)
     if len(ids) >= spec.max_positions:
         raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
     if parse_method(method).needs_pattern:

@@ -21,7 +21,7 @@ from lkv.hf.attention import input_device, patch_attention, read_weights
 from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import STATE_NAMES
-from lkv.hf.spec import decoder_layers
+from lkv.hf.spec import decoder_layers, vocabulary_size
 from lkv.kernels import BITS_BY_NAME
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -137,7 +137,7 @@ def load(
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")
         if "stored_id" in header:  # of a context in a server's store
             metadata["stored_id"] = str(header["stored_id"])
-        ids, vocabulary = tensors.pop("ids"), model.get_input_embeddings().weight.shape[0]
+        ids, vocabulary = tensors.pop("ids"), vocabulary_size(model)
         if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
             raise ValueError("its ids are not of this model's vocabulary")
         offset = tensors.pop("image_offset", None)

@@ -19,7 +19,7 @@ from lkv.evaluation.metrics import score
 from lkv.evaluation.sample_journal import SampleJournal
 from lkv.hf.attention import input_device, patch_attention
 from lkv.hf.prompt_kv import PromptKV, read_prompt
-from lkv.hf.spec import evaluation_mode
+from lkv.hf.spec import check_ids, evaluation_mode
 from lkv.methods.registry import FULL
 from lkv.policy.policy import Policy
 from lkv.utils import devices
@@ -179,6 +179,8 @@ def _run_methods(
     max_rows: int,
 ) -> Record:
     """Return all rows of an example, in batches of `max_rows`."""
+    reference = _reference_answer(tokenizer, example, prompt.question)
+    check_ids(model, tokenizer, prompt.context + prompt.question + reference)
     device = input_device(model)
     stop_ids = encode(tokenizer, "\n")[-1:] if example.stop_at_newline else []
     started = devices.synchronised_clock(device)
@@ -187,7 +189,6 @@ def _run_methods(
     bound, skipped = grid.bind(prompt.context, layers)
     full_entries = sum(layer.key.shape[:3].numel() for layer in layers)
     entry_nbytes = (layers[0].key.shape[-1] + layers[0].value.shape[-1]) * layers[0].key.element_size()
-    reference = _reference_answer(tokenizer, example, prompt.question)
     rows: list[Record] = []
     full: RowPrediction | None = None
     for start in range(0, len(bound), max_rows):

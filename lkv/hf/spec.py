@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lkv.errors import UnsupportedModelError
+from lkv.errors import PromptError, UnsupportedModelError
 from lkv.hf import positions
 from lkv.hf.fingerprint import read_directions, read_norms, read_values, without_adapters
 from lkv.hf.model_spec import ModelSpec
@@ -216,6 +216,22 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def max_positions(model: PreTrainedModel) -> int:
     """Return the longest text, in tokens, that `model` can read."""
     return positions.max_positions(model.config.get_text_config(decoder=True))
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of tokens that `model` has embeddings of."""
+    embeddings: Any = unwrap_model(model).get_input_embeddings()
+    return int(getattr(embeddings, "num_embeddings", 0) or embeddings.weight.shape[0])
+
+
+def check_ids(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> None:
+    """Raise PromptError for a token without an embedding in `model`, such as one that was added to its tokenizer."""
+    if (largest := max(ids, default=0)) >= (size := vocabulary_size(model)):
+        raise PromptError(
+            f"the text contains the token {tokenizer.convert_ids_to_tokens(largest)!r}, number {largest:,} of the "
+            f"tokenizer, but the model has embeddings of {size:,} tokens; leave it out, use the model's own tokenizer, "
+            "or add an embedding with model.resize_token_embeddings and train it."
+        )
 
 
 def unwrap_model(model: Any) -> Any:

@@ -16,7 +16,7 @@ from lkv.context.context import Context
 from lkv.context.generation import longest_answer
 from lkv.errors import LkvError, StoreError
 from lkv.hf.attention import patch_attention
-from lkv.hf.spec import max_positions
+from lkv.hf.spec import check_ids, max_positions
 from lkv.policy.policy import Policy
 from lkv.serving.answer import Answer, SamplingParams
 from lkv.serving.batcher import AnswerWorker
@@ -125,6 +125,7 @@ class Service:
         settings = body.settings(self.compression)
         with self._tokenizing:
             text = encode_text(self.tokenizer, max_positions(self.model), body.content(), settings)
+        check_ids(self.model, self.tokenizer, text.ids)
         job = Job(text.id, body.name, settings, time.time(), text, skipped)
         return self.registry.submit(job, self.store.get)
 
@@ -230,6 +231,7 @@ class Service:
             ids = encode_conversation(self.tokenizer, max_positions(self.model), messages, kind, context_tools=tools)
             if not name and not getattr(self.tokenizer, "chat_template", None):
                 ids = bos_ids(self.tokenizer) + ids
+        check_ids(self.model, self.tokenizer, ids)
         # Last, so that no request has a context in memory while it waits, or is refused.
         self.answers.check_capacity()
         context = self.context(name) if name else None

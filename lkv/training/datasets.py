@@ -187,6 +187,7 @@ def open_texts(
 def draw_sample(
     data: Dataset,
     number: int,
+    model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
     config: TrainingConfig,
     max_tokens: int | None = None,
@@ -196,12 +197,21 @@ def draw_sample(
     Args:
         data: Where to draw it from.
         number: The number of the sample, which determines its content.
-        tokenizer: The model's tokenizer.
+        model: The model that reads it.
+        tokenizer: Its tokenizer.
         config: The settings of continuations and lengths.
         max_tokens: The maximum number of tokens of the context (default: as in the settings).
+
+    Raises:
+        PromptError: For a token that the model has no embedding of.
     """
+    from lkv.hf.spec import check_ids
+
     sample = data.sample(number, config.continuations, config.tokens_a_continuation)
-    return tokenize_sample(sample, tokenizer, max_tokens or config.max_tokens, config.max_continuation)
+    tokenized = tokenize_sample(sample, tokenizer, max_tokens or config.max_tokens, config.max_continuation)
+    for ids in (tokenized.context, *(ids for ids, _ in tokenized.continuations)):
+        check_ids(model, tokenizer, ids)
+    return tokenized
 
 
 def require_samples(samples: list[TokenizedSample]) -> list[TokenizedSample]:

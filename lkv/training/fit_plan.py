@@ -15,7 +15,7 @@ from lkv.training.loop import Batch
 from lkv.utils.durations import format_duration
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 _BATCHES_BY_LENGTH = 8  # drawn together and sorted by length
@@ -125,13 +125,21 @@ class FitSamples:
 
     Args:
         texts: The data of the run.
-        tokenizer: The model's tokenizer.
+        model: The model.
+        tokenizer: Its tokenizer.
         config: The settings.
         lengths: The context lengths of the distillation in tokens.
     """
 
-    def __init__(self, texts: Mixture, tokenizer: "PreTrainedTokenizerBase", config: TrainingConfig, lengths: Lengths):
-        self._tokenizer, self._config, self._longest = tokenizer, config, lengths.most
+    def __init__(
+        self,
+        texts: Mixture,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        config: TrainingConfig,
+        lengths: Lengths,
+    ):
+        self._model, self._tokenizer, self._config, self._longest = model, tokenizer, config, lengths.most
         self.training = texts.with_lengths(Lengths(config.min_tokens, config.max_tokens))
         self.held_out = self.training.held_out(config.seed)
         self._distilled = texts.with_lengths(lengths)
@@ -158,7 +166,7 @@ class FitSamples:
         return self._batches[position]
 
     def _sample(self, data: Mixture, number: int, longest: int) -> TokenizedSample:
-        return draw_sample(data, number, self._tokenizer, self._config, longest)
+        return draw_sample(data, number, self._model, self._tokenizer, self._config, longest)
 
     def _draw(self, data: Mixture, start: int, count: int, longest: int, shortest: int = 0) -> list[TokenizedSample]:
         """Draw `count` samples with continuations, of at most `longest` tokens, from number `start` on.

@@ -107,7 +107,7 @@ class FitRun:
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
         spec = patch_attention(job.model).spec
         self._lengths = distillation_lengths(config, spec.max_positions)
-        self._samples = FitSamples(job.texts, job.tokenizer, config, self._lengths)
+        self._samples = FitSamples(job.texts, job.model, job.tokenizer, config, self._lengths)
         torch.manual_seed(config.seed)
         card = make_card(job.model, job.model_name, config, job.texts, self._lengths.most)
         if "/" in card["model"]:

@@ -192,10 +192,9 @@ def build(setup: TrainingSetup) -> "Trainer":
         if not config.position or config.inputs.knots >= num_knots(max(1, tokens)):  # all knots are in use
             card["trained_tokens"] = max(config.max_tokens, tokens)
 
-    samples = partial(draw_sample, setup.data, tokenizer=tokenizer, config=config)
-    validation = [
-        draw_sample(setup.validation_data, number, tokenizer, config) for number in range(config.validation_samples)
-    ]
+    draw = partial(draw_sample, model=model, tokenizer=tokenizer, config=config)
+    samples = partial(draw, setup.data)
+    validation = [draw(setup.validation_data, number) for number in range(config.validation_samples)]
 
     def initialize() -> None:
         if setup.init is None:

@@ -4,7 +4,10 @@ import errno
 import os
 import secrets
 import stat
+import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 from lkv.errors import LkvError
 
 _FIGURES = (".png", ".pdf", ".svg")
+_STALE_SECONDS = 3600.0
 
 
 def as_path(name: Any, error: type[LkvError], subject: str) -> Path:
@@ -54,7 +58,8 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
 
     The temporary file is created exclusively under a random name, so that writers in other processes, containers or
     machines never share it and no planted link is followed. It has the permissions of the file that it replaces, else
-    `mode` less the umask, and its content is on the disk before it is renamed. Missing folders are created.
+    `mode` less the umask, and its content is on the disk before it is renamed. Missing folders are created, and
+    temporary files of killed processes that wrote to the same `path` are deleted.
 
     Raises:
         LkvError: Of the type `error`, naming `subject` and `path`, for a device or a pipe, and for every OSError, in
@@ -64,9 +69,11 @@ def atomic_write(path: Path, error: type[LkvError], subject: str, mode: int = 0o
         raise error(f"{path} is a folder; give a file for {subject}.")
     if _is_special(path):  # who may write to /dev would replace a device by a file
         raise error(f"{path} is a device or a pipe, which a file would replace; give a file for {subject}.")
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    prefix = f".{zlib.crc32(os.fsencode(path.name)):08x}-"  # names of files may be as long as the system allows
+    temporary = path.with_name(f"{prefix}{secrets.token_hex(8)}.tmp")
     try:
         _make_folder(path.parent)
+        _delete_leftovers(path.parent, prefix)
         old_mode = _mode(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
         os.close(os.open(temporary, flags, mode if old_mode is None else 0o600))
@@ -92,6 +99,14 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except RecursionError:  # a folder a frame
         raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG)) from None
+
+
+def _delete_leftovers(folder: Path, prefix: str) -> None:
+    """Delete temporary files of earlier writes. A running write has changed its file within `_STALE_SECONDS`."""
+    for leftover in folder.glob(f"{prefix}*.tmp"):
+        with suppress(OSError):
+            if leftover.lstat().st_mtime < time.time() - _STALE_SECONDS:
+                leftover.unlink()
 
 
 def _is_special(path: Path) -> bool:
@@ -131,8 +146,14 @@ def check_writable_folder(folder: Path, error: type[LkvError], subject: str) -> 
 
 
 def check_writable_file(path: Path, error: type[LkvError], subject: str) -> None:
-    """`check_writable_folder` for the folder of `path`, and that `path` can be the name of a file."""
+    """`check_writable_folder` for the folder of `path`, and that `path` can be the name of a file.
+
+    A folder that it creates may be a mistyped one, so it is reported on stderr.
+    """
+    is_new = not os.path.exists(path.parent)
     check_writable_folder(path.parent, error, subject)
+    if is_new:
+        print(f"created the folder {path.parent}", file=sys.stderr)
     try:
         if path.is_dir():
             raise error(f"{path} is a folder; give a file for {subject}.")

@@ -114,6 +114,8 @@ def test_the_scaling_of_llama_3_is_named_so(tmp_path, cache, capsys):
         ({"attention.sliding_window": 8}, decoder(), {}, "llama.attention.sliding_window"),
         ({"residual_scale": 0.5}, decoder(), {}, "llama.residual_scale"),
         ({"a_setting_of_tomorrow": 2}, decoder(), {}, "llama.a_setting_of_tomorrow"),
+        ({"rope.scaling.type": "dynamic", "rope.scaling.factor": 4.0}, decoder(), {}, "rope.scaling.type 'dynamic'"),
+        (YARN | {"rope.scaling.type": "YaRN"}, decoder(), {}, "rope.scaling.type 'YaRN'"),
         (YARN | {"rope.scaling.yarn_log_multiplier": 0.7}, decoder(), {}, "llama.rope.scaling.yarn_log_multiplier"),
         (YARN, decoder(), {"rope_freqs__weight": np.full(8, 2.0)}, "rope_freqs.weight"),
         ({"rope.dimension_count": 8}, decoder(), {}, "llama.rope.dimension_count"),

@@ -71,6 +71,9 @@ def test_only_auto_and_other_devices_than_the_cpu_need_accelerate(tmp_path, monk
         load_model(saved, device="gpu")
 
 
+CODES = "model.layers.2.self_attn.k_proj.weight"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -83,6 +86,16 @@ def test_only_auto_and_other_devices_than_the_cpu_need_accelerate(tmp_path, monk
             lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
             r"tensor 'model.norm.weight' has the shape \[3\], but the model's is \[32\]",
         ),
+        (
+            lambda weights: weights.update({CODES: weights[CODES].mul(40).to(torch.int8)}),
+            f"tensor '{CODES}' is stored as I8, but its config.json has no quantization_config",
+        ),
+        (
+            lambda weights: weights.update({CODES: weights[CODES].to(torch.float8_e4m3fn)}),
+            f"tensor '{CODES}' is stored as F8_E4M3, but its config.json has no quantization_config",
+        ),
+        (lambda weights: weights[CODES][3, 5:6].fill_(torch.nan), f"tensor '{CODES}' contains NaN or infinite values"),
+        (lambda weights: weights[CODES][0, :1].fill_(-torch.inf), f"tensor '{CODES}' contains NaN or infinite values"),
     ],
 )
 def test_tensors_that_a_folder_lacks_or_has_beside_the_model_are_named(tmp_path, capsys, change, message):

@@ -2,7 +2,10 @@
 
 import os
 import secrets
+import signal
 import stat
+import subprocess
+import sys
 import threading
 import zlib
 
@@ -50,10 +53,32 @@ def test_planted_links_are_not_followed(tmp_path, monkeypatch):
     check_writable_folder(tmp_path, DataError, "the text")
     assert victim.read_text() == "mine" and path.read_text() == "text"
     monkeypatch.setattr(secrets, "token_hex", lambda size: "planted")
-    (tmp_path / ".planted.tmp").symlink_to(victim)
+    (tmp_path / f".{zlib.crc32(b'a.txt'):08x}-planted.tmp").symlink_to(victim)
     with pytest.raises(DataError, match=r"the text cannot be written to .*nothing was changed there"):
         write(path, "other")
     assert victim.read_text() == "mine" and path.read_text() == "text"
+
+
+def test_what_killed_writes_left_is_deleted_by_the_next_write_of_the_same_file(tmp_path):
+    program = (
+        "import os, sys; from pathlib import Path; from lkv.errors import DataError\n"
+        "from lkv.utils.files import atomic_write\n"
+        "with atomic_write(Path(sys.argv[1]), DataError, 'the text'): os.kill(os.getpid(), 9)"
+    )
+    path, other = tmp_path / "a.txt", tmp_path / "b.txt"
+    for name in (path, other):
+        assert subprocess.run([sys.executable, "-c", program, name], check=False).returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 2
+    write(path, "text")
+    assert len(os.listdir(tmp_path)) == 3  # another process may still write it
+    for file in tmp_path.glob(".*.tmp"):
+        os.utime(file, (1, 1))
+    with atomic_write(path, DataError, "the text") as temporary:
+        assert len(os.listdir(tmp_path)) == 3 and path.read_text() == "text"
+        temporary.write_text("new")
+    assert len(list(tmp_path.glob(".*.tmp"))) == 1 and path.read_text() == "new"
+    write(other, "other")
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "b.txt"]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
@@ -96,7 +121,7 @@ def test_what_is_no_path_is_refused(name):
         as_path(name, DataError, "the text")
 
 
-def test_places_that_cannot_be_written_to_are_refused(tmp_path):
+def test_places_that_cannot_be_written_to_are_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="the text cannot be written to"):
         check_writable_folder(tmp_path / "file" / "below", DataError, "the text")
@@ -106,8 +131,11 @@ def test_places_that_cannot_be_written_to_are_refused(tmp_path):
     for attempt in (lambda: check_writable_file(endless, DataError, "the text"), lambda: write(endless, "text")):
         with pytest.raises(DataError, match=r"the text cannot be written to .*File name too long"):
             attempt()
-    check_writable_file(tmp_path / "deep" / "a.txt", DataError, "the text")
-    assert os.listdir(tmp_path / "deep") == []
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        check_writable_file(tmp_path / "new" / "deep" / "a.txt", DataError, "the text")
+    assert os.listdir(tmp_path / "new" / "deep") == []
+    assert capsys.readouterr().err == f"created the folder {tmp_path / 'new' / 'deep'}\n"
 
 
 @pytest.mark.parametrize("through_link", [False, True])
