@@ -93,6 +93,11 @@ def script_text(text: str, before: str, is_raised: bool) -> str:
     return ("^" if is_raised else "_") + (text if is_one else f"({text})")
 
 
+def operand_text(text: str) -> str:
+    """Return what is above or below the line of a fraction, or under a root: in brackets, but numbers and letters."""
+    return text if re.fullmatch(r"[\d.,]+|\w", text) else f"({text})"
+
+
 class Cell(NamedTuple):
     """A cell of a table, and how many columns and rows it takes."""
 

@@ -8,7 +8,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
-from lkv.context.flow_text import UNSEEN, Cell, FlowText, script_text, table_lines
+from lkv.context.flow_text import UNSEEN, Cell, FlowText, operand_text, script_text, table_lines
 from lkv.context.style_sheets import StyleSheets, gap, is_transparent, other_alternatives
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ class _Renderer:
 
     def _render_formula(self, tag: str, children: list["LexborNode"]) -> list[_Step]:
         def write_operand(text: str) -> None:
-            self.text.write_verbatim(text if re.fullmatch(r"[\d.,]+|\w", text) else f"({text})")
+            self.text.write_verbatim(operand_text(text))
 
         first, rest = children[:1], children[1:]
         if tag == "mfrac":

@@ -12,8 +12,9 @@ from unicodedata import bidirectional
 import pypdfium2
 import pypdfium2.raw as pdfium
 
-from lkv.context.pdf_content import HIDDEN_MARK
+from lkv.context.pdf_fractions import Rule, join_fractions
 from lkv.context.pdf_layout import lines_of
+from lkv.context.pdf_objects import Box, Objects, address, outermost, read_objects
 from lkv.context.pdf_words import Glyph, accent
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
@@ -23,10 +24,10 @@ _HYPHEN = 2  # pdfium's character for a hyphen at a line's end
 _NO_CHARACTER = re.compile(r"[\x01-\x08\x0e-\x1f\ufffd\ue000-\uefff\uf100-\uf8ff]")
 _SYMBOL_FONTS = re.compile("Wingdings|Webdings")
 _MAX_UNNAMED = 0.05  # of a font's characters
-_MIN_WIDTH = 0.02  # of an object, in points
 _MAX_CHARACTERS = 500_000  # of a page
 _SIDE_BEARINGS = 0.2  # of the font's size
-_MAX_DEPTH = 40  # of forms within forms
+_EXACT = 0.01  # from the origin of a glyph to the box of its advance
+_MIDDLE = 0.25  # of letters over their base line, by the font's size
 
 
 class PageText(NamedTuple):
@@ -38,7 +39,7 @@ class PageText(NamedTuple):
     has_hidden: bool  # text of hidden layers, left out
     has_unnamed: bool  # glyphs without a character, left out if their fonts have several
     has_outside: bool  # text outside of the page, left out
-    has_invisible: bool  # text without ink that is not over an image, as recognised text is
+    has_invisible: bool  # text without ink, covered or clipped
 
 
 def read_pages(data: bytes) -> list[PageText]:
@@ -71,6 +72,7 @@ class _Style(NamedTuple):
     stretch: float  # points on the page of a glyph of width 1
     side: int | None  # which side of a glyph's box is its width; None in boxes that are turned by another angle
     is_symbol: bool  # the font has pictures in the place of letters
+    is_embedded: bool  # so that glyphs are as wide as the font says
 
 
 class _Placed(NamedTuple):
@@ -86,8 +88,7 @@ class _Placed(NamedTuple):
 
 def _read_page(page: pypdfium2.PdfPage) -> PageText:
     try:
-        objects = [(drawn, _hide(drawn)) for drawn in page.get_objects(max_depth=_MAX_DEPTH)]
-        shown = [drawn.type for drawn, is_hidden in objects if not is_hidden]
+        objects = read_objects(page)
         owners: dict[int, int] = {}  # the object in whose place an /ActualText is
         glyphs = [
             glyph
@@ -100,73 +101,53 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
         named = [glyph for glyph in glyphs if glyph.style.font not in nameless]
         left, bottom, right, top = page.get_bbox()
         inside = [glyph for glyph in named if left <= glyph.x < right and bottom <= glyph.y < top]
+        directions = _directions(inside, objects.rules, page.get_rotation())
         return PageText(
-            lines=[line for glyphs in _directions(inside, page.get_rotation()) for line in lines_of(glyphs)],
-            is_empty=not objects,
-            draws_image=pdfium.FPDF_PAGEOBJ_IMAGE in shown,
-            has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
+            lines=[line for frame in directions for line in lines_of(frame)],
+            is_empty=objects.is_empty,
+            draws_image=objects.draws_image,
+            has_hidden=objects.has_hidden,
             has_unnamed=bool(unnamed),
-            has_invisible=_has_invisible([drawn for drawn, is_hidden in objects if not is_hidden]),
+            has_invisible=objects.has_invisible or any(_is_unseen(glyph, objects) for glyph in inside),
             has_outside=any(glyph.text.strip() for glyph in {*named}.difference(inside)),
         )
     finally:
         page.close()
 
 
-def _hide(drawn: pypdfium2.PdfObject) -> bool:
-    """Hide an object of a layer that is not displayed; return whether it is of one."""
-    container: pypdfium2.PdfObject | None = drawn
-    while container is not None:
-        if _outermost(container.raw, HIDDEN_MARK.encode()):
-            pdfium.FPDFPageObj_SetIsActive(drawn, False)
-            return True
-        container = container.container
-    if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
-        left, _, right, _ = drawn.get_bounds()
-        if right - left < _MIN_WIDTH:  # of vertical text in a font that is not there, which pdfium would skip
-            pdfium.FPDFPageObj_Transform(drawn, 1, 0, _MIN_WIDTH, 1, -_MIN_WIDTH * drawn.get_matrix().f, 0)
-    return False
+def _is_unseen(glyph: _Placed, objects: Objects) -> bool:
+    """Return whether the middle of a glyph is covered by a shape, or clipped."""
+    clip, covers = objects.views.get(glyph.style.address, (None, []))
+    if clip is None or glyph.text == " ":
+        return False
+    angle, (along, up) = math.radians(glyph.style.direction[0]), (glyph.width / 2, _MIDDLE * glyph.style.size)
+    x = glyph.x + along * math.cos(angle) - up * math.sin(angle)
+    y = glyph.y + along * math.sin(angle) + up * math.cos(angle)
+    is_within = [box[0] <= x <= box[2] and box[1] <= y <= box[3] for box in (clip, *covers)]
+    return not is_within[0] or any(is_within[1:])
 
 
-def _has_invisible(objects: list[pypdfium2.PdfObject]) -> bool:
-    """Return whether there is text without ink on a page without images, or white text with nothing behind it."""
-    has_image = any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in objects)
-    color, is_blank = [ctypes.c_uint() for _ in range(4)], True
-    for drawn in objects:
-        is_text = drawn.type == pdfium.FPDF_PAGEOBJ_TEXT
-        is_blank &= is_text
-        mode = pdfium.FPDFTextObj_GetTextRenderMode(drawn) if is_text else None
-        if mode == pdfium.FPDF_TEXTRENDERMODE_INVISIBLE and not has_image:
-            return True
-        if mode == pdfium.FPDF_TEXTRENDERMODE_FILL and pdfium.FPDFPageObj_GetFillColor(drawn, *color):
-            *ink, opacity = (each.value for each in color)
-            if opacity == 0 or (is_blank and min(ink) == 255):
-                return True
-    return False
-
-
-def _outermost(drawn: Any, key: bytes) -> int:
-    """Return the address of the outermost marked content with an entry that an object belongs to; 0 for none."""
-    length = ctypes.c_ulong()
-    for number in range(pdfium.FPDFPageObj_CountMarks(drawn)):
-        mark = pdfium.FPDFPageObj_GetMark(drawn, number)
-        if pdfium.FPDFPageObjMark_GetParamBlobValue(mark, key, None, 0, length) and length.value:
-            return _address(mark)
-    return 0
-
-
-def _directions(glyphs: list[_Placed], rotation: int) -> list[list[Glyph]]:
-    """Return the glyphs of each direction in its frame; `rotation` is that of the page, clockwise."""
+def _directions(glyphs: list[_Placed], rules: list[Box], rotation: int) -> Iterator[list[Glyph]]:
+    """Yield the glyphs of each direction in its frame, fractions as one; `rotation` is that of the page, clockwise."""
     frames: dict[tuple[int, bool], tuple[float, list[Glyph]]] = {}  # by degrees, and whether vertical; the exact angle
     for order, (text, x, y, width, style, _) in enumerate(glyphs):
         exact, is_vertical = style.direction
         near = [((round(exact) + step) % 360, is_vertical) for step in (0, -1, 1)]
         angle, frame = frames.setdefault(next((key for key in near if key in frames), near[0]), (exact, []))
-        across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-        start = x * across + y * up
-        frame.append(Glyph(text, start, y * across - x * up, start + width, style.size, order))
-    keys = sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360)
-    return [frames[key][1] for key in keys]
+        start, base = _turn(x, y, angle)
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        frame.append(Glyph(text, start, base, start + width, style.size, order))
+    for key in sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360):
+        angle, frame = frames[key]
+        ends = [(_turn(x, y, angle), _turn(end, top, angle)) for x, y, end, top in rules]
+        turned = (Rule(min(a, b), (c + d) / 2, max(a, b), abs(c - d)) for (a, c), (b, d) in ends)
+        yield join_fractions(frame, [rule for rule in turned if rule.thickness < rule.end - rule.x])
+
+
+def _turn(x: float, y: float, angle: float) -> tuple[float, float]:
+    """Return the place of a point in a frame that is turned by degrees."""
+    across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    return x * across + y * up, y * across - x * up
 
 
 def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
@@ -179,7 +160,7 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
         drawn = pdfium.FPDFText_GetTextObject(text, i)
         if not drawn or pdfium.FPDFText_IsGenerated(text, i) == 1:
             continue
-        style = last.style if last and last.style.address == _address(drawn) else _style(text, i, drawn)
+        style = last.style if last and last.style.address == address(drawn) else _style(text, i, drawn)
         code = pdfium.FPDFText_GetUnicode(text, i)
         character = "-" if code == _HYPHEN else chr(code)
         is_unnamed = (pdfium.FPDFText_HasUnicodeMapError(text, i) == 1 and character not in "\0 ") or (
@@ -201,8 +182,10 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
         if last:
             yield last
         pdfium.FPDFFont_GetGlyphWidth(pdfium.FPDFTextObj_GetFont(drawn), code, 1.0, width)
-        # The form of an Arabic letter, and so its width, depends on its place in the word.
-        advance = most if bidirectional(character) == "AL" else min(abs(width.value) * style.stretch or most, most)
+        # Of several glyphs of a character, pdfium gives the width of one: of an Arabic letter, or a small digit.
+        is_exact = style.is_embedded and abs(box.left - x.value) < _EXACT * style.size
+        is_own = bidirectional(character) == "AL" or (is_exact and character.isdigit())
+        advance = most if is_own else min(abs(width.value) * style.stretch or most, most)
         if style.span:  # the box of /ActualText is what is drawn alone
             advance = most + _SIDE_BEARINGS * style.size
         last = _Placed(character, x.value, y.value, advance, style, is_unnamed)
@@ -222,16 +205,13 @@ def _style(text: pypdfium2.PdfTextPage, index: int, drawn: Any) -> _Style:
     fuzz = 1e-3 * max(abs(a), abs(b))
     is_upright, is_turned = max(abs(b), abs(c)) < fuzz, max(abs(a), abs(d)) < fuzz
     return _Style(
-        address=_address(drawn),
-        font=_address(font) if font else 0,
+        address=address(drawn),
+        font=address(font) if font else 0,
         size=math.hypot(c, d),
         direction=(math.degrees(math.atan2(b, a)) - 90 * is_vertical, is_vertical),
-        span=_outermost(drawn, b"ActualText"),
+        span=outermost(drawn, b"ActualText"),
         stretch=math.hypot(a, b),
         side=int(is_turned != is_vertical) if is_upright or is_turned else None,
         is_symbol=bool(_SYMBOL_FONTS.search(name.value.decode("latin-1"))),
+        is_embedded=pdfium.FPDFFont_GetIsEmbedded(font) == 1,
     )
-
-
-def _address(pointer: Any) -> int:
-    return ctypes.addressof(pointer.contents)

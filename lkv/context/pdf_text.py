@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
+from unicodedata import normalize
 
 from pypdf import PdfReader
 from pypdf.errors import DependencyError
@@ -19,6 +20,8 @@ from lkv.context.pdf_glyphs import PageText, read_pages
 from lkv.errors import DocumentError
 
 _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "ffl", 0xFB05: "st", 0xFB06: "st"}
+# Of superscripts, a solidus and subscripts.
+_FRACTION = re.compile("([⁰¹²³⁴-⁹]+)(?:[/\u2044\u2215](?=[₀-₉])|\u2044(?=[0-9]))([₀-₉0-9]+)")
 _WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
 _BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad\n({_WORD.pattern})")
 _MIN_COMPOUNDS = 3  # that are certain, of a document that breaks no words
@@ -116,13 +119,17 @@ def _page_text(page: PageText, missing: list[str]) -> str:
     """Return a page's text; `missing` gets what of it is left out."""
     missing += [_HIDDEN] * page.has_hidden + [_UNNAMED] * page.has_unnamed + [_OUTSIDE] * page.has_outside
     missing += [_INVISIBLE] * page.has_invisible
-    text = "\n".join(line for line in page.lines if line).translate(_LIGATURES)
-    text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    text = _FRACTION.sub(_fraction_text, "\n".join(line for line in page.lines if line).translate(_LIGATURES))
     if page.draws_image:
         missing.append(_IMAGES if text else _SCAN)
     elif not text and not missing and not page.is_empty:
         missing.append(_EMPTY)
     return text
+
+
+def _fraction_text(match: re.Match[str]) -> str:
+    is_mixed = match.string[max(0, match.start() - 1) : match.start()].isalnum()
+    return " " * is_mixed + "/".join(normalize("NFKC", part) for part in match.groups())
 
 
 def _is_update_cut(data: bytes) -> bool:

@@ -17,6 +17,7 @@ WORD_GAP = 0.189  # between words, at least; the narrowest spaces of TeX have 0.
 _MIN_GAPS = 6  # of a line whose own gaps say which are between words
 _NUMBER_GAP = 0.12  # between numbers
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
+_SOLIDI, _BELOW = "/\u2044\u2215", -1e-3  # of fractions; how far small digits behind them are lowered, at least
 _DIGIT_RAISE = 0.14  # of digits of the text's size that are scripts, at least
 # Accents as characters of their own that have no decomposition, and letters without their dots.
 _MARKS = {"`": "\u0300", "\u02c6": "\u0302", "\u02c7": "\u030c"}
@@ -86,6 +87,10 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
     for y, level in groupby(glyphs, key=lambda glyph: round(glyph.y, 1)):  # a value on a form's line is not a script
         run = [*level]
         raises += [(y - base) * all(_is_script(glyph, y - base, size) for glyph in run)] * len(run)
+    for i, (before, glyph) in enumerate(pairwise(glyphs), 1):  # below a solidus, on the line as in "nicefrac"
+        is_below = before.text in _SOLIDI and i > 1 and raises[i - 2] > 0 and glyphs[i - 2].text.isdigit()
+        is_below |= raises[i - 1] == _BELOW
+        raises[i] = _BELOW if is_below and glyph.text.isdigit() and glyph.size < SMALL * size else raises[i]
     spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
     for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
         if before.text[-1] != " " != glyph.text[0]:

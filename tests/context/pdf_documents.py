@@ -1,66 +1,13 @@
 """Small PDFs written by hand, with the text that a reader shows of them."""
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
-
-class PdfDocument(NamedTuple):
-    """A PDF, its text and what the reader leaves out."""
-
-    data: bytes
-    text: str
-    skipped: Sequence[str] = ()
-
-
-TYPE1 = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica"
-_FONT = f"{TYPE1} /Encoding /WinAnsiEncoding >>"
-
-
-def pdf(*contents: str, page: str = "", objects: Mapping[int, str] | None = None, catalog: str = "") -> bytes:
-    """Write a PDF.
-
-    Args:
-        contents: The content stream of each page.
-        page: More entries of every page.
-        objects: More objects by their number, from 100 on. Object 3 is the font F1.
-        catalog: More entries of the catalog.
-    """
-    numbered = {
-        1: f"<< /Type /Catalog /Pages 2 0 R {catalog} >>",
-        2: f"<< /Type /Pages /Kids [{' '.join(f'{10 + 2 * i} 0 R' for i in range(len(contents)))}] "
-        f"/Count {len(contents)} >>",
-        3: _FONT,
-    }
-    for i, content in enumerate(contents):
-        resources = "" if "/Resources" in page else "/Resources << /Font << /F1 3 0 R >> >>"
-        box = "/Type /Page /Parent 2 0 R /MediaBox [0 0 612 792]"
-        numbered[10 + 2 * i] = f"<< {box} {resources} {page} /Contents {11 + 2 * i} 0 R >>"
-        numbered[11 + 2 * i] = stream(content)
-    numbered |= objects or {}
-    out, places = bytearray(b"%PDF-1.7\n"), {}
-    for number, body in numbered.items():
-        places[number] = len(out)
-        out += f"{number} 0 obj\n{body}\nendobj\n".encode("latin-1")
-    start = len(out)
-    out += b"xref\n0 1\n0000000000 65535 f \n"
-    out += b"".join(b"%d 1\n%010d 00000 n \n" % (number, place) for number, place in sorted(places.items()))
-    out += b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (max(places) + 1, start)
-    return bytes(out)
-
-
-def stream(content: str, entries: str = "") -> str:
-    return f"<< /Length {len(content)} {entries} >>\nstream\n{content}\nendstream"
-
-
-def lines(*texts: str, x: int = 72, y: int = 700, size: int = 12) -> str:
-    """Content of lines, one below the other."""
-    return "".join(f"BT /F1 {size} Tf {x} {y - 14 * i} Td ({text}) Tj ET\n" for i, text in enumerate(texts))
-
+from tests.context.pdf_forms import FORMS
+from tests.context.pdf_writer import FONT, FONTS, TWO_FONTS, TYPE1, PdfDocument, lines, pdf, stream, xobject
 
 _IMAGE = stream("\x00", "/Type /XObject /Subtype /Image /Width 1 /Height 1 /ColorSpace /DeviceGray /BitsPerComponent 8")
 _SCAN = "/Resources << /Font << /F1 3 0 R >> /XObject << /Im1 100 0 R >> >>"
-TWO_FONTS = "/Resources << /Font << /F1 100 0 R /F2 3 0 R >> >>"
 _LIGATURES = """/CIDInit /ProcSet findresource begin begincmap
 1 begincodespacerange <00> <FF> endcodespacerange
 2 beginbfchar <01> <FB01> <02> <FB03> endbfchar 1 beginbfrange <20> <7E> <0020> endbfrange endcmap end"""
@@ -73,33 +20,6 @@ def _mapped(content: str, character: str, text: str, skipped: Sequence[str] = ()
     return PdfDocument(pdf(f"BT /F2 12 Tf 72 700 Td ({content}) Tj ET", page=page, objects=fonts), text, skipped)
 
 
-def _widget(entries: str) -> str:
-    return f"<< /Type /Annot /Subtype /Widget /Rect [0 0 90 20] {entries} >>"
-
-
-def _form(*fields: str) -> bytes:
-    references = " ".join(f"{100 + i} 0 R" for i in range(len(fields)))
-    return pdf(
-        lines("Application"),
-        page=f"/Annots [{references}]",
-        objects={100 + i: _widget(each) for i, each in enumerate(fields)},
-        catalog=f"/AcroForm << /Fields [{references}] >>",
-    )
-
-
-def _noted(annotation: str) -> bytes:
-    return pdf(
-        lines("The log"), page="/Annots [100 0 R]", objects={100: f"<< /Type /Annot /Rect [0 0 9 9] {annotation} >>"}
-    )
-
-
-_FONTS = "/Resources << /Font << /F1 3 0 R >> >>"
-
-
-def _xobject(content: str) -> str:
-    return stream(content, f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] {_FONTS}")
-
-
 def _unreadable(text: str, *objects: str) -> PdfDocument:
     """Write a line in a font that does not name its characters, object 100, and another line in a font that does."""
     content = lines(text) + "BT /F2 12 Tf 72 600 Td (lit) Tj ET"
@@ -107,7 +27,7 @@ def _unreadable(text: str, *objects: str) -> PdfDocument:
     return PdfDocument(data, "lit", ["text in fonts without characters on page 1"])
 
 
-PDFS = {
+PDFS = FORMS | {
     "lines": PdfDocument(
         pdf(lines("The keeper counted.", "Forty-two steps.")), "The keeper counted.\nForty-two steps."
     ),
@@ -181,9 +101,37 @@ PDFS = {
     "white text on black": PdfDocument(
         pdf("72 640 200 30 re f 1 g BT /F1 12 Tf 72 650 Td (a heading) Tj ET"), "a heading"
     ),
+    "text below a shape that is drawn later": PdfDocument(
+        pdf(lines("The keeper of the lamp", "lit") + "1 g 110 695 30 14 re f"),
+        "The keeper of the lamp\nlit",
+        ["text read though invisible on page 1"],
+    ),
+    "text below a shape of a form": PdfDocument(
+        pdf(
+            lines("lit") + "q 2 0 0 2 0 0 cm /F Do Q",
+            page="/Resources << /Font << /F1 3 0 R >> /XObject << /F 100 0 R >> >>",
+            objects={100: stream("30 340 60 30 re f", "/Type /XObject /Subtype /Form /BBox [0 0 612 792]")},
+        ),
+        "lit",
+        ["text read though invisible on page 1"],
+    ),
+    "text that is clipped": PdfDocument(
+        pdf("q 70 690 30 20 re W n " + lines("secret") + "Q " + lines("lit", y=650)),
+        "secret\nlit",
+        ["text read though invisible on page 1"],
+    ),
+    "text above shapes, below others that are transparent, empty or elsewhere": PdfDocument(
+        pdf(
+            "q 70 640 300 90 re W n 0.9 g 70 640 300 90 re f 0 g "
+            + lines("The lamp", "lit")
+            + "Q /G gs 70 690 90 20 re f 70 676 90 30 re S 72 660 90 20 re f 60 680 10 30 re f",
+            page="/Resources << /Font << /F1 3 0 R >> /ExtGState << /G << /ca 0.4 /CA 1 >> >> >>",
+        ),
+        "The lamp\nlit",
+    ),
     "rotated page": PdfDocument(pdf(lines("one", "two"), page="/Rotate 90"), "one\ntwo"),
     "text in a form XObject": PdfDocument(
-        pdf("/Fm1 Do", page="/Resources << /XObject << /Fm1 100 0 R >> >>", objects={100: _xobject(lines("inside"))}),
+        pdf("/Fm1 Do", page="/Resources << /XObject << /Fm1 100 0 R >> >>", objects={100: xobject(lines("inside"))}),
         "inside",
     ),
     "text outside the page": PdfDocument(
@@ -195,66 +143,6 @@ PDFS = {
         ["the scanned page 2"],
     ),
     "empty page": PdfDocument(pdf(lines("one"), "", lines("three")), "one\n\nthree"),
-    "filled text field": PdfDocument(_form("/FT /Tx /T (height) /V (42 m)"), "Application\n\nheight: 42 m"),
-    "field in UTF-16": PdfDocument(_form("/FT /Tx /T (name) /V <FEFF00C900760061>"), "Application\n\nname: Éva"),
-    "field of several lines": PdfDocument(
-        _form("/FT /Tx /Ff 4096 /T (note) /V (one\\rtwo)"), "Application\n\nnote: one\ntwo"
-    ),
-    "empty field": PdfDocument(_form("/FT /Tx /T (height)"), "Application"),
-    "checkboxes": PdfDocument(
-        _form("/FT /Btn /T (paid) /V /Yes /AS /Yes", "/FT /Btn /T (late) /V /Off /AS /Off"), "Application\n\npaid: Yes"
-    ),
-    "choice": PdfDocument(_form("/FT /Ch /T (month) /V (May) /Opt [(April) (May)]"), "Application\n\nmonth: May"),
-    "choices": PdfDocument(
-        _form("/FT /Ch /Ff 2097152 /T (days) /V [(Monday) (Friday)]"), "Application\n\ndays: Monday, Friday"
-    ),
-    "fields stand with their page": PdfDocument(
-        pdf(
-            lines("one"),
-            lines("two"),
-            objects={
-                10: "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >> "
-                "/Contents 11 0 R /Annots [100 0 R] >>",
-                100: _widget("/FT /Tx /T (f1) /TU (Height) /V (42 m)"),
-            },
-            catalog="/AcroForm << /Fields [100 0 R] >>",
-        ),
-        "one\n\nHeight: 42 m\n\ntwo",
-    ),
-    "field with its label": PdfDocument(
-        _form("/FT /Tx /T (f1) /TU (Height of the tower) /V (42 m)"), "Application\n\nHeight of the tower: 42 m"
-    ),
-    "field that was drawn": PdfDocument(
-        pdf(
-            lines("Application"),
-            page="/Annots [100 0 R]",
-            catalog="/AcroForm << /Fields [100 0 R] >>",
-            objects={
-                100: _widget("/FT /Tx /T (height) /V (42 m) /AP << /N 101 0 R >>"),
-                101: _xobject("BT /F1 9 Tf (42 m) Tj ET"),
-            },
-        ),
-        "Application\n\nheight: 42 m",
-    ),
-    "note": PdfDocument(_noted("/Subtype /Text /Contents (ask the keeper)"), "The log\n\nask the keeper"),
-    "free text": PdfDocument(_noted("/Subtype /FreeText /Contents (approved) /DA (/F1 9 Tf)"), "The log\n\napproved"),
-    "highlight with a comment": PdfDocument(
-        _noted("/Subtype /Highlight /QuadPoints [] /Contents (check this)"), "The log\n\ncheck this"
-    ),
-    "hidden note": PdfDocument(_noted("/Subtype /Text /F 2 /Contents (unseen)"), "The log"),
-    "link": PdfDocument(_noted("/Subtype /Link /A << /S /URI /URI (https://example.org) >>"), "The log"),
-    "attached file": PdfDocument(
-        pdf(
-            lines("The log"),
-            catalog="/Names << /EmbeddedFiles << /Names [(plan.txt) 100 0 R] >> >>",
-            objects={
-                100: "<< /Type /Filespec /F (plan.txt) /EF << /F 101 0 R >> >>",
-                101: stream("plan", "/Type /EmbeddedFile"),
-            },
-        ),
-        "The log",
-        ["the attached file plan.txt"],
-    ),
     "a scan with a printed number": PdfDocument(
         pdf("q 612 0 0 792 0 0 cm /Im1 Do Q\n" + lines("17"), page=_SCAN, objects={100: _IMAGE}),
         "17",
@@ -274,78 +162,6 @@ PDFS = {
         ),
         "",
         ["text in fonts without characters on page 1"],
-    ),
-    "radio buttons": PdfDocument(
-        pdf(
-            lines("Application"),
-            page="/Annots [101 0 R 102 0 R]",
-            objects={
-                100: "<< /FT /Btn /Ff 32768 /T (size) /V /1 /Opt [(small) (large)] /Kids [101 0 R 102 0 R] >>",
-                101: _widget("/Parent 100 0 R /AS /Off"),
-                102: _widget("/Parent 100 0 R /AS /1"),
-            },
-            catalog="/AcroForm << /Fields [100 0 R] >>",
-        ),
-        "Application\n\nsize: large",
-    ),
-    "displayed text of a choice": PdfDocument(
-        _form("/FT /Ch /T (month) /V (5) /Opt [[(4) (April)] [(5) (May)]]"), "Application\n\nmonth: May"
-    ),
-    "fields of the same name": PdfDocument(
-        _form("/FT /Tx /T (a) /V (17)", "/FT /Tx /T (a) /V (18)"), "Application\n\na: 17\na: 18"
-    ),
-    "field without a name": PdfDocument(_form("/FT /Tx /V (17)"), "Application\n\n17"),
-    "hidden field": PdfDocument(_form("/FT /Tx /T (a) /V (unseen) /F 2"), "Application"),
-    "password": PdfDocument(_form("/FT /Tx /Ff 8192 /T (a) /V (unseen)"), "Application"),
-    "signature": PdfDocument(
-        _form("/FT /Sig /T (by) /V << /Type /Sig /Name (Eva) >>"), "Application\n\nby: signed by Eva"
-    ),
-    "field of a page alone": PdfDocument(
-        pdf(lines("Application"), page="/Annots [100 0 R]", objects={100: _widget("/FT /Tx /T (a) /V (17)")}),
-        "Application\n\na: 17",
-    ),
-    "field of no page": PdfDocument(
-        pdf(
-            lines("Application"),
-            objects={
-                100: "<< /T (of) /Kids [101 0 R] >>",
-                101: "<< /Parent 100 0 R /FT /Tx /T (a) /V 102 0 R >>",
-                102: stream("17"),
-            },
-            catalog="/AcroForm << /Fields [100 0 R] >>",
-        ),
-        "Application\n\nof.a: 17",
-    ),
-    "field that was only drawn": PdfDocument(
-        pdf(
-            lines("Application"),
-            page="/Annots [100 0 R]",
-            objects={100: _widget("/FT /Tx /T (a) /AP << /N 101 0 R >>"), 101: _xobject(lines("17"))},
-        ),
-        "Application\n\na: 17",
-    ),
-    "form in XFA": PdfDocument(
-        pdf(lines("Please wait"), catalog="/AcroForm << /Fields [] /XFA 100 0 R >>", objects={100: stream("<xdp/>")}),
-        "Please wait",
-        ["the form in XFA"],
-    ),
-    "drawn stamp": PdfDocument(
-        pdf(
-            lines("The log"),
-            page="/Annots [100 0 R]",
-            objects={
-                100: "<< /Type /Annot /Subtype /Stamp /Contents (by Eva) /AS /On /AP << /N << /On 101 0 R >> >> >>",
-                101: _xobject(lines("PAID")),
-            },
-        ),
-        "The log\n\nPAID\nby Eva",
-    ),
-    "stamp by name": PdfDocument(_noted("/Subtype /Stamp /Name /Approved"), "The log\n\nApproved"),
-    "rich text": PdfDocument(_noted("/Subtype /FreeText /RC (<body><p>17 &lt; 18</p></body>)"), "The log\n\n17 < 18"),
-    "file in a note": PdfDocument(
-        _noted("/Subtype /FileAttachment /FS << /Type /Filespec /UF (data.csv) /EF << /F 101 0 R >> >>"),
-        "The log",
-        ["the attached file data.csv"],
     ),
     "a glyph's numbers by a font without an encoding": _unreadable(
         "7KH\\003ODPS\\003LV\\003OLW", "<< /Type /Font /Subtype /TrueType /BaseFont /ABCDEF+X >>"
@@ -387,9 +203,7 @@ def _layered(content: str, config: str, properties: str = "/L1 100 0 R /L2 101 0
         objects={
             100: "<< /Type /OCG /Name (one) /Usage << /View << /ViewState /OFF >> >> >>",
             101: "<< /Type /OCG /Name (two) >>",
-            102: stream(
-                lines("form", y=600), f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] /OC 101 0 R {_FONTS}"
-            ),
+            102: stream(lines("form", y=600), f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] /OC 101 0 R {FONTS}"),
             103: f"<< /Type /OCMD {objects.get('ocmd', '')} >>",
             104: "<< /Type /Annot /Subtype /FreeText /Rect [0 0 9 9] /Contents (note) /OC 101 0 R >>",
         },
@@ -432,7 +246,7 @@ def _drawn(content: str, form: str, entries: str = "") -> bytes:
         page="/Resources << /Font << /F1 3 0 R /F2 101 0 R >> /XObject << /F 100 0 R >> >>",
         objects={
             100: stream(form, f"/Type /XObject /Subtype /Form /BBox [0 0 612 792] {entries}"),
-            101: _FONT.replace("Helvetica", "Times-Roman"),
+            101: FONT.replace("Helvetica", "Times-Roman"),
         },
     )
 
@@ -446,7 +260,7 @@ _AMOUNTS = "".join(
 )
 PDFS |= {
     "forms drawn in several rows": PdfDocument(
-        _drawn(_AMOUNTS, lines("300", x=300), _FONTS), "Jan 300\nFeb 300\nMar 300"
+        _drawn(_AMOUNTS, lines("300", x=300), FONTS), "Jan 300\nFeb 300\nMar 300"
     ),
     "a form with the page's resources": PdfDocument(_drawn(lines("lit") + "/F Do", lines("17", y=650)), "lit\n17"),
     "a form's matrix": PdfDocument(
@@ -488,7 +302,7 @@ PDFS |= {
     "empty actual text of displayed words": PdfDocument(pdf(_span("()", "(17 ships) Tj")), "See 17 ships lit"),
     "letters of a symbol font": PdfDocument(
         pdf("BT /F1 12 Tf 72 700 Td (\xfe) Tj ET BT /F2 12 Tf 72 680 Td (lit) Tj ET", page=TWO_FONTS,
-            objects={100: _FONT.replace("Helvetica", "ABCDEF+Wingdings")}),
+            objects={100: FONT.replace("Helvetica", "ABCDEF+Wingdings")}),
         "lit", ["text in fonts without characters on page 1"],
     ),
     "an update that is cut": PdfDocument(

@@ -1,6 +1,6 @@
 """Small PDFs with text in many places and fonts, with the text as seen."""
 
-from tests.context.pdf_documents import TWO_FONTS, TYPE1, PdfDocument, lines, pdf, stream
+from tests.context.pdf_writer import TWO_FONTS, TYPE1, PdfDocument, lines, pdf, stream
 
 _LEFT = [
     "The lamp was lit at dusk by the",

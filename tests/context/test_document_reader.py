@@ -10,7 +10,7 @@ import pytest
 from lkv.context import document_reader
 from lkv.context.document_reader import Document, parse_document, read_document
 from lkv.errors import DocumentError, MissingPackageError
-from tests.context.pdf_documents import lines, pdf
+from tests.context.pdf_writer import lines, pdf
 
 PAGE = b"""<!DOCTYPE html><html><head><title>Log</title><style>p { color: red }</style></head><body>
 <p>The keeper &amp; her <b>lamp</b>.</p><script>alert("no")</script>

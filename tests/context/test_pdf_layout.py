@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from lkv.context.document_reader import parse_document
 from lkv.context.flow_text import script_text
 from lkv.errors import DocumentError
-from tests.context.pdf_documents import PDFS, TYPE1, lines, pdf, stream
+from tests.context.pdf_documents import PDFS
+from tests.context.pdf_writer import TYPE1, lines, pdf, stream
 
 SIZE = 10.0
 WIDTH = 0.6 * SIZE  # of each letter of Courier
@@ -292,6 +293,25 @@ def test_words_are_as_wide_as_their_font_says(words, widths, kerning, space):
     content = f"BT /F1 10 Tf 30 500 Td [{f' {-space} '.join(kerned)}] TJ ET"
     page = "/Resources << /Font << /F1 100 0 R >> >>"
     assert read(pdf(content, page=page, objects={100: font.replace(",", "")})) == " ".join(words)
+
+
+def test_digits_are_as_wide_as_drawn_where_a_font_has_small_ones_too():
+    """Of two glyphs of a digit, pdfium gives the width of one."""
+    file = (Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts/ttf/DejaVuSans.ttf").read_bytes()
+    names = "2 beginbfchar <0014> <0032> <0015> <0032> endbfchar"
+    system = "/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> /CIDToGIDMap /Identity"
+    box = "/Flags 4 /FontBBox [0 0 1000 1000] /ItalicAngle 0 /Ascent 900 /Descent -200 /StemV 80"
+    entries = "/Encoding /Identity-H /DescendantFonts [101 0 R] /ToUnicode 102 0 R"
+    widths = "/W [20 [636 300]] /FontDescriptor 103 0 R"
+    fonts = {
+        100: f"<< /Type /Font /Subtype /Type0 /BaseFont /X {entries} >>",
+        101: f"<< /Type /Font /Subtype /CIDFontType2 /BaseFont /X {system} {widths} >>",
+        102: stream(f"begincmap 1 begincodespacerange <0000> <ffff> endcodespacerange {names} endbfchar endcmap"),
+        103: f"<< /Type /FontDescriptor /FontName /X {box} /FontFile2 104 0 R >>",
+        104: stream(file.decode("latin-1"), f"/Length1 {len(file)}"),
+    }
+    content = "BT /F1 12 Tf 72 700 Td <0014> Tj <0014> Tj ET"
+    assert read(pdf(content, page="/Resources << /Font << /F1 100 0 R >> >>", objects=fonts)) == "22"
 
 
 def test_documents_are_read_by_several_threads():

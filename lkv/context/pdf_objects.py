@@ -1,0 +1,176 @@
+"""The objects of PDF pages by pdfium: hidden layers, rules, and what covers or clips text. Does not import torch."""
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pypdfium2
+import pypdfium2.raw as pdfium
+
+from lkv.context.pdf_content import HIDDEN_MARK
+
+Box = tuple[float, float, float, float]  # left, bottom, right and top
+_MIN_WIDTH = 0.02  # of an object, in points
+_MAX_DEPTH = 40  # of forms within forms
+_MAX_RULE = 0.4  # the thickness of a rule by its length
+_EVERYWHERE = -math.inf, -math.inf, math.inf, math.inf
+_MAX_COVERS = 300  # of a page
+
+
+class Objects(NamedTuple):
+    """What is on a page."""
+
+    is_empty: bool
+    draws_image: bool
+    has_hidden: bool  # text of hidden layers
+    has_invisible: bool  # text without ink that is not over an image, as recognised text is
+    rules: list[Box]
+    views: dict[int, tuple[Box, list[Box]]]  # by a text object's address: what is seen of it, and what covers it
+
+
+def read_objects(page: pypdfium2.PdfPage) -> Objects:
+    """Return what is on a page, after objects of layers that are not displayed are hidden."""
+    objects = [(drawn, _hide(drawn)) for drawn in page.get_objects(max_depth=_MAX_DEPTH)]
+    shown = [drawn for drawn, is_hidden in objects if not is_hidden]
+    places = _Places()
+    rules, covers, views = list[Box](), list[Box](), dict[int, tuple[Box, list[Box]]]()
+    for drawn in reversed(shown):
+        box = places.box(drawn, drawn.get_bounds())
+        if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
+            clip, over = places.clip(drawn), [cover for cover in covers if _overlap(cover, box)]
+            is_clip = pdfium.FPDFTextObj_GetTextRenderMode(drawn) >= pdfium.FPDF_TEXTRENDERMODE_FILL_CLIP
+            if (over or clip != _EVERYWHERE) and not is_clip:  # a clip by text is seen by what is drawn later
+                views[address(drawn.raw)] = clip, over
+        elif drawn.type == pdfium.FPDF_PAGEOBJ_PATH:
+            sides = sorted((box[2] - box[0], box[3] - box[1]))
+            if sides[0] < _MAX_RULE * sides[1]:
+                rules.append(box)
+            if len(covers) < _MAX_COVERS and _is_opaque(drawn):
+                covers += (_common(each, places.clip(drawn)) for each in places.rectangles(drawn))
+    return Objects(
+        is_empty=not objects,
+        draws_image=any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in shown),
+        has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
+        has_invisible=_has_invisible(shown),
+        rules=rules,
+        views=views,
+    )
+
+
+class _Places:
+    """The places of objects on a page, those within forms too."""
+
+    def __init__(self) -> None:
+        self._matrices = dict[int, pypdfium2.PdfMatrix]()  # by form
+
+    def _matrix(self, form: pypdfium2.PdfObject | None) -> pypdfium2.PdfMatrix:
+        """Return the matrix from the content of a form, or of the page itself, to the page."""
+        if form is None:
+            return pypdfium2.PdfMatrix()
+        if id(form) not in self._matrices:
+            self._matrices[id(form)] = form.get_matrix().multiply(self._matrix(form.container))
+        return self._matrices[id(form)]
+
+    def box(self, drawn: pypdfium2.PdfObject, bounds: Box) -> Box:
+        """Return the place of bounds that are given in the content that an object is part of."""
+        return bounds if drawn.container is None else self._matrix(drawn.container).on_rect(*bounds)
+
+    def clip(self, drawn: pypdfium2.PdfObject) -> Box:
+        """Return a box outside of which nothing of an object is seen."""
+        clip, view = pdfium.FPDFPageObj_GetClipPath(drawn), _EVERYWHERE
+        for i in range(pdfium.FPDFClipPath_CountPaths(clip)):
+            count = pdfium.FPDFClipPath_CountPathSegments(clip, i)
+            points = [_point(pdfium.FPDFClipPath_GetPathSegment(clip, i, j)) for j in range(count)]
+            view = _common(view, self.box(drawn, _bounds(points)))
+        return view
+
+    def rectangles(self, drawn: pypdfium2.PdfObject) -> Iterator[Box]:
+        """Yield the upright rectangles that a path consists of."""
+        shapes: list[list[tuple[float, float]]] = []
+        for i in range(min(pdfium.FPDFPath_CountSegments(drawn), _MAX_COVERS)):
+            segment = pdfium.FPDFPath_GetPathSegment(drawn, i)
+            if pdfium.FPDFPathSegment_GetType(segment) == pdfium.FPDF_SEGMENT_MOVETO:
+                shapes.append([])
+            shapes[-1].append(drawn.get_matrix().on_point(*_point(segment)))
+        for points in shapes:
+            x, y, end, top = _bounds(points)
+            if len({*points}) == 4 and all(px in (x, end) and py in (y, top) for px, py in points):
+                yield self.box(drawn, (x, y, end, top))
+
+
+def _is_opaque(drawn: pypdfium2.PdfObject) -> bool:
+    """Return whether a path is filled, and nothing shines through it."""
+    fill, stroke, color = ctypes.c_int(), ctypes.c_int(), [ctypes.c_uint() for _ in range(4)]
+    pdfium.FPDFPath_GetDrawMode(drawn, fill, stroke)
+    is_solid = fill.value != pdfium.FPDF_FILLMODE_NONE and pdfium.FPDFPageObj_GetFillColor(drawn, *color)
+    around: pypdfium2.PdfObject | None = drawn
+    while around is not None and not pdfium.FPDFPageObj_HasTransparency(around):
+        around = around.container
+    return bool(is_solid) and color[3].value == 255 and around is None
+
+
+def _point(segment: Any) -> tuple[float, float]:
+    x, y = ctypes.c_float(), ctypes.c_float()
+    pdfium.FPDFPathSegment_GetPoint(segment, x, y)
+    return x.value, y.value
+
+
+def _bounds(points: Sequence[tuple[float, float]]) -> Box:
+    xs, ys = zip(*points, strict=True) if points else ((0.0,), (0.0,))
+    return min(xs), min(ys), max(xs), max(ys)
+
+
+def _common(one: Box, other: Box) -> Box:
+    return max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(one[i] < other[i + 2] and other[i] < one[i + 2] for i in (0, 1))
+
+
+def _hide(drawn: pypdfium2.PdfObject) -> bool:
+    """Hide an object of a layer that is not displayed; return whether it is of one."""
+    container: pypdfium2.PdfObject | None = drawn
+    while container is not None:
+        if outermost(container.raw, HIDDEN_MARK.encode()):
+            pdfium.FPDFPageObj_SetIsActive(drawn, False)
+            return True
+        container = container.container
+    if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
+        left, _, right, _ = drawn.get_bounds()
+        if right - left < _MIN_WIDTH:  # of vertical text in a font that is not there, which pdfium would skip
+            pdfium.FPDFPageObj_Transform(drawn, 1, 0, _MIN_WIDTH, 1, -_MIN_WIDTH * drawn.get_matrix().f, 0)
+    return False
+
+
+def _has_invisible(objects: list[pypdfium2.PdfObject]) -> bool:
+    """Return whether there is text without ink on a page without images, or white text with nothing behind it."""
+    has_image = any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in objects)
+    color, is_blank = [ctypes.c_uint() for _ in range(4)], True
+    for drawn in objects:
+        is_text = drawn.type == pdfium.FPDF_PAGEOBJ_TEXT
+        is_blank &= is_text
+        mode = pdfium.FPDFTextObj_GetTextRenderMode(drawn) if is_text else None
+        if mode == pdfium.FPDF_TEXTRENDERMODE_INVISIBLE and not has_image:
+            return True
+        if mode == pdfium.FPDF_TEXTRENDERMODE_FILL and pdfium.FPDFPageObj_GetFillColor(drawn, *color):
+            *ink, opacity = (each.value for each in color)
+            if opacity == 0 or (is_blank and min(ink) == 255):
+                return True
+    return False
+
+
+def outermost(drawn: Any, key: bytes) -> int:
+    """Return the address of the outermost marked content with an entry that an object belongs to; 0 for none."""
+    length = ctypes.c_ulong()
+    for number in range(pdfium.FPDFPageObj_CountMarks(drawn)):
+        mark = pdfium.FPDFPageObj_GetMark(drawn, number)
+        if pdfium.FPDFPageObjMark_GetParamBlobValue(mark, key, None, 0, length) and length.value:
+            return address(mark)
+    return 0
+
+
+def address(pointer: Any) -> int:
+    """Return the address of one of pdfium's structures."""
+    return ctypes.addressof(pointer.contents)
