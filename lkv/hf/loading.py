@@ -34,6 +34,7 @@ from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.devices import available_memory, faster_dtype, find_device
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, cache_folder, is_path
+from lkv.utils.hub import is_offline
 from lkv.utils.prompts import encode, next_turn_parts
 
 if TYPE_CHECKING:
@@ -117,9 +118,32 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
         model, tokenizer = load_model(name)
         return tokenizer if is_tokenizer else model.config
     try:
+        path = _available(path, revision)
         return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         raise _not_loaded("tokenizer" if is_tokenizer else "model", name, error) from error
+
+
+def _available(path: str | Path, revision: str | None) -> str | Path:
+    """Return `path`, or the folder of the Hub's cache if the Hub cannot be reached. Raises OSError without one."""
+    if isdir(path) or not is_offline():
+        return path
+    if (folder := _cached_folder(path, revision)) is None:
+        raise OSError("the Hub cannot be reached, and this model is not in its cache")
+    return folder
+
+
+def _cached_folder(path: str | Path, revision: str | None) -> Path | None:
+    """Return the folder with a model's files: `path`, or one of the Hub's cache. None if they are not there."""
+    config = cached_file(
+        path,
+        "config.json",
+        revision=revision or "main",
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if config is None else Path(config).parent
 
 
 def _check_name(name: str, revision: str | None) -> str:
@@ -147,6 +171,7 @@ def _load(
         if device is not None and device.type != "cpu" and find_spec("accelerate"):  # required by transformers
             placement = {"device_map": {"": device}}
     try:
+        path = _available(path, revision)
         with adapted_threads(torch.device("cpu")):
             loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
                 path,
@@ -163,7 +188,10 @@ def _load(
         if mismatched := report["mismatched_keys"]:
             tensor, shape, expected = min(mismatched)
             raise ValueError(f"its tensor {tensor!r} has the shape {list(shape)}, but the model's is {list(expected)}")
-        _check_weights(model, path, hub["revision"])
+        folder = _cached_folder(path, revision)
+        if folder is not None and folder.parent.name == "snapshots":
+            model.config._commit_hash = folder.name  # which transformers 5.24 does not set
+        _check_weights(model, folder)
         if not placement and device is not None:
             model.to(device)
         tokenizer = AutoTokenizer.from_pretrained(path, **hub)
@@ -196,19 +224,11 @@ def _in_faster_dtype(model: Any) -> Any:
     return model.float()
 
 
-def _check_weights(model: Any, path: str | Path, revision: str) -> None:
+def _check_weights(model: Any, folder: Path | None) -> None:
     """Raise ValueError for weights that are not the model's numbers: codes without their scales, NaN and infinities."""
     own = dict(model.named_parameters())
-    config = cached_file(
-        path,
-        "config.json",
-        revision=revision,
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
     is_quantized = getattr(model.config, "quantization_config", None) is not None
-    for file in [] if is_quantized or config is None else Path(config).parent.glob("model*.safetensors"):
+    for file in [] if is_quantized or folder is None else folder.glob("model*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 dtype = tensors.get_slice(name).get_dtype()

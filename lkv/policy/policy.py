@@ -238,8 +238,12 @@ def _find_folder(name: str | os.PathLike[str], revision: str | None = None) -> t
         )
     from huggingface_hub import snapshot_download
 
+    from lkv.utils.hub import is_offline
+
     try:
-        snapshot = Path(snapshot_download(text, revision=revision, allow_patterns=[WEIGHTS, _CONFIG]))
+        snapshot = Path(
+            snapshot_download(text, revision=revision, allow_patterns=[WEIGHTS, _CONFIG], local_files_only=is_offline())
+        )
     except Exception as error:  # the HTTP client's errors have no common type
         place = "" if revision is None else f" at revision {revision!r}"
         raise PolicyFileError(

@@ -1,18 +1,24 @@
 """A revision of a model or a policy on the hub: asked for, and written into what was made with it."""
 
 import json
+import socket
+import time
 
 import pytest
 import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from lkv.errors import LkvError, ModelLoadError, PolicyFileError
 from lkv.hf import loading as models
-from lkv.hf.loading import DEFAULT, load_model
+from lkv.hf.loading import DEFAULT, load_config, load_model, load_tokenizer
 from lkv.hf.spec import inspect_model
 from lkv.policy.lookup import load_policy
 from lkv.policy.policy import Policy
+from lkv.utils.hub import is_offline
 from tests.commands import main, parse_arguments
 from tests.conftest import save_model
+from tests.ports import free_port
 
 MODEL_COMMIT, POLICY_COMMIT = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
 
@@ -44,6 +50,7 @@ def hub(tmp_path, monkeypatch):
         return Served
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(models, "is_offline", lambda: False)
     for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(models, name, served(getattr(models, name)))
     return asked
@@ -59,6 +66,51 @@ def test_revisions_reach_the_hub(hub):
     policy = load_policy("own/policy", revision="v2")
     assert hub == [("own/policy", "v2")] and policy.commit == POLICY_COMMIT
     assert Policy.from_pretrained("own/policy").commit == POLICY_COMMIT and hub[1:] == [("own/policy", None)]
+
+
+def cached(folder, repository):
+    """A folder of the Hub's cache for a repository."""
+    cache = folder / f"models--{repository.replace('/', '--')}"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(MODEL_COMMIT)
+    return cache / "snapshots" / MODEL_COMMIT
+
+
+def test_without_a_connection_cached_files_are_used_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits to try again"))
+    folder = save_model(cached(tmp_path, "own/model"))
+    model, tokenizer = load_model("own/model")
+    assert load_config("own/model").hidden_size == model.config.hidden_size == 32
+    assert model.config._commit_hash == MODEL_COMMIT  # as with a connection: results name it
+    assert len(tokenizer) == len(load_tokenizer("own/model")) == 259
+    Policy(inspect_model(model)).save_pretrained(cached(tmp_path, "own/policy"))
+    assert load_policy("own/policy").commit == MODEL_COMMIT
+    for name, load, reason in (
+        ("no/model", load_model, "no model could be loaded from 'no/model'.*cannot be reached"),
+        ("no/model", load_tokenizer, "no tokenizer could be loaded from 'no/model'.*cannot be reached"),
+        ("no/policy", load_policy, "a policy on the hub that can be reached"),
+    ):
+        with pytest.raises(LkvError, match=reason):
+            load(name)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LkvError, match="tensor 'model.norm.weight' is stored as I8"):
+        load_model("own/model")
+
+
+def test_with_a_connection_the_hub_is_asked(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        assert not is_offline()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert is_offline()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert is_offline()
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    assert not is_offline()
 
 
 def test_what_is_not_on_the_hub_has_no_revision(tmp_path, policy):
