@@ -2,6 +2,7 @@
 
 import sys
 import time
+from itertools import takewhile
 from os.path import exists, isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,7 @@ _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over a
 _NEARLY_ALL = 0.9  # of the KV entries
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 Bits = Annotated[int | str, Field(union_mode="left_to_right")]
-_COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect compare".split()
+_COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect".split()
 _CHAT_COMMANDS = {"/help": "list the commands", "/undo": "take the last question and its answer back"}
 
 
@@ -41,11 +42,11 @@ class Ask(PolicyOptions, RunOptions):
     """Ask questions about a document from a compressed cache."""
 
     words: list[str] = option(
-        "text, Markdown, HTML or PDF, or - for stdin (none with --load); then questions, or none to chat",
+        "text, Markdown, HTML, PDF, folders of these, or - for stdin (none with --load); then questions, or none: chat",
         [],
         positional=True,
         nargs="*",
-        metavar="[FILE] [QUESTION ...]",
+        metavar="[FILE ...] [QUESTION ...]",
     )
     method: MethodName = option("a name from `lkv methods`, or full", "lkv")
     pattern: Path | None = PATTERN_FILE
@@ -63,10 +64,15 @@ class Ask(PolicyOptions, RunOptions):
     protect: list[str] = option(
         "words of the text that are kept whatever else is evicted; may be repeated", [], append=True, metavar="WORDS"
     )
-    compare: bool = option("answer from the full cache as well, to see what compression changed", False)
+    compare: bool = option("also answer from the full cache, for which the text is read once more", False)
     save: Path | None = option("write the compressed text to this file")
     load: Path | None = option("resume from a file written by --save, instead of FILE")
     max_new_tokens: PositiveInt | None = option("tokens of an answer (default: up to 128)")
+
+    @property
+    def _documents(self) -> list[str]:
+        """The words before the first question: files and folders."""
+        return [] if self.load else [*self.words[:1], *takewhile(exists, self.words[1:])]
 
     def run(self) -> None:
         """Read and compress the document, or load it, then answer."""
@@ -75,16 +81,17 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.saved_context import check_replaceable
         from lkv.utils.files import check_writable_file
 
-        questions = self.words[0 if self.load else 1 :]
+        questions = self.words[len(self._documents) :]
         for question in questions:
             check_text(question, "the question", "ask something about the text")
         if self.save:
             check_writable_file(self.save, LkvError, "the compressed text")
             check_replaceable(self.save)
-        context, full = (self._load_context(), None) if self.load else self._compress()
+        context = self._load_context() if self.load else self._compress()
         if self.save:
             context.save(self.save)
             log(f"saved to {self.save}, {self.save.stat().st_size / 1e6:.1f} MB")
+        full = self._read_in_full(context) if self.compare else None
         for question in questions:
             if len(questions) > 1:
                 print(f"\n> {question}", flush=True)
@@ -96,6 +103,10 @@ class Ask(PolicyOptions, RunOptions):
         if not questions and (not self.save or sys.stdin.isatty()):
             _chat(context, self.max_new_tokens)
 
+    @property
+    def _chunk(self) -> int | None:
+        return self.chunk or (_STREAMING_CHUNK if self.streaming else None)
+
     def _check(self) -> None:
         from lkv.methods.registry import FULL
 
@@ -106,19 +117,20 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError(f"the text that --load reads is already compressed; leave {' and '.join(compressing)} out.")
         if not self.load and not self.words:
             raise LkvError("give a file to read (or - for stdin), or --load with a file written by --save.")
-        if self.words == ["-"] and not self.load and not self.save:
+        questions = self.words[len(self._documents) :]
+        if self._documents[:1] == ["-"] and not questions and not self.save:
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
-        if not self.load and (others := [word for word in self.words[1:] if isfile(word)]):
-            raise LkvError(
-                f"{others[0]} is a file, and not a question; join the files: "
-                f"cat {self.words[0]} {others[0]} | lkv ask - ..."
-            )
+        if not self.load and (others := [word for word in questions if isfile(word)]):
+            raise LkvError(f"{others[0]} is a file, and not a question; give all files before the first question.")
+        if self.compare and not questions:
+            raise LkvError("--compare answers from the full cache as well: it needs a question; leave --compare out.")
         if self.load:
             return
         if self.words[0] != "-" and not exists(self.words[0]):  # before torch is loaded
             raise DocumentError(f"{self.words[0]} does not exist; give a file, or - for stdin.")
-        if self.save and exists(self.save) and self.words[0] != "-" and self.save.samefile(self.words[0]):
-            raise LkvError(f"--save would overwrite {self.words[0]}, the text itself; give another file.")
+        for name in self._documents:
+            if self.save and exists(self.save) and exists(name) and self.save.samefile(name):
+                raise LkvError(f"--save would overwrite {name}, the text itself; give another file.")
         if self.save and self.method == FULL:
             raise LkvError(f"the uncompressed cache of {FULL!r} cannot be saved; leave --save out, or use a method.")
         from lkv.methods.request import CompressionRequest
@@ -127,9 +139,8 @@ class Ask(PolicyOptions, RunOptions):
         CompressionRequest(
             method=self.method, memory=self.memory, retention=self.retention, bits=self.bits, pattern=pattern
         )
-        if self.compare and (self.method == FULL or len(self.words) < 2):
-            reason = f"{FULL!r} is the full cache itself" if self.method == FULL else "it needs a question"
-            raise LkvError(f"--compare answers from the full cache as well: {reason}; leave --compare out.")
+        if self.compare and self.method == FULL:
+            raise LkvError(f"{FULL!r} is the full cache itself; leave --compare out, or use a method.")
         check_methods(self, [self.method])
 
     def _load_context(self) -> "Context":
@@ -140,13 +151,25 @@ class Ask(PolicyOptions, RunOptions):
         log(f"loaded {context.tokens:,} tokens; {_describe_size(context)}")
         return context
 
-    def _compress(self) -> tuple["Context", "Context | None"]:
-        """Return the document's compressed context, and with --compare the one with its full cache."""
-        from lkv.context.document_reader import read_document
+    def _read_in_full(self, context: "Context") -> "Context":
+        """Return the text of `context` with its full cache."""
+        from lkv.context.compression import compress_ids
+        from lkv.methods.registry import FULL
+        from lkv.methods.request import CompressionRequest
 
-        text = read_document(self.words[0])
+        if getattr(context.model.config, "image_token_id", None) in context.ids:
+            raise LkvError("the saved text has images, which --compare cannot read again; leave --compare out.")
+        with show_reading(context.model, context.tokens, purpose=" for the full cache"):
+            request = CompressionRequest.of_text({"method": FULL, "chunk": self._chunk})
+            return compress_ids(context.model, context.tokenizer, context.ids, request, kind=context.kind)
+
+    def _compress(self) -> "Context":
+        """Return the documents' compressed context."""
+        from lkv.context.document_reader import read_documents
+
+        text = read_documents(self._documents)
         from lkv.context.compression import check_fits_model, compress
-        from lkv.methods.registry import FULL, POLICY, SECOND_PASS
+        from lkv.methods.registry import POLICY, SECOND_PASS
         from lkv.policy.lookup import default_policy
         from lkv.utils.prompts import encode_context, strip_end
 
@@ -154,7 +177,6 @@ class Ask(PolicyOptions, RunOptions):
         model, tokenizer = self.load_model()
         if policy is None and POLICY in find_needs(self.method):
             policy = default_policy(model, name=self.model)
-        chunk = self.chunk or (_STREAMING_CHUNK if self.streaming else None)
         started = time.perf_counter()
         readings = _SECOND_PASS_READINGS if SECOND_PASS in find_needs(self.method) else 1.0
         tokens = len(encode_context(tokenizer, strip_end(tokenizer, text)))
@@ -168,7 +190,7 @@ class Ask(PolicyOptions, RunOptions):
                 retention=self.retention,
                 method=self.method,
                 policy=policy,
-                chunk=chunk,
+                chunk=self._chunk,
                 protect=self.protect,
                 bits=self.bits,
                 streaming=self.streaming,
@@ -180,10 +202,7 @@ class Ask(PolicyOptions, RunOptions):
             f"read {context.tokens:,} tokens in {seconds:.1f} s ({context.tokens / seconds:,.0f} tokens/s); "
             f"kept {context.realised_retention():.1%} of the KV entries{entries}; {_describe_size(context, budget)}"
         )
-        if not self.compare:
-            return context, None
-        with show_reading(model, context.tokens, purpose=" for its full cache"):
-            return context, compress(model, tokenizer, text, method=FULL, chunk=chunk)
+        return context
 
 
 def _describe_budget(context: "Context", memory: str) -> tuple[str, str]:
@@ -207,7 +226,9 @@ def _describe_size(context: "Context", budget: str = "") -> str:
     size, full, dtype = context.nbytes() / 1e6, context.full_nbytes() / 1e6, dtype_name(context.model.dtype)
     other = getattr(context.cache, "other_nbytes", int)() / 1e6  # 0 in a full cache
     others = f", {other:.1f} MB of it windows and states" if other else ""
-    return f"KV cache {size:.1f} MB{others} ({full:.1f} MB in {dtype} without compression{budget})"
+    line = f"KV cache {size:.1f} MB{others} ({full:.1f} MB in {dtype} without compression{budget})"
+    weights = sum(weight.nbytes for weight in context.model.parameters()) / 1e6
+    return line + f"; the model's weights take {weights:,.0f} MB" * (size < weights / 10)
 
 
 def _warn_if_truncated(answers: "Context | Chat") -> None:
@@ -224,19 +245,26 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
     except CacheError:
         answers = context
         log("no chat history: with this cache, each question is answered from the text alone")
-    prompt = ""
-    if sys.stdin.isatty():
+    prompt, has_stopped, is_typed = "", False, sys.stdin.isatty()
+    if is_typed:
         import readline  # noqa: F401 - arrow keys edit and recall lines
 
-        print("Ask about the text; /help lists commands, Ctrl-D ends.", file=sys.stderr)
+        print("Ask about the text; /help lists commands, Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
         prompt = "> "
     while True:
         try:
             question = input(prompt)
         except EOFError:
             return
+        except KeyboardInterrupt:
+            if has_stopped or not is_typed:
+                raise
+            has_stopped = True
+            print("\nCtrl-C again, or Ctrl-D, ends the chat.", file=sys.stderr)
+            continue
         except UnicodeDecodeError as error:
             raise LkvError(f"the question on stdin cannot be read as text ({error}); give it in UTF-8.") from error
+        has_stopped = False
         if not question.strip():
             continue
         if question.strip() in _CHAT_COMMANDS:
@@ -247,8 +275,13 @@ def _chat(context: "Context", max_new_tokens: int | None) -> None:
                 print(piece, end="", flush=True)
             print()
             _warn_if_truncated(answers)
+        except KeyboardInterrupt:
+            if not is_typed:
+                raise
+            has_stopped = True
+            print("\n[stopped; Ctrl-C again, or Ctrl-D, ends the chat]", file=sys.stderr)
         except LkvError as error:
-            if not sys.stdin.isatty():
+            if not is_typed:
                 raise
             print(f"lkv: {error}", file=sys.stderr)  # the chat continues without this turn
 

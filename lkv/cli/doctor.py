@@ -24,6 +24,18 @@ OK, OFF, BAD = "ok", "off", "bad"
 _MARKS = {OK: "ok ", OFF: "-  ", BAD: "BAD"}
 _MIN_FREE_BYTES = 2e9  # for the converted default model, and to convert it
 _TOLERANCE = 1e-4  # of float32 kernels, against the reference in float64
+_PURPOSES = {
+    "default-model": "the demo model",
+    "gguf": "models in GGUF files",
+    "train": "`lkv train`",
+    "data": "Parquet files and data sets of the Hub",
+    "documents": "HTML, PDF and other encodings than UTF-8",
+    "plots": "figures and intervals",
+    "serve": "`lkv serve`",
+    "vllm": "`lkv serve --engine vllm`",
+    "lm-eval": "tasks of lm-eval",
+    "evals": "`lkv eval` and the benchmarks",
+}  # of the extras
 _REPORT = "report it with the output of `lkv doctor --json`"
 
 
@@ -43,7 +55,7 @@ class Doctor(Command):
             for finding in findings:
                 fix = f"  -> {finding.fix}" if finding.fix else ""
                 print(f"{_MARKS[finding.status]} {finding.name:{width}}  {finding.detail}{fix}")
-            print("ok: works; -: not available, and needed only for what the line names; BAD: LKV needs it")
+            print("ok: works; -: optional, and not there; BAD: LKV needs it")
         if bad:
             raise LkvError(f"{', '.join(bad)} must be fixed first; the lines above say how.")
 
@@ -72,13 +84,13 @@ def _check_packages() -> Iterator[Finding]:
         fix = "" if fits else f"pip install '{name}>={least}'"
         yield Finding(name, OK if fits else BAD, installed, fix)
     for extra, packages in extras().items():
-        if extra == "vllm" and find_spec("vllm") is None:
-            advice = "only `lkv serve --engine vllm` needs it: docs/guides/vllm.md"
-            yield Finding("extra vllm", OFF, "vLLM, which this extra extends, is not installed", advice)
-            continue
-        missing = [name for name in packages if find_spec(name) is None]
-        detail = f"missing {', '.join(missing)}" if missing else ", ".join(packages)
-        yield Finding(f"extra {extra}", OFF if missing else OK, detail, install_command(extra) if missing else "")
+        needed = ("vllm", *packages) if extra == "vllm" else packages  # which the extra does not install
+        if missing := [name for name in needed if find_spec(name) is None]:
+            detail = f"not installed: {', '.join(missing)} (only for {_PURPOSES.get(extra, extra)})"
+            fix = "docs/guides/vllm.md" if "vllm" in missing else install_command(extra)
+            yield Finding(f"extra {extra}", OFF, detail, fix)
+        else:
+            yield Finding(f"extra {extra}", OK, ", ".join(packages))
 
 
 def _release(version: str) -> list[int]:
@@ -99,7 +111,7 @@ def _check_devices() -> Iterator[Finding]:
         if built := torch.version.cuda or torch.version.hip:
             problem, fix = f"this PyTorch is built for {built}, but the driver reports no GPU", "nvidia-smi"
         else:
-            problem, fix = "this PyTorch has no CUDA", "install a PyTorch built for your GPU"
+            problem, fix = "not available: this PyTorch has no CUDA", "only if there is a GPU: install a PyTorch for it"
         yield Finding("device cuda", OFF, problem, fix)
     if torch.backends.mps.is_available():
         yield Finding("device mps", OK, "no float64 there: Soft-TopK is computed on the CPU")
@@ -156,7 +168,8 @@ def _check_kernels() -> Iterator[Finding]:
         try:
             error = measure_error()
         except BackendError as problem:
-            yield Finding(name, OFF, problem.reason)
+            purpose = " (only for GPUs)" if name.endswith("triton") else ""
+            yield Finding(name, OFF, f"not available{purpose}: {problem.reason}")
         except Exception as problem:  # a kernel that does not compile or launch raises anything
             first = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             yield Finding(name, BAD, f"fails on {device} ({first})", _REPORT)

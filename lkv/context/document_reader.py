@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +86,45 @@ def read_document(name: str | os.PathLike[str]) -> str:
     if document.skipped:
         print(f"{label}: left out or uncertain: {'; '.join(document.skipped)}", file=sys.stderr)
     return document.text
+
+
+def read_documents(names: Sequence[str]) -> str:
+    """Read files, and all files in folders, as one text in which the name of each file is a heading.
+
+    A single file is read as by `read_document`. Of a folder, hidden files are left out, and files without readable text
+    are skipped and listed on stderr.
+
+    Raises:
+        DocumentError: As `read_document`, for a folder without readable files, and for too much text.
+        MissingPackageError: If a document needs the extra `documents`.
+    """
+    if len(names) == 1 and not os.path.isdir(names[0]):
+        return read_document(names[0])
+    texts = {}
+    for name in names:
+        texts |= _read_folder(Path(name)) if os.path.isdir(name) else {name: read_document(name)}
+    return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
+
+
+def _read_folder(folder: Path) -> dict[str, str]:
+    """Return the texts of a folder's files by their paths, sorted."""
+    texts, skipped, characters = {}, [], 0
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        try:
+            texts[str(path)] = read_document(path)
+        except DocumentError:
+            skipped.append(str(path))
+            continue
+        characters += len(texts[str(path)])
+        if characters > _MAX_BYTES:
+            raise DocumentError(f"{folder} has more than {_MAX_BYTES >> 20} MB of text; give some of its files.")
+    if skipped:
+        print(f"skipped, as they have no text that can be read: {', '.join(skipped)}", file=sys.stderr)
+    if not texts:
+        raise DocumentError(f"no file in {folder} has text that can be read; give text, Markdown, HTML or PDF.")
+    return texts
 
 
 def parse_document(data: bytes, name: str) -> Document:

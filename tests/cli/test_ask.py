@@ -1,54 +1,18 @@
-"""lkv ask: documents in, answers out; what is saved is loaded again, and questions may be typed."""
+"""lkv ask: a document in, answers out; what is saved is loaded again, and mistakes are one sentence."""
 
-import io
 import re
 import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaModel
+from transformers import GenerationConfig
 
-from lkv.cli.main import main
-from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.hf.loading import load_model
 from lkv.hf.progress import report_progress
-from tests.conftest import save_model, tiny_llama
-
-TEXT = "The lamp of the lighthouse was lit at dusk. " * 12
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tiny model and a text."""
-    path = tmp_path_factory.mktemp("ask")
-    save_model(path / "model", max_position_embeddings=2048)
-    (path / "text.md").write_text(TEXT)
-    return path
-
-
-@pytest.fixture
-def asked(folder, capsys):
-    """What `lkv ask` prints and says, and its exit status."""
-
-    def ask(*words: object, method: str = "knorm"):
-        given = ["--method", method] if method else []
-        status = main(["ask", *map(str, words), "--model", str(folder / "model"), "--max-new-tokens", "4", *given])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return ask
-
-
-def read(folder, **amount):
-    """The model, and the text as the library itself reads it, in a tenth of the memory by default."""
-    model, tokenizer = load_model(str(folder / "model"))
-    return model, compress(model, tokenizer, TEXT, method="knorm", **(amount or {"memory": 0.1}))
-
-
-def answer(folder, question: str, **amount) -> str:
-    return read(folder, **amount)[1].ask(question, 4)
+from tests.cli.asking import TEXT, answer, read
+from tests.conftest import tiny_llama
 
 
 def test_protected_words_are_kept(folder, asked, tmp_path):
@@ -62,44 +26,6 @@ def test_protected_words_are_kept(folder, asked, tmp_path):
     assert asked("--load", tmp_path / "text.kv", "When?", *words, method=None)[0] == 2
 
 
-def test_answers_of_the_full_cache_stand_beside(folder, asked):
-    status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--compare")
-    model, tokenizer = load_model(str(folder / "model"))
-    full = compress(model, tokenizer, TEXT, method="full")
-    expected = [(answer(folder, question, retention=0.15), full.ask(question, 4)) for question in ("When?", "Where?")]
-    assert status == 0 and expected[0][0] != expected[0][1]
-    for question, (compressed, whole) in zip(("When?", "Where?"), expected, strict=True):
-        assert f"> {question}\n{compressed}\nwith the full cache: {whole}\n" in out
-    for words, method in (
-        ([folder / "text.md", "--compare"], "knorm"),
-        ([folder / "text.md", "When?", "--compare"], "full"),
-    ):
-        status, out, said = asked(*words, method=method)
-        assert status == 2 and not out and "leave --compare out" in said
-
-
-def test_the_full_cache_is_read_in_chunks_too(folder, asked, monkeypatch):
-    lengths = []
-    forward = LlamaModel.forward
-
-    def noted_forward(self, input_ids=None, **options):
-        lengths.append(input_ids.shape[1])
-        return forward(self, input_ids=input_ids, **options)
-
-    monkeypatch.setattr(LlamaModel, "forward", noted_forward)
-    assert asked(folder / "text.md", "When?", "--compare", "--chunk", "100")[0] == 0
-    assert lengths.count(100) == 2 * (len(TEXT) // 100) and max(lengths) == 100
-
-
-def test_several_questions_are_answered_from_one_reading(folder, asked):
-    status, out, said = asked(folder / "text.md", "When?", "--retention", "0.15", "Where?", "--chunk", "10000", "Who?")
-    assert status == 0 and len(re.findall(r"read \d+ tokens in", said)) == 1
-    assert re.findall(r"^> (.*)$", out, re.MULTILINE) == ["When?", "Where?", "Who?"]
-    assert all(answer(folder, question, retention=0.15) in out for question in ("When?", "Where?", "Who?"))
-    with pytest.raises(SystemExit):
-        asked(folder / "text.md", "When?", "--nothing", "x")
-
-
 def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     _, _, said = asked(folder / "text.md", "When?", "--retention", "0.5")
     pattern = r"KV cache ([\d.]+) MB \(([\d.]+) MB in float32 without compression\)"
@@ -108,6 +34,17 @@ def test_bytes_are_told_beside_those_of_the_full_cache(folder, asked):
     assert full == pytest.approx(len(TEXT) * 3 * 2 * 2 * 8 * 4 / 1e6, abs=0.06)
     assert 0.5 * full - 0.06 <= size < 0.6 * full
     assert "; kept 50.0% of the KV entries (requested: 0.5); KV cache" in said
+
+
+def test_the_weights_bytes_are_reported_beside_a_cache_of_less_than_a_tenth(folder, asked, tmp_path):
+    seen = set()
+    for memory in ("5%", "30%", "60%"):
+        _, _, said = asked(folder / "text.md", "When?", "--memory", memory, "--save", tmp_path / "text.kv")
+        model, context = read(folder, memory=memory)
+        weights = sum(weight.numel() for weight in model.state_dict().values()) * 4
+        seen.add(is_small := 10 * context.nbytes() < weights)
+        assert said.count(f"; the model's weights take {weights / 1e6:.0f} MB]") == is_small
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -136,7 +73,7 @@ def test_memory_is_what_is_given_and_told(folder, asked, tmp_path, words, amount
     if allowed:
         limit = {"10%": 0.1 * full, "0.3": 0.3 * full, "30KB": 30_000, "12.5%": 0.125 * full}[allowed]
         assert f"% of the KV entries, quantised; KV cache {used / 1e6:.1f} MB (" in said
-        assert f" without compression; memory budget: {allowed} of {full / 1e6:.1f} MB in 16 bits)]" in said
+        assert f" without compression; memory budget: {allowed} of {full / 1e6:.1f} MB in 16 bits)" in said
         free = sum(layer.store.free_slots for layer in context.cache.ragged_layers) * 2 * 2 * 8 * 4
         assert used - free <= limit and context.metadata["memory"].startswith("memory ")
 
@@ -157,50 +94,10 @@ def test_an_answer_that_ends_at_its_limit_says_so(folder, asked):
     assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
-@pytest.fixture
-def typed(monkeypatch):
-    """Lines that are typed into a terminal, then its end."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    lines: list[str] = []
-
-    def input_(prompt: str) -> str:
-        if not lines:
-            raise EOFError
-        return lines.pop(0)
-
-    monkeypatch.setattr("builtins.input", input_)
-    monkeypatch.setattr(sys, "stdin", Terminal())
-    return lines
-
-
-def test_a_chat_takes_turns_back_and_lists_its_commands(folder, asked, typed):
-    typed += ["/undo", "When?", "Where?", " /undo ", "/help", "Who?"]
-    status, out, said = asked(folder / "text.md")
-    chat = Chat(read(folder)[1])
-    answers = [chat.ask("When?", 4), chat.ask("Where?", 4)]
-    chat.undo()
-    assert status == 0 and out.rstrip("\n") == "\n".join([*answers, chat.ask("Who?", 4)])
-    assert "there is no turn to take back" in said and "taken back: Where?" in said
-    assert "/undo: take the last question and its answer back" in said
-
-
 def test_a_text_that_is_too_long_is_refused_before_its_time_is_estimated(folder, asked, tmp_path):
     (tmp_path / "long.md").write_text("when " * 3000)
     status, _, said = asked(tmp_path / "long.md", "When?")
     assert status == 2 and "but the model reads at most" in said and "[reading" not in said
-
-
-def test_a_question_that_does_not_fit_does_not_end_the_chat(folder, asked, typed):
-    typed += ["When?", "when " * 2000, "Where?"]
-    status, out, said = asked(folder / "text.md")
-    chat = Chat(read(folder)[1])
-    assert status == 0 and out.split("\n")[:-1] == "\n".join(chat.ask(q, 4) for q in ("When?", "Where?")).split("\n")
-    assert said.count("lkv: text, question and 4 new tokens would reach") == 1
-    assert said.count("[cut off after 4 tokens; --max-new-tokens allows more]") == 2
 
 
 @pytest.mark.parametrize("amount", [(), ("--retention", "0.5"), ("--bits", "4")], ids=str)
@@ -210,23 +107,7 @@ def test_what_is_saved_answers_as_what_was_read_in_as_many_bytes(folder, asked, 
     assert f"saved to {saved}" in said and saved.is_file()
     (taken,) = re.findall(size, said)
     status, again, said = asked("--load", saved, "When?", method="")
-    assert status == 0 and again == out and f"[loaded {len(TEXT)} tokens; {taken})]" in said
-
-
-def test_the_text_itself_is_not_overwritten(folder, asked, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.txt").write_text(TEXT)
-    status, _, said = asked("notes.txt", "When?", "--save", tmp_path / "notes.txt")
-    assert status == 2 and "--save would overwrite notes.txt, the text itself; give another file" in said
-    assert (tmp_path / "notes.txt").read_text() == TEXT
-    weights = folder / "model" / "model.safetensors"
-    before = weights.read_bytes()
-    status, _, said = asked("notes.txt", "When?", "--save", weights)
-    assert status == 2 and "model.safetensors is not a saved context and would be overwritten; give another" in said
-    assert weights.read_bytes() == before
-    # A context that is loaded may be saved over its own file.
-    assert asked("notes.txt", "When?", "--save", "notes.kv")[0] == 0
-    assert asked("--load", "notes.kv", "When?", "--save", "notes.kv", method="")[0] == 0
+    assert status == 0 and again == out and f"[loaded {len(TEXT)} tokens; {taken})" in said
 
 
 def test_reading_shows_its_progress(folder, asked, monkeypatch):
@@ -238,29 +119,6 @@ def test_reading_shows_its_progress(folder, asked, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     _, _, said = asked(folder / "text.md", "When?")
     assert line in said and re.search(rf"reading .*% \|.*of {len(TEXT)} tokens", said)
-
-
-def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypatch, tmp_path):
-    class Input(io.StringIO):
-        buffer = io.BytesIO(TEXT.encode())
-
-    monkeypatch.setattr(sys, "stdin", Input())
-    _, piped, _ = asked("-", "When?")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n\nWhere?\n"))
-    status, out, _ = asked(folder / "text.md")
-    assert status == 0 and piped.strip() == answer(folder, "When?")
-    chat = Chat(read(folder)[1])
-    turns = [chat.ask(question, 4) for question in ("When?", "Where?")]
-    assert out.split() == " ".join(turns).split()
-    monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n"))
-    status, out, said = asked(folder / "text.md", method="full")
-    assert status == 0 and out.strip() and "no chat history" in said
-
-
-def test_a_typed_question_that_is_no_utf_8_is_one_sentence(folder, asked, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"When?\nWh\xff?\n"), encoding="utf-8"))
-    status, _, said = asked(folder / "text.md")
-    assert status == 2 and "lkv: the question on stdin cannot be read as text ('utf-8' codec" in said
 
 
 def test_options_reach_the_cache(folder, asked):
@@ -293,7 +151,11 @@ def test_the_retention_reached_is_reported(folder, asked):
     [
         (("--load", "book.txt"), None, "book.txt"),
         (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
-        (("text", "book.txt", "why?"), "knorm", "book.txt is a file, and not a question; join the files"),
+        (("text", "why?", "book.txt"), "knorm", "book.txt is a file, and not a question; give all files before the"),
+        (("text", "binary", "why?"), "knorm", "binary cannot be read as text"),
+        (("empty", "why?"), "knorm", "no file in empty has text that can be read"),
+        (("text", "--compare"), "knorm", "it needs a question; leave --compare out"),
+        (("--load", "book.txt", "--compare"), None, "it needs a question; leave --compare out"),
         (("text", " "), "knorm", "the question is empty"),
         (("text", "\udcff"), "knorm", "the question is not valid Unicode text"),
         (("text", "why?", "--save", "text"), "knorm", "is a folder"),
@@ -321,7 +183,9 @@ def test_the_retention_reached_is_reported(folder, asked):
 )
 def test_mistakes_are_one_sentence(folder, asked, words, method, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text").mkdir()
+    for name in ("text", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "empty" / "binary.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "book.txt").write_text("A book.")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     names = [folder / "text.md" if word == "text" and i == 0 else word for i, word in enumerate(words)]

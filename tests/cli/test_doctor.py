@@ -47,10 +47,14 @@ def test_a_kernel_that_computes_wrongly_is_found(monkeypatch, capsys):
 def test_what_is_missing_comes_with_its_fix(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rouge", None)
     extra = found("extra evals")
-    assert extra.status == "off" and extra.detail == "missing rouge" and extra.fix == "pip install -e '.[evals]'"
+    assert extra.status == "off" and extra.fix == "pip install -e '.[evals]'"
+    assert extra.detail == "not installed: rouge (only for `lkv eval` and the benchmarks)"
     monkeypatch.setitem(sys.modules, "vllm", None)
     extra = found("extra vllm")
-    assert extra.status == "off" and "vLLM" in extra.detail and "lkv serve --engine vllm" in extra.fix
+    assert extra.status == "off" and extra.fix == "docs/guides/vllm.md"
+    assert extra.detail.startswith("not installed: vllm")
+    assert extra.detail.endswith("(only for `lkv serve --engine vllm`)")
+    assert doctor.extras().keys() == doctor._PURPOSES.keys()
     monkeypatch.setattr(doctor.metadata, "version", lambda name: {"transformers": "5.1.0"}.get(name, "2.13.0+cpu"))
     assert (found("transformers").status, found("torch").status) == ("bad", "ok")
     monkeypatch.setenv("LKV_CACHE", str(tmp_path / "not" / "yet"))
