@@ -95,12 +95,12 @@ def read_documents(names: Sequence[str]) -> str:
     are skipped and listed on stderr.
 
     Raises:
-        DocumentError: As `read_document`, for a folder without readable files, and for too much text.
+        DocumentError: As `read_document`, and for a folder without readable files.
         MissingPackageError: If a document needs the extra `documents`.
     """
     if len(names) == 1 and not os.path.isdir(names[0]):
         return read_document(names[0])
-    texts = {}
+    texts: dict[str, str] = {}
     for name in names:
         texts |= _read_folder(Path(name)) if os.path.isdir(name) else {name: read_document(name)}
     return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
@@ -108,7 +108,7 @@ def read_documents(names: Sequence[str]) -> str:
 
 def _read_folder(folder: Path) -> dict[str, str]:
     """Return the texts of a folder's files by their paths, sorted."""
-    texts, skipped, characters = {}, [], 0
+    texts, skipped = {}, []
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -116,10 +116,6 @@ def _read_folder(folder: Path) -> dict[str, str]:
             texts[str(path)] = read_document(path)
         except DocumentError:
             skipped.append(str(path))
-            continue
-        characters += len(texts[str(path)])
-        if characters > _MAX_BYTES:
-            raise DocumentError(f"{folder} has more than {_MAX_BYTES >> 20} MB of text; give some of its files.")
     if skipped:
         print(f"skipped, as they have no text that can be read: {', '.join(skipped)}", file=sys.stderr)
     if not texts:

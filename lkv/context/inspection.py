@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.cache.cache_config import CacheConfig
-from lkv.errors import LkvError, PromptError
-from lkv.hf.attention import input_device, patch_attention
+from lkv.context.compression import check_fits_model
+from lkv.errors import LkvError
+from lkv.hf.attention import input_device
 from lkv.hf.prompt_kv import LayerKV, read_prompt
 from lkv.hf.spec import check_ids
 from lkv.methods.base import tier_counts
@@ -78,11 +79,9 @@ def inspect_text(
         PromptError: For a text longer than the model reads.
         LkvError: For another method, and as RaggedCache raises.
     """
-    spec = patch_attention(model).spec
     ids = encode_context(tokenizer, text)
+    check_fits_model(model, len(ids))
     check_ids(model, tokenizer, ids)
-    if len(ids) >= spec.max_positions:
-        raise PromptError(f"the text has {len(ids)} tokens, but the model reads {spec.max_positions}; shorten it.")
     if parse_method(method).needs_pattern:
         raise LkvError(
             f"{method!r} needs a pattern of retrieval heads, which an inspection has not; use another method."

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -26,7 +27,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
 )
-from transformers.utils import cached_file
 
 from lkv.errors import ModelLoadError, PromptError
 from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
@@ -135,15 +135,10 @@ def _available(path: str | Path, revision: str | None) -> str | Path:
 
 def _cached_folder(path: str | Path, revision: str | None) -> Path | None:
     """Return the folder with a model's files: `path`, or one of the Hub's cache. None if they are not there."""
-    config = cached_file(
-        path,
-        "config.json",
-        revision=revision or "main",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if config is None else Path(config).parent
+    if isdir(path):
+        return Path(path)
+    config = try_to_load_from_cache(str(path), "config.json", revision=revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _check_name(name: str, revision: str | None) -> str:
@@ -211,7 +206,7 @@ def _load(
 
 
 def _in_faster_dtype(model: Any) -> Any:
-    """Return the model in float32 if it is in bfloat16 on a processor that emulates it, and float32 fits into memory."""
+    """Return the model in float32 if it is in bfloat16, the processor emulates that, and float32 fits into memory."""
     if model.dtype != torch.bfloat16 or model.device.type != "cpu" or getattr(model, "hf_quantizer", None):
         return model
     if faster_dtype(model.device) == torch.bfloat16 or 2 * model.get_memory_footprint() > available_memory():

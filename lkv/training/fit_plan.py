@@ -1,8 +1,9 @@
 """How `lkv fit` divides its time among its stages, and the numbered samples that each stage reads."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lkv.errors import DataError, TrainingError
 from lkv.training.config import RECIPE, TrainingConfig, fit_to_positions
@@ -10,12 +11,8 @@ from lkv.training.cost import mean_length
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.packing import Lengths
 from lkv.training.data.samples import TokenizedSample
-from lkv.training.datasets import draw_sample
 from lkv.training.loop import Batch
 from lkv.utils.durations import format_duration
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FIRST_CONTEXT = 1000  # number of the first sample of the distillation: those before are read by the other stages
 _BATCHES_BY_LENGTH = 8  # drawn together and sorted by length
@@ -125,21 +122,13 @@ class FitSamples:
 
     Args:
         texts: The data of the run.
-        model: The model.
-        tokenizer: Its tokenizer.
+        draw: `draw_sample` for the model, its tokenizer and `config`.
         config: The settings.
         lengths: The context lengths of the distillation in tokens.
     """
 
-    def __init__(
-        self,
-        texts: Mixture,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        config: TrainingConfig,
-        lengths: Lengths,
-    ):
-        self._model, self._tokenizer, self._config, self._longest = model, tokenizer, config, lengths.most
+    def __init__(self, texts: Mixture, draw: Callable[..., TokenizedSample], config: TrainingConfig, lengths: Lengths):
+        self._draw_sample, self._config, self._longest = draw, config, lengths.most
         self.training = texts.with_lengths(Lengths(config.min_tokens, config.max_tokens))
         self.held_out = self.training.held_out(config.seed)
         self._distilled = texts.with_lengths(lengths)
@@ -159,14 +148,11 @@ class FitSamples:
         if not (position and self._batches):
             first = FIRST_CONTEXT + (step - position) * batch
             numbers = range(first, first + _BATCHES_BY_LENGTH * batch)
-            drawn = [(number, self._sample(self._distilled, number, self._longest)) for number in numbers]
+            drawn = [(at, self._draw_sample(self._distilled, at, max_tokens=self._longest)) for at in numbers]
             drawn.sort(key=lambda pair: len(pair[1].context))
             batches = (drawn[start : start + batch] for start in range(0, len(drawn), batch))
             self._batches = sorted(batches, key=lambda pairs: min(number for number, _ in pairs))
         return self._batches[position]
-
-    def _sample(self, data: Mixture, number: int, longest: int) -> TokenizedSample:
-        return draw_sample(data, number, self._model, self._tokenizer, self._config, longest)
 
     def _draw(self, data: Mixture, start: int, count: int, longest: int, shortest: int = 0) -> list[TokenizedSample]:
         """Draw `count` samples with continuations, of at most `longest` tokens, from number `start` on.
@@ -176,7 +162,7 @@ class FitSamples:
         samples: list[TokenizedSample] = []
         short: list[TokenizedSample] = []
         for number in range(start, start + 20 * count):
-            sample = self._sample(data, number, longest)
+            sample = self._draw_sample(data, number, max_tokens=longest)
             if sample.continuations:
                 (samples if len(sample.context) >= shortest else short).append(sample)
             if len(samples) == count:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from lkv.training.checkpoint import CHECKPOINT, OtherRunError, initialize_from, 
 from lkv.training.config import TrainingConfig
 from lkv.training.cost import mean_length
 from lkv.training.data.mixture import Mixture
-from lkv.training.datasets import make_card
+from lkv.training.datasets import draw_sample, make_card
 from lkv.training.fit_plan import (
     FIRST_CONTEXT,
     PROGRESS_TEXTS,
@@ -107,7 +108,8 @@ class FitRun:
         self._reading = mean_length(config.min_tokens, config.max_tokens) * per_token
         spec = patch_attention(job.model).spec
         self._lengths = distillation_lengths(config, spec.max_positions)
-        self._samples = FitSamples(job.texts, job.model, job.tokenizer, config, self._lengths)
+        draw = partial(draw_sample, model=job.model, tokenizer=job.tokenizer, config=config)
+        self._samples = FitSamples(job.texts, draw, config, self._lengths)
         torch.manual_seed(config.seed)
         card = make_card(job.model, job.model_name, config, job.texts, self._lengths.most)
         if "/" in card["model"]:

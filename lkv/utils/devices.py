@@ -146,9 +146,8 @@ def find_device(name: str | None) -> torch.device | None:
 
 def available_memory() -> float:
     """Return the bytes that the machine can still give without swapping; infinity where Linux does not tell."""
-    with suppress(OSError, StopIteration):
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with suppress(OSError, StopIteration), open("/proc/meminfo", encoding="ascii") as lines:
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
     return math.inf
 
 

@@ -97,7 +97,7 @@ def test_without_a_connection_cached_files_are_used_at_once(tmp_path, monkeypatc
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LkvError, match="tensor 'model.norm.weight' is stored as I8"):
+    with pytest.raises(LkvError, match=r"tensor 'model.norm.weight' is stored as I8"):
         load_model("own/model")
 
 
