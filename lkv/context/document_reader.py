@@ -143,6 +143,7 @@ def parse_document(data: bytes, name: str) -> Document:
         text, skipped = pdf_text(data, name)
     else:
         text, skipped = _read_text(data, name)
+        skipped += ["the format, as the name says PDF"] * name.lower().endswith(".pdf")
     if count := text.count("\0"):  # of a PDF's strings, where a reader displays nothing
         text, skipped = text.replace("\0", ""), [*skipped, f"{count} NUL character{'s' * (count > 1)}"]
     if not text.translate(UNSEEN).strip():

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from pypdf import PageObject, PdfReader, PdfWriter
 from pypdf._codecs import adobe_glyphs
+from pypdf.filters import ASCII85Decode, ASCIIHexDecode
 from pypdf.generic import (
     DecodedStreamObject,
     DictionaryObject,
@@ -24,7 +25,21 @@ from lkv.context.pdf_annotations import get, items
 HIDDEN_MARK = "LKVHidden"  # an entry of our own
 _NAME = re.compile(rb"/[^\s\0/\[\]()<>{}%]+")
 _STRING = re.compile(rb"\((?:\\.|[^\\()])*|<[0-9a-fA-F\s]*", re.DOTALL)
+# Strings, dictionaries' ends, comments, names and inline images.
+_OPERANDS = re.compile(
+    rb"\((?:[^\\()]++|\\.|\((?:[^\\()]++|\\.|\((?:[^\\()]++|\\.)*+\))*+\))*+\)|<<|>>|<[0-9a-fA-F\s\0]*+>|%[^\r\n]*+|"
+    + _NAME.pattern
+    + rb"|\bBI\b.*?(?:\bEI\b|\Z)",
+    re.DOTALL,
+)
+_OPERATORS = frozenset(
+    b"b B b* B* BDC BMC BT BX c cm CS cs d d0 d1 Do DP EMC ET EX f F f* G g gs h i j J K k l m M MP n q Q re RG rg ri "
+    b"s S SC sc SCN scn sh T* Tc Td TD Tf Tj TJ TL Tm Tr Ts Tw Tz v w W W* y ' \" true false null".split()
+)
+_ASCII = {"/ASCII85Decode": ASCII85Decode.decode, "/ASCIIHexDecode": ASCIIHexDecode.decode}
+_NUMBER = re.compile(rb"[-+.\d]+")
 _MAX_CONTENT = 10**8  # decompressed bytes of a page, forms counted as often as they are drawn
+_MAX_CHECKED = 10**7  # bytes whose operators are checked
 _TEXT_WEIGHT, _FORM_WEIGHT = 20, 10**4  # a byte of text and a form take as long as this many bytes
 
 
@@ -81,9 +96,11 @@ class ContentCheck:
         """
         self._is_damaged = "/Contents" in page and not isinstance(get(page, "/Contents"), StreamObject | list)
         resources = page.get_inherited("/Resources", DictionaryObject()).get_object()
-        if sum(self._size(stream, resources) for stream in items(get(page, "/Contents"))) > _MAX_CONTENT:
+        streams = items(get(page, "/Contents"))
+        if sum(self._size(stream, resources) for stream in streams) > _MAX_CONTENT:
             raise ValueError(f"a page draws more than {_MAX_CONTENT >> 20} MB")
-        return self._is_damaged
+        data = b"\n".join(stream.get_data() for stream in streams if isinstance(stream, StreamObject))
+        return self._is_damaged or _is_garbled(data)
 
     def _size(self, stream: Any, resources: Any) -> int:
         """Return how many bytes a stream draws, with the forms and the glyphs of its resources."""
@@ -93,7 +110,7 @@ class ContentCheck:
         if id(stream) not in self._sizes:
             self._active.add(id(stream))
             data, resources = stream.get_data(), get(stream, "/Resources") or resources
-            self._is_damaged |= _is_cut(stream)
+            self._is_damaged |= _is_cut(stream) or (stream.get("/Subtype") == "/Form" and _is_garbled(data))
             names = Counter(
                 unquote(name.decode("latin-1").replace("#", "%"), "latin-1") for name in _NAME.findall(data)
             )
@@ -112,16 +129,36 @@ class ContentCheck:
         return self._sizes[id(stream)]
 
 
-def _is_cut(stream: object) -> bool:
+def _is_cut(stream: StreamObject) -> bool:
     """Return whether compressed content breaks off, which pypdf does not report."""
-    if not isinstance(stream, EncodedStreamObject) or items(get(stream, "/Filter")) != ["/FlateDecode"]:
+    if not isinstance(stream, EncodedStreamObject):
         return False
-    decompressor = zlib.decompressobj()
-    try:
-        decompressor.decompress(stream._data, _MAX_CONTENT)
-    except zlib.error:
-        return True
-    return not decompressor.eof
+    data = stream._data
+    for name in items(get(stream, "/Filter")):
+        if name in _ASCII:
+            if not data.rstrip(b"\r\n\t \0").endswith(b">"):
+                return True
+            data = _ASCII[name](data)
+        elif name != "/FlateDecode":
+            return False
+        else:
+            decompressor = zlib.decompressobj()
+            try:
+                data = decompressor.decompress(data, _MAX_CONTENT)
+            except zlib.error:
+                return True
+            if not decompressor.eof:
+                return True
+    return False
+
+
+def _is_garbled(data: bytes) -> bool:
+    """Return whether content has what is no operator, or text without an end, as damage leaves it."""
+    if len(data) > _MAX_CHECKED:
+        return False
+    words = Counter(re.split(rb"[\s\0\[\]]+", _OPERANDS.sub(b" ", data)))
+    unknown = (word for word in words if word and word not in _OPERATORS and not _NUMBER.fullmatch(word))
+    return words[b"BT"] != words[b"ET"] or (b"BX" not in words and any(unknown))
 
 
 def rewrite(reader: PdfReader) -> bytes:

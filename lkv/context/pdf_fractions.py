@@ -52,8 +52,10 @@ class _Part(NamedTuple):
 
 def join_fractions(glyphs: Sequence[Glyph], rules: list[Rule]) -> list[Glyph]:
     """Put one glyph, such as 3/4, in the place of what is above and below a rule, on the line that is beside it."""
+    if not rules:
+        return [*glyphs]
     parts = sorted(_Part(each.y - _DEPTH * each.size, each.y + _HEIGHT * each.size, each) for each in glyphs)
-    reach = 4 * max((each.size for each in glyphs), default=0.0)
+    reach = 4 * max(each.size for each in glyphs)
     rules = sorted(rules, key=lambda rule: rule.end - rule.x)[:_MAX_RULES]
     for rule in rules:  # inner ones first
         near = parts[bisect(parts, (rule.y - reach,)) : bisect(parts, (rule.y + reach,))]

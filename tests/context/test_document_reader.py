@@ -1,16 +1,20 @@
 """Documents as text: what a reader sees, whatever the format."""
 
+import base64
 import io
 import sys
+import zlib
 from types import SimpleNamespace
 
 import pypdf
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lkv.context import document_reader
 from lkv.context.document_reader import Document, parse_document, read_document
 from lkv.errors import DocumentError, MissingPackageError
-from tests.context.pdf_writer import lines, pdf
+from tests.context.pdf_writer import lines, pdf, stream
 
 PAGE = b"""<!DOCTYPE html><html><head><title>Log</title><style>p { color: red }</style></head><body>
 <p>The keeper &amp; her <b>lamp</b>.</p><script>alert("no")</script>
@@ -140,6 +144,46 @@ def test_pages_that_would_take_minutes_are_refused(reading, page):
 )
 def test_elements_without_end_tags_are_not_nested(reading, page):
     assert reading("page.html", page.encode()).count("one") == 20_000
+
+
+def test_text_with_the_name_of_a_pdf_is_uncertain():
+    assert parse_document(b"The lamp.", "a.pdf") == Document("The lamp.", ["the format, as the name says PDF"])
+
+
+FILTERS = {
+    "FlateDecode": zlib.compress,
+    "ASCII85Decode": lambda data: base64.a85encode(data) + b"~>",
+    "ASCIIHexDecode": lambda data: data.hex().encode() + b">",
+    "RunLengthDecode": lambda data: b"".join(b"\x00" + data[i : i + 1] for i in range(len(data))) + b"\x80",
+}
+HAVE_CHECKSUMS = [["FlateDecode"], ["ASCII85Decode", "FlateDecode"], ["ASCIIHexDecode", "FlateDecode"]]
+
+
+@given(
+    change=st.tuples(st.sampled_from(HAVE_CHECKSUMS), st.just(1) | st.integers(0, 30))
+    | st.tuples(st.lists(st.sampled_from([*FILTERS]), max_size=2), st.none()),
+    place=st.floats(0.1, 0.9),
+    text=st.lists(st.text("abcde 123", min_size=1), min_size=3, max_size=9),
+    byte=st.integers(33, 117),
+)
+def test_damage_of_a_page_is_named_or_refused(change, place, text, byte):
+    """A changed byte, some that are missing, or all behind one."""
+    filters, count = change
+    shown = [" ".join(f"{part}{number}".split()) for number, part in enumerate(text)]
+    data = f"BT /F1 12 Tf 14 TL 72 700 Td {''.join(f'({line}) Tj T* ' for line in shown)} ET".encode()
+    for name in reversed(filters):
+        data = FILTERS[name](data)
+    start = int(place * len(data))
+    rest = b"" if count is None else data[start + count :]
+    damaged = data[:start] + (bytes([byte]) if count == 1 else b"") + rest
+    entries = f"/Filter [{' '.join('/' + name for name in filters)}]"
+    try:
+        document = parse_document(
+            pdf("", lines("second"), objects={11: stream(damaged.decode("latin-1"), entries)}), "a.pdf"
+        )
+    except DocumentError:
+        return
+    assert document.skipped or document.text == "\n".join([*shown, "", "second"])
 
 
 def test_nul_characters_of_a_pdf_are_left_out_and_counted():
