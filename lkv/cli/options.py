@@ -143,7 +143,7 @@ def check_methods(options: PolicyOptions, methods: Sequence[str]) -> None:
     check_policy_is_read(options, methods)
     pattern: Path | None = getattr(options, "pattern", None)
     if pattern and not isfile(pattern):
-        raise LkvError(f"{pattern} does not exist; give --pattern a .tsv file or a UTF-8 text file.")
+        raise LkvError(f"{pattern} does not exist; give --pattern a .tsv file or a text.")
     name = next((method for method in methods if PATTERN in find_needs(method)), None)
     if name and not hasattr(options, "pattern"):
         raise LkvError(
@@ -162,7 +162,7 @@ def load_pattern(
     """Read DuoAttention's pattern from a .tsv file, or estimate it on a text.
 
     Args:
-        path: The .tsv file, or a UTF-8 text file.
+        path: The .tsv file, or a document, as `read_document` reads it.
         model: The model whose heads it is of.
         tokenizer: Its tokenizer.
         estimate: How it is estimated, see `estimate_retrieval_heads`.
@@ -170,6 +170,7 @@ def load_pattern(
     Returns:
         The share of each head, [layers][KV heads].
     """
+    from lkv.context.document_reader import read_document
     from lkv.hf.attention import patch_attention
     from lkv.hf.spec import check_ids
     from lkv.methods.budgets import read_pattern
@@ -178,11 +179,7 @@ def load_pattern(
     spec = patch_attention(model).spec
     if path.suffix == ".tsv":
         return read_pattern(path, spec.layers, spec.kv_heads)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LkvError(f"{path} cannot be read as text ({error}); give a .tsv file or a UTF-8 text file.") from error
-    ids = encode_context(tokenizer, text)[: spec.max_positions]
+    ids = encode_context(tokenizer, read_document(path))[: spec.max_positions]
     check_ids(model, tokenizer, ids)
     return estimate_retrieval_heads(model, ids, estimate)
 

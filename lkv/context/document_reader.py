@@ -101,26 +101,26 @@ def read_documents(names: Sequence[str]) -> str:
     if len(names) == 1 and not os.path.isdir(names[0]):
         return read_document(names[0])
     texts: dict[str, str] = {}
+    skipped: list[str] = []
     for name in names:
-        texts |= _read_folder(Path(name)) if os.path.isdir(name) else {name: read_document(name)}
-    return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
-
-
-def _read_folder(folder: Path) -> dict[str, str]:
-    """Return the texts of a folder's files by their paths, sorted."""
-    texts, skipped = {}, []
-    for path in sorted(folder.rglob("*")):
-        if not path.is_file() or any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        try:
-            texts[str(path)] = read_document(path)
-        except DocumentError:
-            skipped.append(str(path))
+        for path in _list_files(Path(name)) if os.path.isdir(name) else [name]:
+            try:
+                texts[str(path)] = read_document(path)
+            except DocumentError:
+                if path == name:
+                    raise
+                skipped.append(str(path))
     if skipped:
         print(f"skipped, as they have no text that can be read: {', '.join(skipped)}", file=sys.stderr)
     if not texts:
-        raise DocumentError(f"no file in {folder} has text that can be read; give text, Markdown, HTML or PDF.")
-    return texts
+        raise DocumentError(f"no file in {names[0]} has text that can be read; give text, Markdown, HTML or PDF.")
+    return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return the files in `folder` and the folders below it, sorted, without hidden ones."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def parse_document(data: bytes, name: str) -> Document:

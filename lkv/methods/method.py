@@ -71,9 +71,10 @@ class Method:
                 f"the protected spans have {len(self.protected)} of the text's {tokens} tokens, which is all that "
                 f"{target} keeps or more; protect less, or give more memory or a higher retention."
             )
-        fix = "more memory, or a longer prompt"
-        if not isinstance(target, TierTarget):
-            fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
+        fix = f"at least {math.ceil(1 / target.retention)} tokens, or a higher retention"
+        if isinstance(target, TierTarget):
+            least = f"at least {target.least_nbytes():,} bytes"
+            fix = least if target.memory.nbytes else "more memory, or a longer prompt"
         raise PromptError(f"the prompt has {tokens} tokens: at {target} nothing of it would be kept. Give {fix}.")
 
     def for_prompt(self, ids: Sequence[int], prompt: list[LayerKV]) -> "Method":

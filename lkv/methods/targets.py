@@ -7,6 +7,7 @@ is enough for this: LKV's selections are nested, so entries kept at a low retent
 """
 
 import itertools
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -290,6 +291,11 @@ class TierTarget(RetentionTarget):
     def free_slots(self, tokens: int) -> int:
         """Return the free slots of each head that the budget of `tokens` tokens pays for."""
         return min(self.shape.free_slots, int(self._bits(tokens) / 8 / self.shape.entry_bits()))
+
+    def least_nbytes(self) -> int:
+        """Return the bytes with which heads keep one entry on average, whatever the length of the text."""
+        entries_per_bit = sum(part / self.shape.entry_bits(precision) for precision, part in self.table.row(0.0))
+        return math.ceil(self.shape.heads * (self.shape.basis_bits + 1 / entries_per_bit) / 8)
 
     def _bits(self, tokens: int) -> float:
         """Return the budget of `tokens` tokens in bits a head."""

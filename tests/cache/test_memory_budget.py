@@ -1,5 +1,7 @@
 """A memory budget in bytes, realised: never exceeded, hardly anything left of it, and the best entries in most bits."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -295,14 +297,34 @@ def test_memory_needs_a_model():
         resolve_method("knorm", memory=0.1)
 
 
-@pytest.mark.parametrize("memory", [1e-4, "0.01%", "1 B", "40B", 140])
-def test_too_little_memory_is_named(model, memory):
+@pytest.mark.parametrize(("memory", "is_share"), [(1e-4, True), ("0.01%", True), ("1 B", False), (140, False)])
+def test_too_little_memory_is_named(model, memory, is_share):
     for chunk in (None, 20):
         with pytest.raises(PromptError) as error:
             compress(model, Words(), TEXT, method="knorm", memory=memory, chunk=chunk)
         said = str(error.value)
-        assert "the prompt has 60 tokens: at memory" in said and "more memory, or a longer prompt" in said
-        assert "\n" not in said
+        assert "the prompt has 60 tokens: at memory" in said and "\n" not in said
+        if is_share:
+            assert "more memory, or a longer prompt" in said
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("method", ["knorm", "kvzip"])
+def test_the_least_bytes_are_named_before_a_text_is_read(name, method):
+    model, read = build(name), []
+    compressed(model, 60, method, memory=0.5)  # the model is inspected at its first use
+    model.model.register_forward_pre_hook(lambda *_: read.append(1))
+    for tokens in (60, 900):
+        with pytest.raises(PromptError) as error:
+            compressed(model, tokens, method, memory=140)
+        (least,) = re.findall(r"nothing of it would be kept. Give at least ([\d,]+) bytes.$", str(error.value))
+        with pytest.raises(PromptError, match=f"at least {least} bytes"):
+            compressed(model, tokens, method, memory=int(least.replace(",", "")) - 1)
+        assert not read
+        context = compressed(model, tokens, method, memory=int(least.replace(",", "")))
+        heads = [count for layer in context.cache.kept_counts() for count in layer]
+        assert 0 < sum(heads) <= 2 * len(heads) and read
+        read.clear()
 
 
 def test_all_of_the_memory_keeps_all_as_the_model_computes_it():

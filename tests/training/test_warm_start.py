@@ -190,7 +190,7 @@ def test_the_error_of_a_token_counts_only_what_passes_the_gates_of_qwen35(column
 
 
 def test_a_bias_of_the_output_projection_changes_nothing(tmp_path):
-    model, tokenizer = load_model(str(save_model(tmp_path, attention_bias=True)), torch.float32)
+    model, tokenizer = load_model(str(save_model(tmp_path, attention_bias=True)), torch.float64)
     context = ids(2, 40)
     prompt = read_prompt(model, torch.tensor([context]))
     last = model.model.layers[-1].self_attn.o_proj

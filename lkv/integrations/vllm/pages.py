@@ -120,14 +120,7 @@ class FlashPages:
         return key, value
 
     def log_sum_exp(self, batch: Batch, query: Tensor, block_table: Tensor, scale: float) -> Tensor:
-        """Return the log-sum-exp [Hq, n] of attention over the pages, for all tokens of `batch`.
-
-        Args:
-            batch: The part of LKV in the pass.
-            query: The queries [N, Hq, d] of all tokens of the pass.
-            block_table: The blocks [R, n] of each request of the pass.
-            scale: The scale of attention scores.
-        """
+        """As `CPUPages.log_sum_exp`."""
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
         if "rows" not in batch.work:
