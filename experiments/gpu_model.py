@@ -39,6 +39,10 @@ _HOST_LAYER, _HOST_PROMPT = 0.62e-3, 3.1e-3
 # moves is a load behind another one. Warp instructions of a bit and warps, by the scores in registers (sm_90).
 _BITS, _BIT_CYCLES, _ROUND, _CLOCK = 26, 300, 2e-6, 1.98e9
 BIT_INSTRUCTIONS = {4096: (88, 8), 32_768: (142, 32)}
+# Quantising into tiers: warp instructions of an entry, k and v (sm_90), and launches: three kernels, three tables of
+# pools and a flag. k is measured 1,024 entries at a time.
+QUANTISING = {(8, 8): 390, (4, 4): 526}
+_QUANTISING_LAUNCHES, _MEASURED = 7, 1024
 # A cache and budgets that are known take 1.15 ms on a CPU; they took 2.03.
 _HOST_PROMPT_SAVED = 0.9e-3
 
@@ -87,10 +91,22 @@ def selection_seconds(tokens: int) -> float:
     return _SMALL_LAUNCH + _BITS * cycles / _CLOCK + rounds * _ROUND
 
 
-def eviction_seconds(tokens: int, is_before: bool = False) -> float:
-    """Estimate what eviction adds to reading a prompt; `is_before`: at ed21b5b5, which was measured."""
-    moved = tokens * KV_HEADS * (4 + 2 * MEMORY * entry_bytes(_FULL)) / _BANDWIDTH
-    layer = tokens * _SCORES_OF_A_TOKEN + moved + _SMALL_LAUNCH  # the last for the table of the pools
+def quantising_seconds(kept: dict[Bits, float]) -> float:
+    """Estimate how long the entries `kept` of a layer, by bits, take from 16 bits into tiers."""
+    rounds = -(-sum(kept.values()) // (KV_HEADS * _MEASURED))
+    issued = sum(count * QUANTISING[bits] for bits, count in kept.items()) / _ISSUED
+    return _QUANTISING_LAUNCHES * _SMALL_LAUNCH + rounds * _ROUND + issued
+
+
+def eviction_seconds(tokens: int, is_before: bool = False, is_tiered: bool = False) -> float:
+    """Estimate what eviction adds to reading a prompt, into 16 bits or tiers.
+
+    `is_before`: at ed21b5b5, which was measured.
+    """
+    kept = entries(tokens, 1, MEMORY, TIERS if is_tiered else {_FULL: 1.0})
+    moved = (tokens * KV_HEADS * 4 + 2 * sum(kept.values()) * entry_bytes(_FULL)) / _BANDWIDTH
+    layer = quantising_seconds(kept) if is_tiered else 0.0
+    layer += tokens * _SCORES_OF_A_TOKEN + moved + _SMALL_LAUNCH  # the last for the table of the pools
     if is_before:
         layer += tokens / 4096 * _RANKS_OF_A_BLOCK + 2 * _SMALL_LAUNCH
         return LAYERS * layer + _HOST_PROMPT + 2 * _HOST_LAYER  # waits in the first layer and in the last
@@ -105,11 +121,13 @@ def prefill_seconds(tokens: int) -> dict[str, float]:
 
 def eviction_table() -> str:
     """Return eviction's estimated milliseconds as Markdown, and its share of plain prefill in brackets."""
-    lines = ["| tokens | plain prefill, measured | eviction, measured | model of it | model now |", "|" + "---|" * 5]
+    names = "tokens | plain prefill, measured | eviction, measured | model of it | model now | model now, into tiers"
+    lines = [f"| {names} |", "|" + "---|" * 6]
     for tokens in BIT_INSTRUCTIONS:
         seconds = prefill_seconds(tokens)
         measured = seconds["lkv"] - seconds["full"]
-        parts = (measured, eviction_seconds(tokens, is_before=True), eviction_seconds(tokens))
+        now = eviction_seconds(tokens), eviction_seconds(tokens, is_tiered=True)
+        parts = (measured, eviction_seconds(tokens, is_before=True), *now)
         cells = (f"{1e3 * part:.1f} ({part / seconds['full']:.3f})" for part in parts)
         lines.append(f"| {tokens:,} | {1e3 * seconds['full']:.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)

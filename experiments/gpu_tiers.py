@@ -60,9 +60,10 @@ class Layer:
         self.store: RaggedStore | TieredStore = store
         if tiers != PLAIN:
             numbers = torch.arange(len(counts)).repeat_interleave(counts).repeat(lens.numel()).to(options.device)
+            order = numbers.argsort(stable=True)
             precisions = UNQUANTIZED, *(Precision(*bits) for bits in tiers)
-            split = TierSplit(precisions, counts[:, None, None].expand(-1, *shape).contiguous(), numbers)
-            self.store = TieredStore.from_ragged(store, split, free_slots)
+            split = TierSplit(precisions, counts[:, None, None].expand(-1, *shape).contiguous(), order)
+            self.store = TieredStore.from_ragged(store, split, free_slots, [])
         self.query, self.key, self.value = (
             draw(batch, heads, 1, options.dim).to(dtype) for heads in (options.heads, *shape[1:] * 2)
         )

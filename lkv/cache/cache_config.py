@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.cache.ragged_store import PLAIN, SoftmaxOptions
-from lkv.cache.tiers import TierSplit, check_norms
+from lkv.cache.tiers import TierSplit, check_norms, count_tiers
 from lkv.errors import CacheError
 from lkv.hf.attention import read_weights
 from lkv.hf.masks import PaddingReader
@@ -90,15 +90,12 @@ class CacheConfig:
         """Whether some entries may be quantised."""
         return self.request.bits is not None or bool(self.method.tiers)
 
-    def split(self, lens: Tensor, numbers: Tensor | None, device: torch.device) -> TierSplit:
+    def split(self, lens: Tensor, order: Tensor | None) -> TierSplit:
         """Assign entries to tiers; `lens` [tiers, B, H] counts each head's entries, cumulative from the best on.
 
-        `numbers`: as in `TierSplit`; None for one tier, whose numbers are made on `device`.
+        `order`: as in `TierSplit`.
         """
-        counts = lens.diff(dim=0, prepend=torch.zeros_like(lens[:1]))
-        if numbers is None:
-            numbers = torch.zeros(int(lens[-1].sum()), dtype=torch.int8, device=device)
-        return TierSplit(tuple(tier.precision for tier in self.tiers), counts, numbers)
+        return TierSplit(tuple(tier.precision for tier in self.tiers), count_tiers(lens), order)
 
     def check_prompt_declared(self) -> None:
         """Raise CacheError unless the length of a prompt in several chunks is known."""

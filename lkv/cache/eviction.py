@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from lkv.cache.cache_config import LayerContext
 from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
 from lkv.cache.tiered_store import TieredStore
+from lkv.cache.tiers import count_tiers
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
 from lkv.kernels.selection import kernels_for, ranking_for
@@ -67,16 +68,16 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
     is_tiered = config.tiers[0].precision.is_quantized or not torch.equal(lens[0], lens[-1])
     lens, slots = (lens, 0) if is_tiered else (lens[-1:], free_slots)
     has_nan = shared.nan_flag(device) if is_checked_late else None
-    store, numbers = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores, has_nan)
+    store, order = gather_best(prompt.key, prompt.value, table, lens, slots, arrival_scores, has_nan)
     is_compensated = config.method.compensates(batch)
     single_rows = [slice(row, row + 1) for row in range(batch) if is_compensated[row]]
     compensated = groups if all(is_compensated) else single_rows
     fit = partial(_fit_values, prompt, compensated, skipped, store.lens) if compensated else None
     kept: KVStore = store
     if is_tiered:
-        split, is_centred = config.split(lens, numbers, device), context.softmax_options.softcap is None
+        split, is_centred = config.split(lens, order), context.softmax_options.softcap is None
         checks = shared.pending_norm_checks
-        kept = TieredStore.from_ragged(store, split, free_slots, None, is_centred, fit, checks)
+        kept = TieredStore.from_ragged(store, split, free_slots, checks, None, is_centred, fit)
     elif fit is not None:
         key, value = store.pack()
         store.fill(key, fit(key, value))
@@ -127,26 +128,32 @@ def evict_entries(
         return kept_entries
     if table.numel():
         shared.pending_nan_checks.append(contains_nan(table))
-    check_scores()
+    if device.type == "cpu":
+        check_scores()
     (present,) = stack_to_device(device, counts.flatten())
     is_best, numbers = _rank(table, lens)
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
     kept_entries = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
     origin = is_best[is_entry].nonzero()[:, 0]
     kept_entries.copy_from(entries, slot_indices(entries.starts, counts, device)[origin])
-    if not is_tiered:
-        return kept_entries
-    split = context.config.split(lens, None if numbers is None else numbers[is_entry][origin], device)
-    if isinstance(store, TieredStore):
-        return store.requantize(kept_entries, origin, split, free_slots)
-    return TieredStore.from_ragged(kept_entries, split, free_slots, is_centred=context.softmax_options.softcap is None)
+    kept: KVStore = kept_entries
+    if is_tiered:
+        order = None if numbers is None else numbers[is_entry][origin].argsort(stable=True)
+        split, checks = context.config.split(lens, order), shared.pending_norm_checks
+        if isinstance(store, TieredStore):
+            kept = store.requantize(kept_entries, origin, split, free_slots, checks)
+        else:
+            is_centred = context.softmax_options.softcap is None
+            kept = TieredStore.from_ragged(kept_entries, split, free_slots, checks, None, is_centred)
+    check_scores()
+    return kept
 
 
 def gather_best(
     key: Tensor, value: Tensor, scores: Tensor, lens: Tensor, free_slots: int, arrival_scores: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> tuple[RaggedStore, Tensor | None]:  # fmt: skip
-    """Return a store of the best tokens of each head, ordered by position, and each token's tier index.
+    """Return a store of the best tokens of each head, ordered by position, and their order by tier.
 
     Args:
         key: [B, H, T, d], in any memory layout.
@@ -158,19 +165,19 @@ def gather_best(
         has_nan: A `SharedState.nan_flag` on a GPU whose kernels can run, set if one of the scores is NaN.
 
     Returns:
-        The store, and the tier indices, int8 [sum of lens]; None for one tier.
+        The store, and `TierSplit.order`.
     """
     if (kernels := kernels_for(key, value)) is not None:
         store = RaggedStore(lens[-1], free_slots, key, value, arrival_scores is not None)
         arrivals = None if arrival_scores is None else arrival_scores.float().contiguous()
-        numbers = None if len(lens) == 1 else key.new_empty(len(store.k), dtype=torch.int8)
+        order = None if len(lens) == 1 else key.new_empty(len(store.k), dtype=torch.int32)
         entries = kernels.Entries.of_prompt(key, value)
-        _move_best(kernels, entries, scores, store, lens, arrivals, numbers=numbers, has_nan=has_nan)
-        return store, numbers
+        _move_best(kernels, entries, scores, store, lens, arrivals, order=order, has_nan=has_nan)
+        return store, order
     # Ranked first, so that its temporary memory is freed before the pools are allocated.
-    chosen, numbers = _rank(scores.flatten(0, 1), lens)
-    counted = chosen.flatten().cumsum(0, dtype=torch.int32)
-    del chosen
+    is_best, numbers = _rank(scores.flatten(0, 1), lens)
+    counted = is_best.flatten().cumsum(0, dtype=torch.int32)
+    del is_best
     tables = [x for x in (arrival_scores, None if numbers is None else numbers.view_as(scores)) if x is not None]
     sources = [EntryRows.of(x) for x in (key, value, *(x[..., None] for x in tables))]
     rows = best_rows(counted, lens[-1], free_slots, *sources)
@@ -181,20 +188,24 @@ def gather_best(
     if store.scores is not None and store.positions is not None:
         store.scores.copy_(sources[2].matrix[rows[2], 0])
         torch.remainder(rows[2], scores.shape[-1], out=store.positions)
-    return store, None if numbers is None else sources[-1].matrix[rows[-1], 0]
+    return store, None if numbers is None else sources[-1].matrix[rows[-1], 0].argsort(stable=True)
 
 
 def _move_best(
     kernels: ModuleType, entries: Any, scores: Tensor, store: RaggedStore, lens: Tensor,
-    arrival_scores: Tensor | None = None, positions: Tensor | None = None, numbers: Tensor | None = None,
+    arrival_scores: Tensor | None = None, positions: Tensor | None = None, order: Tensor | None = None,
     has_nan: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `store` with the best `lens` `entries` by `scores`, with arrival scores and positions, in one launch."""
     k_pool, v_pool, starts, kept, *_ = store.compressed_view()
-    keep = kept[None] if len(lens) == 1 else stack_to_device(scores.device, *lens)
+    keep, order_starts = kept[None], None
+    if len(lens) > 1:
+        tables = stack_to_device(scores.device, *lens, *packed_starts(count_tiers(lens)))
+        keep, order_starts = tables.unflatten(0, (2, -1))
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
     pools = k_pool, v_pool, starts
-    kernels.move(entries, pools, scores, keep, arrival_scores, positions, extra, numbers, has_nan)
+    by_tier = None if order is None else (order, order_starts)
+    kernels.move(entries, pools, scores, keep, arrival_scores, positions, extra, order=by_tier, has_nan=has_nan)
 
 
 def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:

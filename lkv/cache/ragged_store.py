@@ -1,5 +1,6 @@
 """Stores of one layer's KV entries, with a separate number of entries for each (batch row, KV head)."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -326,13 +327,22 @@ class RaggedStore(KVStore):
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """Return the compressed k and v of all rows and heads one after another, [sum of lens, d] each."""
+        if len(self.k) == int(self.lens.sum()):
+            return self.k, self.v
         slots = slot_indices(self.starts, self.lens, self.k.device)
         return self.k[slots], self.v[slots]
 
     def fill(self, key: Tensor, value: Tensor, *extras: Tensor) -> None:
         """Fill the compressed entries with the results of `pack`, and with scores and positions if given."""
-        slots = slot_indices(self.starts, self.lens, self.k.device)
-        for pool, values in zip(self._pools(), (key, value, *extras), strict=False):
+        self._fill_pools(self._pools(), (key, value, *extras))
+
+    def fill_scores(self, *extras: Tensor) -> None:
+        """Fill scores and positions of the compressed entries, if they are given."""
+        self._fill_pools(self._pools()[2:], extras)
+
+    def _fill_pools(self, pools: list[Tensor], packed: Sequence[Tensor]) -> None:
+        slots = slot_indices(self.starts, self.lens, self.k.device) if packed else None
+        for pool, values in zip(pools, packed, strict=False):
             pool[slots] = values.to(pool)
 
     @override

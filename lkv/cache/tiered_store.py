@@ -8,19 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, SoftmaxOptions, packed_starts, slot_indices
-from lkv.cache.tiers import (
-    KeyBasis,
-    Tier,
-    TierSplit,
-    are_invalid,
-    check_norms,
-    check_width,
-    code_width,
-    dequantize,
-    quantize,
-    rotation,
-    to_dtype,
-)
+from lkv.cache.tier_writer import TierWriter, head_numbers
+from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, rotation, to_dtype
 from lkv.kernels import QUANTIZED_BITS
 from lkv.kernels.ragged_attention import (
     MAX_QUANTIZED,
@@ -76,10 +65,10 @@ class TieredStore(KVStore):
         store: RaggedStore,
         tiers: TierSplit,
         free_slots: int,
+        norm_checks: list[Tensor],
         basis: KeyBasis | None = None,
         is_centred: bool = True,
         fit_values: Callable[[Tensor, Tensor], Tensor] | None = None,
-        norm_checks: list[Tensor] | None = None,
     ) -> "TieredStore":
         """Move the compressed entries of `store`, none of them appended, to tiers.
 
@@ -87,47 +76,37 @@ class TieredStore(KVStore):
             store: The entries.
             tiers: Their tiers.
             free_slots: Free slots of each head for appended tokens.
+            norm_checks: Gets a flag for `check_norms`, which the caller checks.
             basis: The coordinates of k; by default measured on the entries.
             is_centred: Whether a measured basis subtracts the mean of the entries.
             fit_values: Returns new values of all entries, from k [N, d] as restored from the tiers and v [N, dv].
-            norm_checks: Gets a flag for `check_norms`; if None, it is checked here.
 
         Raises:
-            CacheError: If the head size is not a multiple of 8, or, without `norm_checks`, if values are not finite.
+            CacheError: If the head size is not a multiple of 8.
         """
         key, value = store.pack()
         check_width(key.shape[-1], value.shape[-1])
-        heads = _head_numbers(store.lens, key.device)
-        wide = torch.promote_types(key.dtype, torch.float32)
-        basis = basis or KeyBasis.of(key, heads, store.lens.shape, is_centred)
-        key = basis.enter(key.to(wide), heads)
-        parts = list(zip(tiers.precisions, tiers.lens, tiers.entries(), strict=True))
-        key_codes = {each: quantize(key[entries], each.key_bits) for each, _, entries in parts if each.is_quantized}
+        split, has_scores = tiers.without_empty(), store.scores is not None
+        lens = split.lens[0] if UNQUANTIZED in split.precisions else torch.zeros_like(store.lens)
+        rest = RaggedStore(lens, free_slots, store.k, store.v, has_scores)
+        writer = TierWriter(split, store.lens, rest)
+        basis, key_codes = writer.write_keys(key, basis, is_centred)
         if fit_values is not None:
-            restored = key.clone()
-            for precision, _, entries in parts:
-                if precision.is_quantized:
-                    restored[entries] = dequantize(*key_codes[precision], precision.key_bits, wide)
-            value = fit_values(basis.leave(restored, heads), value)
-        value = value.to(wide) @ rotation(value.shape[-1], wide, value.device)
-        slots = slot_indices(store.starts, store.lens, key.device)
-        extras = (
-            () if store.scores is None or store.positions is None else (store.scores[slots], store.positions[slots])
-        )
-        quantized_tiers = []
-        rest = RaggedStore(torch.zeros_like(store.lens), free_slots, store.k, store.v, bool(extras))
-        for precision, lens, entries in parts:
-            own_extras = [x[entries] for x in extras]
-            if precision.is_quantized and int(lens.sum()):
-                codes = *key_codes[precision], *quantize(value[entries], precision.value_bits)
-                quantized_tiers.append(Tier(precision, lens, codes, *own_extras))
-            elif not precision.is_quantized:
-                rest = RaggedStore(lens, free_slots, store.k, store.v, bool(extras))
-                rest.fill(key[entries], value[entries], *own_extras)
-        if quantized_tiers:
-            flag = are_invalid(*(norms for tier in quantized_tiers for norms in tier.tensors[1::2]))
-            check_norms([flag]) if norm_checks is None else norm_checks.append(flag)
-        return cls(basis, tuple(quantized_tiers), rest)
+            value = fit_values(writer.restore_keys(key, basis, key_codes), value)
+        value_codes = writer.write_values(value)
+        if key_codes:
+            norm_checks.append(writer.is_invalid())
+        slots = slot_indices(store.starts, store.lens, key.device) if has_scores else None
+        packed = [x[slots] for x in (store.scores, store.positions) if x is not None]
+        quantized = []
+        for number, entries in enumerate(split.entries()):
+            extras = [x[entries] for x in packed]
+            if number in key_codes:
+                codes = *key_codes[number], *value_codes[number]
+                quantized.append(Tier(split.precisions[number], split.lens[number], codes, *extras))
+            else:
+                rest.fill_scores(*extras)
+        return cls(basis, tuple(quantized), rest)
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -230,13 +209,15 @@ class TieredStore(KVStore):
         if store.scores is not None and store.positions is not None:
             assert rest.scores is not None and rest.positions is not None
             store.scores[slots], store.positions[slots] = rest.scores[source], rest.positions[source]
-        key = self.basis.leave(key, _head_numbers(store.lens, device))
+        key = self.basis.leave(key, head_numbers(store.lens, device))
         value = value @ rotation(value.shape[-1], wide, device).mT
         store.k.copy_(to_dtype(key, rest.dtype))
         store.v.copy_(to_dtype(value, rest.dtype))
         return store
 
-    def requantize(self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int) -> "TieredStore":
+    def requantize(
+        self, kept: RaggedStore, origin: Tensor, tiers: TierSplit, free_slots: int, norm_checks: list[Tensor]
+    ) -> "TieredStore":
         """Return a new store of kept entries of this one.
 
         Args:
@@ -244,8 +225,10 @@ class TieredStore(KVStore):
             origin: The index of each kept entry among all entries of `restore()`, [sum of lens].
             tiers: The new tiers of the kept entries. Entries that stay in their tier keep their codes.
             free_slots: As in `from_ragged`.
+            norm_checks: Likewise.
         """
-        new, rest, device = TieredStore.from_ragged(kept, tiers, free_slots, self.basis), self._rest, origin.device
+        new = TieredStore.from_ragged(kept, tiers, free_slots, norm_checks, self.basis)
+        rest, device = self._rest, origin.device
         # For each entry of `restore()`: its tier index (unquantised entries last) and its index in the tier.
         numbers, places = (torch.empty(int(self.counts.sum()), dtype=torch.long, device=device) for _ in range(2))
         starts = packed_starts(self.counts)
@@ -262,7 +245,7 @@ class TieredStore(KVStore):
             if precision not in old or precision not in fresh:
                 continue
             is_old = numbers[origin[entries]] == list(old).index(precision)
-            place, targets = places[origin[entries]].where(is_old, 0), torch.arange(len(entries), device=device)
+            place, targets = places[origin[entries]].where(is_old, 0), torch.arange(len(is_old), device=device)
             if precision == UNQUANTIZED:
                 targets = slot_indices(new._rest.starts, new._rest.lens, device)
             for pool, earlier in zip(fresh[precision], old[precision], strict=True):
@@ -385,9 +368,3 @@ def _check_counts(counts: Tensor, lens: Tensor, what: str) -> Tensor:
     if counts.dtype != torch.long or counts.shape != lens.shape or bool(((counts < 0) | (counts > lens)).any()):
         raise ValueError(f"its counts of {what} are not whole numbers, one a head, or more than the head has")
     return counts
-
-
-def _head_numbers(lens: Tensor, device: torch.device) -> Tensor:
-    """Return the flat row and head index of each of `lens` [B, H] entries, [sum of lens]."""
-    numbers = torch.arange(lens.numel(), device="cpu")
-    return devices.copy_to_device(numbers.repeat_interleave(lens.flatten()), device)

@@ -199,6 +199,11 @@ class Tier:
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)
 
 
+def basis_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the basis of k in `dtype` is stored."""
+    return dtype if dtype == torch.float16 else torch.bfloat16
+
+
 @dataclass(frozen=True, eq=False)
 class KeyBasis:
     """The shift and scale applied to k before it is rotated: mean and scale of each head, [2, B, H, d].
@@ -228,9 +233,8 @@ class KeyBasis:
         # A constant channel needs no precision, but its scale must not be 0.
         typical = spread.mean(1, keepdim=True)
         scale = spread.clamp(min=typical * 1e-3).sqrt().where(typical > 1e-12, 1.0)
-        half = key.dtype if key.dtype == torch.float16 else torch.bfloat16
         mean = mean if is_centred else torch.zeros_like(mean)
-        return cls(torch.stack([mean, scale]).to(half).view(2, *shape, -1))
+        return cls(torch.stack([mean, scale]).to(basis_dtype(key.dtype)).view(2, *shape, -1))
 
     def select(self, rows: Tensor) -> "KeyBasis":
         """Return the basis of the batch rows `rows` [n]."""
@@ -251,6 +255,11 @@ class KeyBasis:
         return (key @ rotation(key.shape[-1], key.dtype, key.device).mT) * scale + mean
 
 
+def count_tiers(lens: Tensor) -> Tensor:
+    """Return the entries of each tier from `lens` [tiers, B, H], which are cumulative from the best tier on."""
+    return lens.diff(dim=0, prepend=torch.zeros_like(lens[:1]))
+
+
 @dataclass(frozen=True)
 class TierSplit:
     """The assignment of a store's entries to tiers.
@@ -258,13 +267,21 @@ class TierSplit:
     Attributes:
         precisions: The tiers' precisions, best first: at most one unquantised, then up to `MAX_QUANTIZED` quantised.
         lens: The number of entries of each row and head in each tier, int64 [tiers, B, H] on the CPU.
-        numbers: The tier index of each entry, in order of rows and heads, [sum of lens].
+        order: The entries of the first tier, in order of rows and heads, then those of the next, [sum of lens]; None
+            for one tier.
     """
 
     precisions: tuple[Precision, ...]
     lens: Tensor
-    numbers: Tensor
+    order: Tensor | None = None
 
-    def entries(self) -> tuple[Tensor, ...]:
-        """Return the entries of each tier, in order, without waiting for the device."""
-        return self.numbers.argsort(stable=True).split(self.lens.flatten(1).sum(1).tolist())
+    def entries(self) -> tuple[Tensor | slice, ...]:
+        """Return the entries of each tier as indices, without waiting for the device."""
+        counts = self.lens.flatten(1).sum(1).tolist()
+        return (slice(None),) * len(counts) if self.order is None else self.order.split(counts)
+
+    def without_empty(self) -> "TierSplit":
+        """Return the split without quantised tiers that have no entries."""
+        pairs = enumerate(self.precisions)
+        filled = [n for n, precision in pairs if not precision.is_quantized or bool(self.lens[n].any())]
+        return TierSplit(tuple(self.precisions[n] for n in filled), self.lens[filled], self.order)

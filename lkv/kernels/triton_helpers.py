@@ -76,3 +76,33 @@ def store_rows(x, row_at, rows, is_row, channel_at, is_channel):
 def cap(scores, SOFTCAP: tl.constexpr):  # noqa: N803 (constants are in capitals)
     """Return SOFTCAP tanh(scores / SOFTCAP), or `scores` if it is 0."""
     return SOFTCAP * (2 * tl.sigmoid(scores * (2 / SOFTCAP)) - 1) if SOFTCAP > 0 else scores
+
+
+@triton.constexpr_function
+def _bits_of(number):
+    return number.bit_length() - 1
+
+
+@triton.jit
+def rotate(x, rotation, step_in, step_out, WIDTH: tl.constexpr):  # noqa: N803 (constants are in capitals)
+    """Return rows [ROWS, BLOCK] times a rotation [WIDTH, WIDTH] of `cache.tiers`, in float32.
+
+    That is a Hadamard matrix, applied as butterflies in registers, times a matrix for the odd factor of WIDTH, of which
+    alone, with the factor that norms the butterflies, `rotation` is read.
+    """
+    power: tl.constexpr = WIDTH & -WIDTH
+    rows: tl.constexpr = x.shape[0]
+    block: tl.constexpr = x.shape[1]
+    x = x.to(tl.float32)
+    for _ in tl.static_range(_bits_of(power)):
+        # Transforms the lowest bit of channel numbers, which becomes the highest one.
+        first, second = tl.split(tl.reshape(x, (rows, block // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (rows, block))
+    odd = tl.arange(0, block // power)
+    x = tl.reshape(x, (rows, power, block // power))
+    turned = tl.zeros_like(x)
+    for number in range(WIDTH // power):
+        part = tl.sum(tl.where(odd[None, None, :] == number, x, 0.0), 2)
+        at = power * (number * step_in + odd * step_out)
+        turned += part[:, :, None] * tl.load(rotation + at, mask=odd < WIDTH // power, other=0.0)[None, None, :]
+    return tl.reshape(tl.permute(turned, (0, 2, 1)), (rows, block))

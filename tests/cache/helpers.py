@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lkv.cache.ragged_store import RaggedStore
+from lkv.cache.tiers import TierSplit
 from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -77,3 +78,9 @@ def evicting_at(
         return visible
 
     return attention_over(model, seen)
+
+
+def tier_numbers(split: TierSplit) -> torch.Tensor:
+    """The tier of each entry."""
+    tiers = torch.arange(len(split.lens)).repeat_interleave(split.lens.flatten(1).sum(1))
+    return torch.empty_like(tiers).index_copy(0, split.order, tiers)

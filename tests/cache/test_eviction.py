@@ -10,12 +10,14 @@ from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
 from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.ragged_store import RaggedStore
+from lkv.cache.tiers import TierSplit, count_tiers
 from lkv.errors import CacheError
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
 from lkv.methods.request import CompressionRequest
 from lkv.methods.selectors import Knorm
-from tests.cache.helpers import head_entries
+from lkv.methods.targets import UNQUANTIZED
+from tests.cache.helpers import head_entries, tier_numbers
 from tests.conftest import tiny_llama
 
 
@@ -51,8 +53,8 @@ def test_spans_hold_the_best_of_each_head(data, batch, heads, tokens, room, k_la
     key, value = (torch.randn(batch, heads, tokens, size) for size in (4, 6))
     arrived = torch.randn(batch, heads, tokens)
     sources = laid_out(key, k_layout), laid_out(value, v_layout)
-    spans, numbers = gather_best(*sources, scores, lens[None], room, arrived)
-    assert numbers is None
+    spans, order = gather_best(*sources, scores, lens[None], room, arrived)
+    assert order is None
     assert len(spans.k) == len(spans.v) == int(lens.sum()) + batch * heads * room
     for b in range(batch):
         for h in range(heads):
@@ -72,7 +74,8 @@ def test_better_tiers_have_the_better_entries(data, batch, heads, tokens):
     limits = [data.draw(counts) for _ in range(batch * heads)]
     lens = torch.tensor(limits).T.reshape(3, batch, heads)
     key = torch.randn(batch, heads, tokens, 4)
-    spans, numbers = gather_best(key, key, scores, lens, 0)
+    spans, order = gather_best(key, key, scores, lens, 0)
+    numbers = tier_numbers(TierSplit((UNQUANTIZED,) * 3, count_tiers(lens), order))
     for b in range(batch):
         for h in range(heads):
             best = [set(chosen(scores[b, h].tolist(), int(count))) for count in lens[:, b, h]]

@@ -17,7 +17,7 @@ from lkv.errors import CacheError
 from lkv.kernels import BITS_BY_NAME, FP8
 from lkv.methods.targets import UNQUANTIZED, MemoryTarget, Precision
 from tests import dense
-from tests.cache.helpers import METHOD, head_entries, ids
+from tests.cache.helpers import METHOD, head_entries, ids, tier_numbers
 from tests.cache.test_tiers import DTYPES, normal
 from tests.conftest import tiny_llama
 from tests.context.test_compression import TEXT, Words
@@ -40,7 +40,7 @@ def split_of(lens: torch.Tensor, precisions=TIERS, seed: int = 0) -> TierSplit:
     numbers = torch.randint(len(precisions), (int(lens.sum()),), generator=torch.Generator().manual_seed(seed))
     parts = numbers.split(lens.flatten().tolist())
     counts = torch.stack([torch.stack([(part == tier).sum() for part in parts]) for tier in range(len(precisions))])
-    return TierSplit(tuple(precisions), counts.view(len(precisions), *lens.shape), numbers.to(torch.int8))
+    return TierSplit(tuple(precisions), counts.view(len(precisions), *lens.shape), numbers.argsort(stable=True))
 
 
 def by_head(values: torch.Tensor, lens: torch.Tensor) -> list[torch.Tensor]:
@@ -60,10 +60,10 @@ CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.fl
 def test_what_is_restored_equals_the_oracle(dtype, precisions, width):
     """Entries of each tier by the oracle, in the order of the tiers; those of 16 bits come last in a head."""
     store, split = ragged(LENS, width, dtype), split_of(LENS, precisions)
-    restored = TieredStore.from_ragged(store, split, 3).restore()
+    restored = TieredStore.from_ragged(store, split, 3, []).restore()
     assert torch.equal(restored.lens, LENS) and restored.k.dtype == dtype
     order = sorted(range(len(precisions)), key=lambda tier: (not precisions[tier].is_quantized, tier))
-    sources = zip(*(by_head(x, LENS) for x in (*store.pack(), split.numbers, *restored.pack())), strict=True)
+    sources = zip(*(by_head(x, LENS) for x in (*store.pack(), tier_numbers(split), *restored.pack())), strict=True)
     for key, value, numbers, found_key, found_value in sources:
         bits = [(precisions[n].key_bits, precisions[n].value_bits) for n in numbers.tolist()]
         expected_key, expected_value, gap = dense.stored_in_bits(key, value, bits, dense.basis_of(key, dtype))
@@ -89,7 +89,7 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
     """Random entries are dropped, and some of the others moved to a worse tier."""
     for seed in range(6):
         store = ragged(LENS, 16, torch.float32, seed, has_scores=True)
-        before = TieredStore.from_ragged(store, split_of(LENS, seed=seed), 2)
+        before = TieredStore.from_ragged(store, split_of(LENS, seed=seed), 2, [])
         draw = torch.Generator().manual_seed(seed)
         tail = normal(2, 3, 2, 16, seed=seed, dtype=torch.float32)
         for row in range(2):
@@ -108,7 +108,7 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
         kept = RaggedStore(lens, 0, entries.k, entries.v, has_scores=True)
         kept.copy_from(entries, slot_indices(entries.starts, entries.counts, entries.k.device)[origin])
         counts = torch.stack([torch.bincount(owners[moved == tier], minlength=6).view(2, 3) for tier in range(3)])
-        after = before.requantize(kept, origin, TierSplit(TIERS, counts, moved.to(torch.int8)), 4)
+        after = before.requantize(kept, origin, TierSplit(TIERS, counts, moved.argsort(stable=True)), 4, [])
         assert after.basis is before.basis and torch.equal(after.lens, lens) and after.free_slots == 4
         for number, (old, new) in enumerate(zip(before.tiers, after.tiers, strict=True), start=1):
             # The place of each entry among those of the old tier, in order of heads.
@@ -144,7 +144,7 @@ def test_entries_that_stay_in_their_tier_keep_their_codes():
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_attention_over_codes_is_attention_over_what_they_stand_for(dtype, precisions, tokens):
     width, scale = 16, 0.25
-    tiered = TieredStore.from_ragged(ragged(LENS + 1, width, dtype), split_of(LENS + 1, precisions), 9)
+    tiered = TieredStore.from_ragged(ragged(LENS + 1, width, dtype), split_of(LENS + 1, precisions), 9, [])
     query = normal(2, 6, tokens, width, seed=5).to(dtype)
     restored = tiered.restore(with_appended=False)
     out, lse = tiered.attend_compressed(query, scale)

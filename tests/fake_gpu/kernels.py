@@ -22,6 +22,7 @@ _KERNELS = (
     (ragged.kernels, ("slice_kernel", "append_kernel")),
     (ragged.tier_kernels, ("restore_kernel",)),
     (selection.kernels, ("select_kernel", "score_kernel")),
+    (selection.quantise_kernels, ("measure_kernel", "quantise_kernel")),
     (soft.kernels, ("forward", "query_gradient", "key_gradient", "mask_gradient")),
     (soft.kernels, ("continuation_forward", "continuation_query_gradient")),
 )

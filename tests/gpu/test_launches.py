@@ -89,7 +89,39 @@ def test_quantising_a_prompt_waits_once_for_all_layers(shallow_on_fake, tiers):
         with watched() as log:
             shallow_on_fake(ids(40).to("fake"), past_key_values=cache)
     assert log.count("wait") == 1, log.summary("wait")
-    assert launches == ["select_kernel"] * 2
+    assert launches == ["select_kernel", "measure_kernel", "quantise_kernel", "quantise_kernel"] * 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", TIERED.values(), ids=TIERED)
+def test_launches_of_quantising_a_prompt_a_layer(on_fake, options):
+    """The selection, k measured, k and v quantised, and four small tables and flags; a flag of all layers on top."""
+    with fake_gpus(stubbed=True):
+        cache = RaggedCache(on_fake, **options)
+        with watched() as log:
+            on_fake(ids(60, 2).to("fake"), past_key_values=cache)
+    own = [event for event in log.ours("launch") if event.place.startswith(("cache/", "kernels/"))]
+    assert len(own) == 8 * LAYERS + 1, log.summary("launch")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ways", [{}, {"decode_eviction": True, "slack": 1}], ids=["prompt", "decode eviction"])
+def test_tiers_have_on_a_gpu_what_they_have_on_a_cpu(shallow, shallow_on_fake, ways):
+    """Entries, in the same tiers; codes but for the rounding of the coordinates."""
+    policy, text = policy_of(shallow), ids(40)
+    caches = [RaggedCache(model, policy=policy, memory=0.3, **ways) for model in (shallow, shallow_on_fake)]
+    shallow(text, past_key_values=caches[0])
+    with fake_gpus():
+        shallow_on_fake(text.to("fake"), past_key_values=caches[1])
+    for layer, other in zip(*(cache.ragged_layers for cache in caches), strict=True):
+        expected, found = layer.store, other.store
+        assert found.precisions == expected.precisions and torch.equal(found.lens, expected.lens)
+        for tier, right in zip(found.tiers, expected.tiers, strict=True):
+            assert torch.equal(tier.lens, right.lens)
+            if ways:
+                assert torch.equal(tier.positions.cpu(), right.positions)
+        for pool, right in zip(found.restore().pack(), expected.restore().pack(), strict=True):
+            assert float((pool.cpu() - right).norm()) < 0.05 * float(right.norm())
 
 
 WAYS = {"decode eviction": {"decode_eviction": True, "slack": 1}, "streaming": {"streaming": True, "prompt_tokens": 26}}

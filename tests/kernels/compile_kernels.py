@@ -197,9 +197,8 @@ def eviction_rows(dim: int, dtype: torch.dtype) -> None:
     prompt, ahead = selection.Entries.of_prompt(key, key), on_gpu(dim)
     scores = selection.score(prompt, weights, (back, back), (ahead, ahead), 0, 4100, dim**-0.5)
     pool, extra = on_gpu(999, dim, dtype=dtype), (on_gpu(999), on_gpu(999, dtype=torch.int32))
-    pools, numbers = (pool, pool, starts), on_gpu(999, dtype=torch.int8)
-    selection.move(prompt, pools, scores, keep[None])
-    selection.move(prompt, pools, scores, torch.stack([keep, keep]), numbers=numbers)
+    pools, order, three = (pool, pool, starts), on_gpu(999, dtype=torch.int32), torch.stack([keep] * 3)
+    selection.move(prompt, pools, scores, three, order=(order, three))
     stored = selection.Entries.of_pools(pool, pool, starts, keep, 100)
     options = {"scores": extra[0], "positions": extra[1]}
     selection.score(stored, weights, (back, back), None, 7, 107, dim**-0.5, eviction=False, **options)
@@ -207,6 +206,18 @@ def eviction_rows(dim: int, dtype: torch.dtype) -> None:
     selection.rank(scores, keep[None], keep)
     selection.move(stored, pools, None, None, *extra, extra)
     selection.move(stored, pools, scores, keep[None], *extra, extra)
+
+
+def quantise_rows(dim: int, dtype: torch.dtype) -> None:
+    """The entries of 8 heads into three tiers: what k is measured by, then k and v."""
+    values, tables, measured = on_gpu(4096, dim, dtype=dtype), on_gpu(11, 8, dtype=torch.int32), on_gpu(2, 8, dim)
+    selection.measure(values, tables)
+    order, basis = on_gpu(4096, dtype=torch.int32), on_gpu(2, 1, 8, dim, dtype=torch.bfloat16)
+    for bits, entered in (((16, 8, 4), (basis, measured)), ((16, 3, FP8), ())):
+        codes = [(on_gpu(999, code_width(number, dim), dtype=torch.uint8), on_gpu(999, dtype=torch.bfloat16))
+                 for number in bits[1:]]  # fmt: skip
+        invalid, outputs = on_gpu(1, dtype=torch.uint8), [(values, None), *codes]
+        selection.quantise(values, order, tables, on_gpu(dim, dim), outputs, bits, invalid, *entered)
 
 
 def saving_context() -> Any:
@@ -240,6 +251,7 @@ def compiled(arch: int, dim: int, dtype: str, kernels: str) -> list[dict[str, An
     with Compiler(arch) as compiler, torch.no_grad():
         if kernels == "eviction":
             eviction_rows(dim, numbers)
+            quantise_rows(dim, numbers)
         elif kernels == "decode":
             for new in (1, 16, 64):
                 decode_rows(dim, numbers, new)

@@ -133,8 +133,8 @@ def tiered_store(lengths, slack, dim, value_dim, dtype, bits, device="cpu"):
     order = [len(bits), *range(len(bits))]  # those that are not quantised are the best ones
     counts, tiers = counts[order], torch.arange(len(order), device="cpu")
     numbers = torch.cat([tiers.repeat_interleave(span) for span in counts.flatten(1).T]).to(device)
-    split = TierSplit((UNQUANTIZED, *(Precision(*pair) for pair in bits)), counts, numbers)
-    return TieredStore.from_ragged(store, split, slack)
+    split = TierSplit((UNQUANTIZED, *(Precision(*pair) for pair in bits)), counts, numbers.argsort(stable=True))
+    return TieredStore.from_ragged(store, split, slack, [])
 
 
 def in_tiers(method, *precisions):

@@ -102,10 +102,12 @@ def test_codes_are_restored_in_registers(arch, kernels):
 
 @pytest.mark.slow
 def test_eviction_fits_the_gpu_that_it_is_compiled_for():
-    rows = compiled(90, 128, "bfloat16", "eviction")
-    assert {row["kernel"] for row in rows} == {"score_kernel", "select_kernel"}
+    """Where most registers would spill."""
+    rows = compiled(80, 128, "bfloat16", "eviction")
+    assert {row["kernel"] for row in rows} == {"score_kernel", "select_kernel", "measure_kernel", "quantise_kernel"}
     for row in rows:
-        assert row["kernel"] == "score_kernel" or row["local"] == row["stack"] == 0
+        assert row["local"] == row["stack"] == 0
+        assert row["kernel"] == "select_kernel" or row["programs"] >= 2
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ def test_the_benchmark_says_that_there_is_no_gpu(tmp_path, monkeypatch):
 def rotating_kernel(x, matrix, out, step_in, step_out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
     row, channel = tl.arange(0, 4)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (channel < WIDTH) & (row < 3)
-    turned = triton.kernels._rotate(
+    turned = triton_helpers.rotate(
         tl.load(x + row * WIDTH + channel, mask=inside, other=0.0), matrix, step_in, step_out, WIDTH
     )
     tl.store(out + row * WIDTH + channel, turned, mask=inside)

@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 
 pytest.importorskip("triton")
 import lkv.kernels.selection.triton as selection
+from lkv.cache.ragged_store import packed_starts
 from lkv.kernels import triton_helpers
 from lkv.kernels.selection import ScoreWeights
 from lkv.kernels.selection.triton import Entries
@@ -76,12 +77,12 @@ def test_ranking_notes_what_is_no_number(place):
 
 
 def spans_of(lens: list[list[int]], *dims: int):
-    """Empty pools with four free slots a span, pools of scores, positions and tiers, and where spans begin."""
+    """Empty pools with four free slots a span, pools of scores and positions, and where spans begin."""
     sizes = torch.tensor(lens).flatten() + 4
     starts = (sizes.cumsum(0) - sizes).int().view(len(lens), -1)
     pools = [torch.full((int(sizes.sum()), d), math.nan) for d in dims]
     extra = torch.full((len(pools[0]),), math.nan), torch.full((len(pools[0]),), -7, dtype=torch.int32)
-    return pools, extra, torch.full((len(pools[0]),), -1, dtype=torch.int8), starts
+    return pools, extra, starts
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_the_best_entries_move_in_order_and_nothing_else(layout, dim, value_dim,
         key, value = (torch.randn(2, tokens, 3, d).transpose(1, 2) for d in (dim, value_dim))
     scores, positions = torch.randn(2, 3, tokens), torch.randint(0, 999, (2, 3, tokens), dtype=torch.int32)
     lens = lens if is_ranked else [[tokens] * 3] * 2
-    pools, extra, numbers, starts = spans_of(lens, dim, value_dim)
+    pools, extra, starts = spans_of(lens, dim, value_dim)
     given = {"scores": scores, "positions": positions}
     entries = Entries.of_prompt(key, value)
     if layout == "pools":
@@ -107,8 +108,10 @@ def test_the_best_entries_move_in_order_and_nothing_else(layout, dim, value_dim,
         entries = Entries.of_pools(*flat, begins, counts, tokens)
         given = {name: x.flatten() for name, x in given.items()}
     table, keep = torch.randint(0, 40, (2, 3, tokens)).float(), torch.tensor(lens, dtype=torch.int32)
+    order, counts = torch.full((int(keep.sum()),), -1, dtype=torch.int32), torch.stack([keep // 3, keep - keep // 3])
+    order_starts = packed_starts(counts).int()
     if is_ranked:
-        given |= {"ranked": table, "keep": torch.stack([keep // 3, keep]), "numbers": numbers}
+        given |= {"ranked": table, "keep": torch.stack([keep // 3, keep]), "order": (order, order_starts)}
     selection.move(entries, (*pools, starts), extra=extra, **given)
     for row in range(2):
         for head in range(3):
@@ -118,10 +121,13 @@ def test_the_best_entries_move_in_order_and_nothing_else(layout, dim, value_dim,
                 assert torch.equal(pool[start:end], source[row, head, own])
             if is_ranked:
                 best = set(ranked(table[row, head], count // 3, tokens))
-                assert numbers[start:end].tolist() == [int(entry not in best) for entry in own]
+                for tier in (0, 1):
+                    begin, number = int(order_starts[tier, row, head]), int(counts[tier, row, head])
+                    places = [start + place for place, entry in enumerate(own) if (entry not in best) == tier]
+                    assert order[begin : begin + number].tolist() == places
     written = sum(map(sum, lens))
     assert int(pools[0][:, 0].isfinite().sum()) == int(pools[1][:, -1].isfinite().sum()) == written
-    assert int((extra[1] != -7).sum()) == written and int((numbers >= 0).sum()) == written * is_ranked
+    assert int((extra[1] != -7).sum()) == written and int((order >= 0).sum()) == written * is_ranked
 
 
 def random_weights(heads, dim, group, knots, dtype):

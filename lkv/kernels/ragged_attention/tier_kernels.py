@@ -27,7 +27,7 @@ def _uses_ptx(is_allowed, dim, bits, dtype):
 
 
 @triton.constexpr_function
-def _width(dim, bits):
+def code_width(dim, bits):
     """Return the bytes of the codes of an entry."""
     return dim * abs(bits) // 8
 
@@ -53,7 +53,8 @@ def _factor(is_ptx, bits, dtype):
 
 
 @triton.constexpr_function
-def _level_formula(bits):
+def level_formula(bits):
+    """Return the two coefficients of `LEVELS`."""
     return LEVELS[bits]
 
 
@@ -72,12 +73,24 @@ def _channels(element, part: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr
 
 
 @triton.jit
+def levels_of(code, BITS: tl.constexpr):
+    """Return the levels of codes (int32) in float32."""
+    if BITS == _FP8:
+        levels = ((code & 128) << 24 | (code & 127) << 20).to(tl.float32, bitcast=True) * _FP8_FACTOR
+    else:
+        formula: tl.constexpr = level_formula(BITS)
+        centred = code.to(tl.float32) - (2**BITS - 1) / 2
+        levels = centred * (formula[0] + formula[1] * (centred * centred))
+    return levels
+
+
+@triton.jit
 def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.constexpr):
     """Return the levels of codes in float32, in the shape to which `entry` and `channel` broadcast.
 
     Every lane reads the bytes that hold its own code; the layout is that of `lkv.cache.tiers`.
     """
-    at = codes + entry * _width(DIM, BITS)
+    at = codes + entry * code_width(DIM, BITS)
     if BITS == 8 or BITS == _FP8:
         code = tl.load(at + channel, mask=inside, other=0).to(tl.int32)
     elif BITS == 4:
@@ -88,13 +101,7 @@ def _load_levels(codes, entry, channel, inside, DIM: tl.constexpr, BITS: tl.cons
         low = tl.load(at + word, mask=inside, other=0).to(tl.int32)
         halves = tl.load(at + DIM // 4 + word % (DIM // 8), mask=inside, other=0).to(tl.int32)
         code = (low | (halves >> word // (DIM // 8) * 4 & 15) << 8) >> channel // (DIM // 4) * 3 & 7
-    if BITS == _FP8:
-        levels = ((code & 128) << 24 | (code & 127) << 20).to(tl.float32, bitcast=True) * _FP8_FACTOR
-    else:
-        formula: tl.constexpr = _level_formula(BITS)
-        centred = code.to(tl.float32) - (2**BITS - 1) / 2
-        levels = centred * (formula[0] + formula[1] * (centred * centred))
-    return levels
+    return levels_of(code, BITS)
 
 
 @triton.jit
@@ -217,12 +224,12 @@ def attend_tier(
     value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, TYPE)
     # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
     own_entries: tl.constexpr = 32 if key_ptx and value_ptx else 16
-    is_narrow: tl.constexpr = _width(8, KEY_BITS) + _width(8, VALUE_BITS) <= 12
+    is_narrow: tl.constexpr = code_width(8, KEY_BITS) + code_width(8, VALUE_BITS) <= 12
     stages: tl.constexpr = 1 if own_entries == 16 else STAGES if is_narrow else 2
     step: tl.constexpr = WARPS * own_entries
     k_codes, k_norms, v_codes, v_norms = codes
     k_norms, v_norms = k_norms + first, v_norms + first
-    k_codes, v_codes = k_codes + first * _width(DIM, KEY_BITS), v_codes + first * _width(VALUE_DIM, VALUE_BITS)
+    k_codes, v_codes = k_codes + first * code_width(DIM, KEY_BITS), v_codes + first * code_width(VALUE_DIM, VALUE_BITS)
     element, value_element = tl.arange(0, _block(DIM)), tl.arange(0, _block(VALUE_DIM))
     own = tl.arange(0, WARPS)[:, None] * own_entries + tl.arange(0, own_entries)[None, :]
     queries, row_scale = _load_queries(q, row_at, is_row, WARPS, DIM, KEY_BITS, key_type)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from lkv.kernels.ragged_attention.tier_kernels import as_operand, attend_tier, sum_channels
-from lkv.kernels.triton_helpers import cap, load_rows, split_heads, store_rows
+from lkv.kernels.triton_helpers import cap, load_rows, rotate, split_heads, store_rows
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -31,36 +31,6 @@ def _row_offsets(span, kv_heads, packed, strides, GROUP: tl.constexpr):
     batch, head = (span // kv_heads).to(tl.int64), (span % kv_heads) * GROUP + packed % GROUP
     token = packed // GROUP
     return batch * batch_stride + head.to(tl.int64) * head_stride + token.to(tl.int64) * row_stride
-
-
-@triton.constexpr_function
-def _bits_of(number):
-    return number.bit_length() - 1
-
-
-@triton.jit
-def _rotate(x, rotation, step_in, step_out, WIDTH: tl.constexpr):
-    """Return rows [ROWS, BLOCK] times a rotation [WIDTH, WIDTH] of `cache.tiers`, in float32.
-
-    That is a Hadamard matrix, applied as butterflies in registers, times a matrix for the odd factor of WIDTH, of which
-    alone, with the factor that norms the butterflies, `rotation` is read.
-    """
-    power: tl.constexpr = WIDTH & -WIDTH
-    rows: tl.constexpr = x.shape[0]
-    block: tl.constexpr = x.shape[1]
-    x = x.to(tl.float32)
-    for _ in tl.static_range(_bits_of(power)):
-        # Transforms the lowest bit of channel numbers, which becomes the highest one.
-        first, second = tl.split(tl.reshape(x, (rows, block // 2, 2)))
-        x = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (rows, block))
-    odd = tl.arange(0, block // power)
-    x = tl.reshape(x, (rows, power, block // power))
-    turned = tl.zeros_like(x)
-    for number in range(WIDTH // power):
-        part = tl.sum(tl.where(odd[None, None, :] == number, x, 0.0), 2)
-        at = power * (number * step_in + odd * step_out)
-        turned += part[:, :, None] * tl.load(rotation + at, mask=odd < WIDTH // power, other=0.0)[None, None, :]
-    return tl.reshape(tl.permute(turned, (0, 2, 1)), (rows, block))
 
 
 @triton.jit
@@ -160,8 +130,8 @@ def _append(
     if k_rotation is not None:
         mean = tl.load(k_mean + span * DIM + dims, mask=real, other=0.0).to(tl.float32)
         factor = tl.load(k_scale + span * DIM + dims, mask=real, other=1.0).to(tl.float32)
-        fresh = _rotate((fresh.to(tl.float32) - mean[None, :]) / factor[None, :], k_rotation, DIM, 1, DIM)
-        fresh_value = _rotate(fresh_value, v_rotation, VALUE_DIM, 1, VALUE_DIM)
+        fresh = rotate((fresh.to(tl.float32) - mean[None, :]) / factor[None, :], k_rotation, DIM, 1, DIM)
+        fresh_value = rotate(fresh_value, v_rotation, VALUE_DIM, 1, VALUE_DIM)
     store_rows(k_pool, at * DIM, fresh, is_token, dims, real)
     store_rows(v_pool, at * VALUE_DIM, fresh_value, is_token, value_dims, value_real)
 
@@ -270,7 +240,7 @@ def slice_kernel(
                     turned_row = row + tl.arange(0, JOIN_M)
                     is_row = turned_row < after_rows
                     query = load_rows(q, _row_offsets(span, kv_heads, turned_row, q_strides, GROUP), is_row, dims, real)
-                    query = _rotate(query.to(tl.float32) * factor[None, :], k_rotation, DIM, 1, DIM)
+                    query = rotate(query.to(tl.float32) * factor[None, :], k_rotation, DIM, 1, DIM)
                     store_rows(turned, (first_turned + turned_row - first_row) * DIM, query, is_row, dims, real)
                 # Other threads load what this one stores.
                 tl.debug_barrier()
@@ -340,7 +310,7 @@ def slice_kernel(
                         value_real, VALUE_DIM, BLOCK_S, JOIN_M, BLOCK_V,
                     )
                     if v_rotation is not None:
-                        mean = _rotate(mean, v_rotation, 1, VALUE_DIM, VALUE_DIM)
+                        mean = rotate(mean, v_rotation, 1, VALUE_DIM, VALUE_DIM)
                     if (NEW == 1) | (k_rotation is not None):
                         query = load_rows(q, _row_offsets(span, kv_heads, joined, q_strides, GROUP), is_row, dims, real)
                     if k_rotation is not None:

@@ -1,7 +1,7 @@
-"""Eviction on a GPU in three launches (Triton): score the entries, rank them, and move the kept ones.
+"""Eviction on a GPU in few launches (Triton): score the entries, move the best ones, and quantise them.
 
-`triton` launches the kernels of `triton_kernels`. On other devices `lkv.policy.token_scores` and `lkv.cache.eviction`
-do the same with PyTorch's operators.
+`triton` launches the kernels of `triton_kernels` and `quantise_kernels`. On other devices `lkv.policy.token_scores`,
+`lkv.cache.eviction` and `lkv.cache.tiers` do the same with PyTorch's operators.
 """
 
 import functools

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+import lkv.kernels.selection.quantise_kernels as quantise_kernels
 import lkv.kernels.selection.triton_kernels as kernels
 from lkv.kernels import triton_helpers
 from lkv.kernels.selection import ScoreWeights
@@ -15,6 +16,7 @@ from lkv.utils import devices
 LARGEST_DIM = 256
 _LARGEST_BLOCK = 32_768  # scores of a span that a program has in registers
 _MULTIPROCESSORS_WITHOUT_GPU = 3
+_MEASURED_CHANNELS = 16
 
 
 class Entries(NamedTuple):
@@ -86,6 +88,7 @@ def move(
     positions: Tensor | None = None,
     extra: tuple[Tensor, Tensor] | None = None,
     numbers: Tensor | None = None,
+    order: tuple[Tensor, Tensor] | None = None,
     has_nan: Tensor | None = None,
 ) -> None:
     """Copy the best entries, in order, to the pools of k and v: one launch of as many programs as a GPU runs at once.
@@ -98,7 +101,9 @@ def move(
         scores: Scores of the entries, in their layout, to copy to `extra`.
         positions: Positions of the entries, likewise; their indices by default.
         extra: Pools of scores and positions [P].
-        numbers: A pool for the tier index of each entry, int8 [P]; without `pools` a table, as `rank` returns it.
+        numbers: A table for tier indices, as `rank` returns it; without `pools` alone.
+        order: Gets the places of the entries in the pools by tier, int32 [sum of kept]; and where those of each tier
+            and span begin in it, int32 [tiers, B, H].
         has_nan: As in `rank`.
     """
     key, value, width, spans = entries.key, entries.value, entries.width, entries.spans
@@ -119,7 +124,7 @@ def move(
     share = max(1, -(-width // (programs * moved))) * moved
     with devices.device_guard(key.device):
         kernels.select_kernel[(max(1, -(-width // share)), spans)](
-            ranked, keep, entries.counts, has_nan, numbers, width, share,
+            ranked, keep, entries.counts, has_nan, numbers, *(order or (None, None)), width, share,
             entries.heads, key, value, scores, positions, entries.starts, *entries.arguments, new_key, new_value,
             new_scores, new_positions, new_starts, TIERS=tiers, BLOCK=block, MOVED=moved,
             BLOCK_T=triton.next_power_of_2(tiers), DIM=dim, VALUE_DIM=value_dim, **blocks, num_warps=warps,
@@ -180,7 +185,63 @@ def score(
             weights.attention, weights.start, weights.end, entries.heads, entries.width, start, end, padding, scale,
             ARRIVAL=arrival, EVICTION=eviction, GROUP=group, ROWS=rows, KNOTS=knots, DIM=dim,
             PRECISION=devices.exact_products(weights.weight.dtype), BLOCK=block,
-            BLOCK_H=padded(dim // 2), BLOCK_U=padded(dim), BLOCK_R=padded(rows), BLOCK_K=padded(knots),
+            BLOCK_H=padded(dim // 2), BLOCK_U=min(32, padded(dim)), BLOCK_R=padded(rows), BLOCK_K=padded(knots),
             num_warps=warps,
         )  # fmt: skip
     return out
+
+
+def measure(key: Tensor, tables: Tensor) -> Tensor:
+    """Return mean and standard deviation of each channel of packed k [N, d] of each span, float32 [2, spans, d].
+
+    `tables`: as in `quantise`.
+    """
+    dim, spans = key.shape[1], tables.shape[1]
+    measured = key.new_empty((2, spans, dim), dtype=torch.float32)
+    with devices.device_guard(key.device):
+        # Few channels a program, as there are few spans; a row of them is a sector of memory.
+        quantise_kernels.measure_kernel[(-(-dim // _MEASURED_CHANNELS), spans)](
+            key, tables, measured, spans, DIM=dim, CHANNELS=_MEASURED_CHANNELS, BLOCK=1024, num_warps=8
+        )
+    return measured
+
+
+def quantise(
+    values: Tensor,
+    order: Tensor | None,
+    tables: Tensor,
+    rotation: Tensor,
+    outputs: list[tuple[Tensor, Tensor | None]],
+    bits: tuple[int, ...],
+    invalid: Tensor,
+    basis: Tensor | None = None,
+    measured: Tensor | None = None,
+    is_centred: bool = True,
+) -> None:
+    """Quantise packed entries into tiers in one launch.
+
+    Args:
+        values: k or v [N, d], the entries of a span after those of the span before.
+        order: The entries by tier, int32 [N]; None for one tier.
+        tables: int32 [2 + 3 tiers, spans], see `quantise_kernels`.
+        rotation: float32 [d, d].
+        outputs: Codes and norms of each tier; a pool and None for one that is not quantised.
+        bits: Those of each tier, 16 for one that is not quantised.
+        invalid: uint8 [1], set to 1 if a norm is not finite or too large.
+        basis: Mean and scale of k [2, B, H, d]; None for v.
+        measured: The result of `measure`, of which `basis` is made and written; None to read it.
+        is_centred: Whether the mean is that of the entries, otherwise 0.
+    """
+    dim, spans, tiers = values.shape[1], tables.shape[1], len(bits)
+    block = triton.next_power_of_2(dim)
+    rows = 4096 // block
+    programs = _MULTIPROCESSORS_WITHOUT_GPU
+    if triton_helpers.is_compiled_for(values.device):
+        programs = 4 * triton_helpers.multiprocessors(values.device)
+    programs = max(1, min(programs // (spans * tiers), -(-len(values) // (spans * tiers * rows))))
+    tensors = [x for pair in outputs for x in pair] + [None] * (6 - 2 * tiers)
+    with devices.device_guard(values.device):
+        quantise_kernels.quantise_kernel[(programs, spans, tiers)](
+            values, order, tables, spans, rotation, basis, measured, invalid, *tensors, BITS=bits, CENTRED=is_centred,
+            DIM=dim, ROWS=rows, BLOCK_D=max(16, block),
+        )  # fmt: skip

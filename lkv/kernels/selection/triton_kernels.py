@@ -41,12 +41,12 @@ def _find_thresholds(scores, count, first, limits, BLOCK: tl.constexpr):
     number, shift = limits * 0 + count, 31  # `number` of the keys are not below `least`
     while shift >= 0:
         candidate = least | ((limits * 0 + 1).to(tl.uint32) << shift)
-        found = _count(keys >= candidate[None, :])
+        total = _count(keys >= candidate[None, :])
         for at in range(BLOCK, count, BLOCK):
             more, _ = _load_keys(scores, at + entry, at + entry < count)
-            found += _count(more >= candidate[None, :])
-        least = tl.where(found >= limits, candidate, least)
-        number = tl.where(found >= limits, found, number)
+            total += _count(more >= candidate[None, :])
+        least = tl.where(total >= limits, candidate, least)
+        number = tl.where(total >= limits, total, number)
         shift = tl.where(tl.max(number - limits, 0) > 0, shift - 1, -1)
     above, greater, equal = limits * 0, limits * 0, limits * 0
     for at in range(0, count, BLOCK):
@@ -95,10 +95,10 @@ def _move_block(
 
 @triton.jit
 def select_kernel(
-    ranked, keep, counts, has_nan, numbers, width, share, heads, key, value, scores, positions, starts, k_batch,
-    k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions, new_starts,
-    TIERS: tl.constexpr, BLOCK: tl.constexpr, MOVED: tl.constexpr, BLOCK_T: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    ranked, keep, counts, has_nan, numbers, order, order_starts, width, share, heads, key, value, scores, positions,
+    starts, k_batch, k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions,
+    new_starts, TIERS: tl.constexpr, BLOCK: tl.constexpr, MOVED: tl.constexpr, BLOCK_T: tl.constexpr,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Keep the entries of a span with the highest scores `ranked` [spans, width], of equal ones the earlier.
 
@@ -108,9 +108,10 @@ def select_kernel(
 
     A span has `counts` entries (None: `width`). They lie in pools from `starts` on, or, where that is None, in
     [B, H, width, .] of the strides given. Their k and v go in order to new pools, and with `new_scores` their `scores`
-    and `positions` (where those are None, their numbers). `numbers` (None to leave it out) gets each kept entry's tier
-    in the same order. Without `new_key` nothing is moved, and `numbers` [spans, width] has the tier of every entry,
-    TIERS where it is evicted. `has_nan` [1] (None to leave that out) becomes 1 where a score is NaN.
+    and `positions` (where those are None, their numbers). `order` (None to leave it out) gets the new places of kept
+    entries, those of a tier and span from `order_starts` [TIERS, spans] on. Without `new_key` nothing is moved, and
+    `numbers` [spans, width] has the tier of every entry, TIERS where it is evicted. `has_nan` [1] (None to leave that
+    out) becomes 1 where a score is NaN.
     """
     span = tl.program_id(1)
     first, count = tl.program_id(0) * share, width
@@ -125,7 +126,12 @@ def select_kernel(
         tier = tl.arange(0, BLOCK_T)
         limits = tl.load(keep + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
         least, missing, greater, equals = _find_thresholds(ranked + row, count, first, limits, BLOCK)
-        chosen = tl.sum(tl.where(tier == TIERS - 1, greater + tl.minimum(equals, missing), 0), 0)
+        earlier = greater + tl.minimum(equals, missing)  # entries before `first` in each tier and all better ones
+        next_place = tl.sum(tl.where(tier == TIERS - 1, earlier, 0), 0)
+        if order is not None:
+            is_tier = (tier[:, None] == tier[None, :]).to(tl.int32) - (tier[:, None] == tier[None, :] + 1).to(tl.int32)
+            own = tl.load(order_starts + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
+            own += tl.sum(is_tier * earlier[None, :], 1)
     for at in range(first, tl.minimum(first + share, count), MOVED):
         entry = at + tl.arange(0, MOVED)
         inside = entry < tl.minimum(first + share, count)
@@ -141,10 +147,13 @@ def select_kernel(
             if new_key is None:
                 tl.store(numbers + row + entry, number, mask=inside)
             inside = inside & (number < TIERS)
-            place = chosen + tl.cumsum(inside.to(tl.int32), 0) - 1
-            chosen += _count(inside)
-            if new_key is not None and numbers is not None:
-                tl.store(numbers + new_start + place, number, mask=inside)
+            place = next_place + tl.cumsum(inside.to(tl.int32), 0) - 1
+            next_place += _count(inside)
+            if order is not None:
+                is_own = (number[:, None] == tier[None, :]).to(tl.int32) * inside.to(tl.int32)[:, None]
+                at_tier = tl.sum(is_own * (own[None, :] + tl.cumsum(is_own, 0) - 1), 1)
+                tl.store(order + at_tier, new_start + place, mask=inside)
+                own += tl.sum(is_own, 0)
         if new_key is not None:
             _move_block(
                 key, value, scores, positions, starts, span, heads, width, entry, inside, new_start + place,
@@ -171,18 +180,25 @@ def _load_halves(pointers, real, HALF: tl.constexpr):
 
 
 @triton.jit
-def _content(halves, weight, bias, output, half, unit, DIM: tl.constexpr):
-    """Return the MLP over the halves of k and v of one head; `weight` [2 DIM, DIM], `bias` and `output` [DIM]."""
+def _content(halves, weight, bias, output, half, DIM: tl.constexpr, BLOCK_U: tl.constexpr):
+    """Return the MLP over the halves of k and v of one head; `weight` [2 DIM, DIM], `bias` and `output` [DIM].
+
+    BLOCK_U units at a time: all of them would not fit the registers.
+    """
     dtype = tl.float32 if IS_INTERPRETED else weight.dtype.element_ty
     HALF: tl.constexpr = DIM // 2
-    units = tl.zeros([halves[0].shape[0], unit.shape[0]], tl.float32)
-    for part in tl.static_range(4):
-        at = half + part * HALF
-        rows = load_rows(weight, at * DIM, half < HALF, unit, unit < DIM).to(dtype)
-        units = tl.dot(halves[part].to(dtype), rows, units, input_precision="ieee")
-    units += tl.load(bias + unit, mask=unit < DIM, other=0.0)[None, :]
-    last = tl.load(output + unit, mask=unit < DIM, other=0.0)
-    return tl.sum(units * tl.sigmoid(units) * last[None, :], 1)
+    score = tl.zeros([halves[0].shape[0]], tl.float32)
+    for first in tl.range(0, DIM, BLOCK_U, num_stages=2):
+        unit = first + tl.arange(0, BLOCK_U)
+        units = tl.zeros([halves[0].shape[0], BLOCK_U], tl.float32)
+        for part in tl.static_range(4):
+            at = half + part * HALF
+            rows = load_rows(weight, at * DIM, half < HALF, unit, unit < DIM).to(dtype)
+            units = tl.dot(halves[part].to(dtype), rows, units, input_precision="ieee")
+        units += tl.load(bias + unit, mask=unit < DIM, other=0.0)[None, :]
+        last = tl.load(output + unit, mask=unit < DIM, other=0.0)
+        score += tl.sum(units * tl.sigmoid(units) * last[None, :], 1)
+    return score
 
 
 @triton.jit
@@ -250,7 +266,7 @@ def score_kernel(
             place = tl.load(positions + at, mask=inside, other=0)
     key_at = _entry_offsets(at, span, heads, entry, (k_batch, k_head, k_token), starts, DIM)
     value_at = _entry_offsets(at, span, heads, entry, (v_batch, v_head, v_token), starts, DIM)
-    half, unit = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_U)
+    half = tl.arange(0, BLOCK_H)
     both = inside[:, None] & (half[None, :] < HALF)
     key_0, key_1 = _load_halves(key + key_at[:, None] + half[None, :], both, HALF)
     value_0, value_1 = _load_halves(value + value_at[:, None] + half[None, :], both, HALF)
@@ -264,7 +280,7 @@ def score_kernel(
             read_0, read_1 = key_0 * cos_0 - key_1 * sin_0, key_1 * cos_1 + key_0 * sin_1
         halves = (read_0, read_1, value_0, value_1)
         weight += head * (2 * DIM * DIM)
-        score += _content(halves, weight, bias + head * DIM, output + head * DIM, half, unit, DIM)
+        score += _content(halves, weight, bias + head * DIM, output + head * DIM, half, DIM, BLOCK_U)
         if KNOTS > 0:
             score += _knots(start_knots + head * KNOTS, place + 1 - padding, KNOTS, BLOCK_K)
     else:
