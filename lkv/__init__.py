@@ -17,15 +17,9 @@ if TYPE_CHECKING:
     from lkv.context.context import Context as Context
     from lkv.context.document_reader import read_document as read_document
     from lkv.context.pipeline import pipeline as pipeline
-    from lkv.hf.attention import (
-        attention_patched as attention_patched,
-    )
-    from lkv.hf.attention import (
-        patch_attention as patch_attention,
-    )
-    from lkv.hf.attention import (
-        unpatch_attention as unpatch_attention,
-    )
+    from lkv.hf.attention import attention_patched as attention_patched
+    from lkv.hf.attention import patch_attention as patch_attention
+    from lkv.hf.attention import unpatch_attention as unpatch_attention
     from lkv.hf.loading import load_default as load_default
     from lkv.hf.loading import load_model as load_model
     from lkv.methods.budgets import Budget as Budget

@@ -45,11 +45,7 @@ _CLOSED_PIPE = 141  # as shells report SIGPIPE
 _IRRELEVANT_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    command: "Commands | None" = None,
-    program: str = "lkv",
-) -> int:
+def main(arguments: Sequence[str] | None = None, command: "Commands | None" = None, program: str = "lkv") -> int:
     """Run the command line.
 
     Args:

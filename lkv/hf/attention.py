@@ -26,14 +26,7 @@ from lkv.hf.masks import KeyOffset, Mask, attend_prompt, key_mask
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.position_hook import record_positions
 from lkv.hf.rotation import layer_rotations
-from lkv.hf.spec import (
-    attention_sinks,
-    check_adapters,
-    decoder_kinds,
-    inspect_model,
-    local_kv_heads,
-    unwrap_model,
-)
+from lkv.hf.spec import attention_sinks, check_adapters, decoder_kinds, inspect_model, local_kv_heads, unwrap_model
 from lkv.hf.state import (
     NOT_PATCHED,
     PatchedModel,

@@ -151,11 +151,7 @@ def _check_name(name: str, revision: str | None) -> str:
 
 
 def _load(
-    path: str | Path,
-    name: str,
-    dtype: torch.dtype | str,
-    revision: str | None,
-    device: torch.device | str | None,
+    path: str | Path, name: str, dtype: torch.dtype | str, revision: str | None, device: torch.device | str | None
 ) -> Any:
     hub: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
     placement: dict[str, Any] = {}

@@ -187,10 +187,7 @@ def read_prompt(
     positions = take_image_positions(*ids.shape) if patched.position_hook else None
     rotated = (
         replace(
-            layer.captured,
-            rotation=rotation and rotation.at_positions(positions),
-            sinks=sinks,
-            softcap=patched.softcap,
+            layer.captured, rotation=rotation and rotation.at_positions(positions), sinks=sinks, softcap=patched.softcap
         )
         for layer, rotation, sinks in zip(full, patched.rotations, patched.sinks, strict=True)
     )

@@ -104,11 +104,7 @@ class CompressionSettings(NamedTuple):
     def request(self, policy: Policy | None, protected: Sequence[int] = ()) -> CompressionRequest:
         """Return the request that compresses a text with these settings; `protected` are positions of its tokens."""
         return CompressionRequest(
-            method=self.method,
-            retention=self.retention,
-            memory=self.memory,
-            policy=policy,
-            protected=tuple(protected),
+            method=self.method, retention=self.retention, memory=self.memory, policy=policy, protected=tuple(protected)
         )
 
 

@@ -191,13 +191,7 @@ class Service:
         # Not `compress`: whether a text names a file of this machine is nothing that a client may learn.
         with self.answers.passes:
             context = compress_ids(
-                self.model,
-                self.tokenizer,
-                job.text.ids,
-                request,
-                job.text.text,
-                progress,
-                kind=job.settings.kind,
+                self.model, self.tokenizer, job.text.ids, request, job.text.text, progress, kind=job.settings.kind
             )
         self.store.check_quota()  # again: other texts were stored since the request
         progress(1.0)
