@@ -128,7 +128,7 @@ def _fraction(rule: Rule, sides: list[list[Glyph]], others: list[Glyph], rules: 
 
 def _is_beside(rule: Rule, glyph: Glyph, gap: float, size: float) -> bool:
     """Return whether a rule is as high as the signs of the line of a glyph that is this far from it, or in a script."""
-    rise = (rule.y - glyph.y) / glyph.size
+    rise = (rule.y - glyph.y) / (glyph.size or 1)
     if not -_MAX_OVERHANG * size < gap < _BESIDE * glyph.size:
         return False
     if size < _SCRIPT * glyph.size and gap < _MAX_OVERHANG * glyph.size and glyph.x < rule.x:

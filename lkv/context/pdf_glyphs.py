@@ -34,12 +34,10 @@ class PageText(NamedTuple):
     """The text of a page, and what else is there."""
 
     lines: list[str]  # first those that run from left to right on the screen
-    is_empty: bool
-    draws_image: bool
-    has_hidden: bool  # text of hidden layers, left out
+    objects: Objects
     has_unnamed: bool  # glyphs without a character, left out if their fonts have several
     has_outside: bool  # text outside of the page, left out
-    has_invisible: bool  # text without ink, covered or clipped
+    is_unseen: bool  # there is text that is covered or clipped
 
 
 def read_pages(data: bytes) -> list[PageText]:
@@ -104,12 +102,10 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
         directions = _directions(inside, objects.rules, page.get_rotation())
         return PageText(
             lines=[line for frame in directions for line in lines_of(frame)],
-            is_empty=objects.is_empty,
-            draws_image=objects.draws_image,
-            has_hidden=objects.has_hidden,
+            objects=objects,
             has_unnamed=bool(unnamed),
-            has_invisible=objects.has_invisible or any(_is_unseen(glyph, objects) for glyph in inside),
             has_outside=any(glyph.text.strip() for glyph in {*named}.difference(inside)),
+            is_unseen=any(_is_unseen(glyph, objects) for glyph in inside),
         )
     finally:
         page.close()

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pypdfium2
@@ -46,8 +46,8 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
             sides = sorted((box[2] - box[0], box[3] - box[1]))
             if sides[0] < _MAX_RULE * sides[1]:
                 rules.append(box)
-            if len(covers) < _MAX_COVERS and _is_opaque(drawn):
-                covers += (_common(each, places.clip(drawn)) for each in places.rectangles(drawn))
+            if len(covers) < _MAX_COVERS and _is_cover(drawn):
+                covers.append(_common(box, places.clip(drawn)))
     return Objects(
         is_empty=not objects,
         draws_image=any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in shown),
@@ -73,7 +73,7 @@ class _Places:
         return self._matrices[id(form)]
 
     def box(self, drawn: pypdfium2.PdfObject, bounds: Box) -> Box:
-        """Return the place of bounds that are given in the content that an object is part of."""
+        """Return where bounds are that are given in the content of an object."""
         return bounds if drawn.container is None else self._matrix(drawn.container).on_rect(*bounds)
 
     def clip(self, drawn: pypdfium2.PdfObject) -> Box:
@@ -81,44 +81,35 @@ class _Places:
         clip, view = pdfium.FPDFPageObj_GetClipPath(drawn), _EVERYWHERE
         for i in range(pdfium.FPDFClipPath_CountPaths(clip)):
             count = pdfium.FPDFClipPath_CountPathSegments(clip, i)
-            points = [_point(pdfium.FPDFClipPath_GetPathSegment(clip, i, j)) for j in range(count)]
-            view = _common(view, self.box(drawn, _bounds(points)))
+            xs, ys = _corners(pdfium.FPDFClipPath_GetPathSegment(clip, i, j) for j in range(count))
+            view = _common(view, self.box(drawn, (min(xs), min(ys), max(xs), max(ys))))
         return view
 
-    def rectangles(self, drawn: pypdfium2.PdfObject) -> Iterator[Box]:
-        """Yield the upright rectangles that a path consists of."""
-        shapes: list[list[tuple[float, float]]] = []
-        for i in range(min(pdfium.FPDFPath_CountSegments(drawn), _MAX_COVERS)):
-            segment = pdfium.FPDFPath_GetPathSegment(drawn, i)
-            if pdfium.FPDFPathSegment_GetType(segment) == pdfium.FPDF_SEGMENT_MOVETO:
-                shapes.append([])
-            shapes[-1].append(drawn.get_matrix().on_point(*_point(segment)))
-        for points in shapes:
-            x, y, end, top = _bounds(points)
-            if len({*points}) == 4 and all(px in (x, end) and py in (y, top) for px, py in points):
-                yield self.box(drawn, (x, y, end, top))
+
+def _corners(segments: Iterable[Any]) -> tuple[list[float], list[float]]:
+    """Return the horizontal and the vertical places of a path's corners."""
+    x, y = ctypes.c_float(), ctypes.c_float()
+    points = [(x.value, y.value) for each in segments if pdfium.FPDFPathSegment_GetPoint(each, x, y)]
+    return [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
 
 
-def _is_opaque(drawn: pypdfium2.PdfObject) -> bool:
-    """Return whether a path is filled, and nothing shines through it."""
+def _is_cover(drawn: pypdfium2.PdfObject) -> bool:
+    """Return whether a path is a filled rectangle, and nothing shines through it."""
     fill, stroke, color = ctypes.c_int(), ctypes.c_int(), [ctypes.c_uint() for _ in range(4)]
     pdfium.FPDFPath_GetDrawMode(drawn, fill, stroke)
-    is_solid = fill.value != pdfium.FPDF_FILLMODE_NONE and pdfium.FPDFPageObj_GetFillColor(drawn, *color)
+    count, (a, b, c, d, *_) = pdfium.FPDFPath_CountSegments(drawn), drawn.get_matrix().get()
+    if (
+        fill.value == pdfium.FPDF_FILLMODE_NONE
+        or not 4 <= count <= 5
+        or max(abs(b), abs(c)) > 1e-6 < max(abs(a), abs(d))
+    ):
+        return False
+    xs, ys = _corners(pdfium.FPDFPath_GetPathSegment(drawn, i) for i in range(count))
     around: pypdfium2.PdfObject | None = drawn
     while around is not None and not pdfium.FPDFPageObj_HasTransparency(around):
         around = around.container
-    return bool(is_solid) and color[3].value == 255 and around is None
-
-
-def _point(segment: Any) -> tuple[float, float]:
-    x, y = ctypes.c_float(), ctypes.c_float()
-    pdfium.FPDFPathSegment_GetPoint(segment, x, y)
-    return x.value, y.value
-
-
-def _bounds(points: Sequence[tuple[float, float]]) -> Box:
-    xs, ys = zip(*points, strict=True) if points else ((0.0,), (0.0,))
-    return min(xs), min(ys), max(xs), max(ys)
+    is_opaque = around is None and pdfium.FPDFPageObj_GetFillColor(drawn, *color) and color[3].value == 255
+    return bool(is_opaque) and len({*xs}) == len({*ys}) == 2 and len({*zip(xs, ys, strict=True)}) == 4
 
 
 def _common(one: Box, other: Box) -> Box:

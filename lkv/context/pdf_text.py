@@ -24,6 +24,18 @@ _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "
 _FRACTION = re.compile("([⁰¹²³⁴-⁹]+)(?:[/\u2044\u2215](?=[₀-₉])|\u2044(?=[0-9]))([₀-₉0-9]+)")
 _WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
 _BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad\n({_WORD.pattern})")
+# Parts that more often begin or end compounds than what a word's end is broken into.
+_BEGIN_COMPOUNDS = frozenset(
+    "all best cross double e eight ever fifty first five forty four front full good half high large long low middle "
+    "next non not one right second self semi single six sixty third thirty three time twenty two well whole".split()
+)
+_END_COMPOUNDS = frozenset(
+    "associated based called class control driven fashioned free friendly growing haired handed high hour in induced "
+    "legged level life like looking made making mile minute month off on only oriented owned party person powered "
+    "quality raising range related scale shaped sided specific speed state style term thirds type up use week "
+    "working world year".split()
+)
+_MIN_BREAKS = 0.015  # of the lines of a document that breaks words
 _MIN_COMPOUNDS = 3  # that are certain, of a document that breaks no words
 _UNNAMED, _OUTSIDE, _HIDDEN, _INVISIBLE, _STRUCK, _DAMAGED, _SCAN, _EMPTY, _IMAGES = _KINDS = (
     "text in fonts without characters on page",
@@ -117,12 +129,12 @@ def _pages(reader: PdfReader, data: bytes, is_rewritten: bool) -> list[PageText]
 
 def _page_text(page: PageText, missing: list[str]) -> str:
     """Return a page's text; `missing` gets what of it is left out."""
-    missing += [_HIDDEN] * page.has_hidden + [_UNNAMED] * page.has_unnamed + [_OUTSIDE] * page.has_outside
-    missing += [_INVISIBLE] * page.has_invisible
+    missing += [_HIDDEN] * page.objects.has_hidden + [_UNNAMED] * page.has_unnamed + [_OUTSIDE] * page.has_outside
+    missing += [_INVISIBLE] * (page.objects.has_invisible or page.is_unseen)
     text = _FRACTION.sub(_fraction_text, "\n".join(line for line in page.lines if line).translate(_LIGATURES))
-    if page.draws_image:
+    if page.objects.draws_image:
         missing.append(_IMAGES if text else _SCAN)
-    elif not text and not missing and not page.is_empty:
+    elif not text and not missing and not page.objects.is_empty:
         missing.append(_EMPTY)
     return text
 
@@ -143,11 +155,14 @@ def _join_words(texts: list[str]) -> list[str]:
     whole = "\n\n".join(_BROKEN_WORD.sub("\n", text) for text in texts).casefold()
     words = {word.replace("\N{HYPHEN}", "-") for word in _WORD.findall(whole)} | {*re.findall(r"[^\W\d_]+", whole)}
     certain = Counter(_has_hyphen(match, words) for text in texts for match in _BROKEN_WORD.finditer(text))
-    breaks_words = certain[False] > 0 or certain[True] < _MIN_COMPOUNDS
+    has_many = certain.total() > _MIN_BREAKS * whole.count("\n")
+    breaks_words = certain[False] > 0 or (certain[True] < _MIN_COMPOUNDS and has_many)
 
     def join(match: re.Match[str]) -> str:
         first, second = match.groups()
         has_hyphen = _has_hyphen(match, words)
+        if has_hyphen is None and (first.lower() in _BEGIN_COMPOUNDS or second.lower() in _END_COMPOUNDS):
+            has_hyphen = True
         if not (first[-1] + second[0]).islower() and has_hyphen is not False:
             return match[0]
         return f"{first}-{second}" if has_hyphen or (has_hyphen is None and not breaks_words) else first + second

@@ -62,6 +62,22 @@ PDFS = FORMS | {
         ),
         "It is a well-known, long-term, a low-cost, high-speed lamp,\nwell-known,\nlong-term,\nlow-cost.",
     ),
+    "compounds that occur once, by their parts": PdfDocument(
+        pdf(
+            lines(
+                "A lamp burns water-",
+                "based oil in a well-",
+                "kept house of com-",
+                "mon size, and two-",
+                "thirds is left",
+            )
+        ),
+        "A lamp burns water-based oil in a well-kept house of common size, and two-thirds is left",
+    ),
+    "a hyphen of a document with many lines and no other": PdfDocument(
+        pdf(*[lines(*["The lamp was lit."] * 40)] * 2, lines("A keeper of sea-", "facing rocks.")),
+        "\n\n".join(["\n".join(["The lamp was lit."] * 40)] * 2 + ["A keeper of sea-facing rocks."]),
+    ),
     "soft hyphens at line ends": PdfDocument(pdf(lines("The light\\255", "house.")), "The lighthouse."),
     "a dash at a line's end": PdfDocument(
         pdf(lines("From 1990-", "1995 and -", "5 degrees")), "From 1990-\n1995 and -\n5 degrees"
