@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-Seen = Callable[[int, Tensor, Tensor], Tensor]  # (layer, k, v) to what each row sees, [B, H, T, T]
+Seen = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q, k, v) to what each row sees, [B, H, T, T]
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def attention_over(model: Any, seen: Seen) -> Iterator[None]:
     """In the block each row of a whole text sees what `seen` gives, in plain softmax attention."""
 
     def attention(module, query, key, value, mask, scaling, **kwargs):
-        visible = seen(module.layer_idx, key, value)
+        visible = seen(module.layer_idx, query, key, value)
         groups = query.shape[1] // key.shape[1]
         key, value, visible = (x.repeat_interleave(groups, 1) for x in (key, value, visible))
         logits = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, -torch.inf)
@@ -34,7 +34,7 @@ def attention_over(model: Any, seen: Seen) -> Iterator[None]:
 def hidden_from_continuation(model: Any, hidden: list[Tensor], prompt: int) -> Any:
     """In the block, rows from `prompt` on do not see the entries where `hidden[layer]` [B, H, T] is True."""
 
-    def seen(layer: int, key: Tensor, value: Tensor) -> Tensor:
+    def seen(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         visible = causal(key)
         gone = hidden[layer]
         visible[:, :, prompt:, : gone.shape[-1]] &= ~gone[:, :, None]

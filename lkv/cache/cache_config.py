@@ -48,10 +48,12 @@ class CacheConfig:
             raise CacheError("memory says in which precision entries are stored: leave bits out, or give a retention.")
         if self.stores_scores:
             feature = "streaming" if self.request.streaming else "decode eviction"
-            if not (self.method.selector.is_local and isinstance(self.method.budget, FixedBudget)):
+            selector = self.method.selector
+            can_score = selector.is_local or (selector.scores_entries and not self.request.streaming)
+            if not (can_score and isinstance(self.method.budget, FixedBudget)):
                 raise CacheError(
-                    f"{feature} does not work with {self.method.name!r}: it needs scores that depend on k and v of the "
-                    "token alone and budgets that depend on the length alone; use 'lkv'."
+                    f"{feature} does not work with {self.method.name!r}: it needs scores that do not depend on the "
+                    "whole prompt and budgets that depend on the length alone; use 'lkv'."
                 )
             if self.method.compensation:
                 raise CacheError(

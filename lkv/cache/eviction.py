@@ -20,6 +20,7 @@ from lkv.kernels.selection import kernels_for, ranking_for
 from lkv.methods import compensation
 from lkv.methods.base import check_shape, contains_nan, tier_counts
 from lkv.methods.budgets import Budget, FixedBudget, drop_tokens
+from lkv.methods.stored_entries import StoredEntries
 from lkv.utils.devices import copy_to_device, stack_to_device
 
 
@@ -147,6 +148,36 @@ def evict_entries(
             kept = TieredStore.from_ragged(kept_entries, split, free_slots, checks, None, is_centred)
     check_scores()
     return kept
+
+
+class NewEntries(NamedTuple):
+    """The entries appended since the last eviction.
+
+    `padding` is the left padding of each row in tokens, `scale` that of attention scores, and `queries` [B, Hq, n, d]
+    are the last ones, if the method reads them.
+    """
+
+    number: int
+    first_position: int
+    padding: list[int]
+    scale: float
+    queries: Tensor | None
+
+
+def score_entries(context: LayerContext, new: NewEntries, entries: RaggedStore) -> Tensor:
+    """Return the current scores of all `entries` as `evict_entries` takes them; the `new` ones get scores first."""
+    assert entries.scores is not None and entries.positions is not None
+    key, value, starts, counts, *_ = entries.attention_view()
+    places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
+    stored = StoredEntries(
+        key, value, entries.scores, entries.positions, starts, counts, list(places), new.number, new.first_position,
+        new.padding, new.scale, context.prompt_rotation, context.softmax_options.softcap, context.softmax_options.sinks,
+        new.queries,
+    )  # fmt: skip
+    selector = context.config.method.selector
+    scores = selector.score_stored(context.index, stored)
+    is_windowed = context.config.request.decode_eviction and selector.recent_window
+    return stored.rank_recent_first(scores, selector.recent_window) if is_windowed else scores
 
 
 def gather_best(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
-from lkv.cache.eviction import entry_limits, evict_entries, evict_prompt
+from lkv.cache.eviction import NewEntries, entry_limits, evict_entries, evict_prompt, score_entries
 from lkv.cache.ragged_store import KVStore, RaggedStore, extend_padded
 from lkv.cache.saved_state import check_layer, restore_store
 from lkv.errors import CacheError
@@ -18,7 +18,6 @@ from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.masks import Mask
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.prompt_kv import LayerKV
-from lkv.methods.base import StoredEntries
 from lkv.utils.devices import is_out_of_memory
 
 
@@ -51,6 +50,7 @@ class RaggedLayer(AttentionCacheLayer):
         self._context.shared.forget_checks()
         self.pending_key = None
         self._buffer: LayerKV | None = None  # the chunks of a prompt that has not ended
+        self._last_queries: Tensor | None = None  # if decoding evicts by them
         self.store: KVStore | None = None
         self.prompt_length = self.base_length = 0
         self.real_tokens: list[int] = []
@@ -163,6 +163,7 @@ class RaggedLayer(AttentionCacheLayer):
         """Evict from a whole prompt."""
         batch, _, tokens, _ = prompt.key.shape
         self.store = evict_prompt(self._context, prompt, padding)
+        self._keep_queries(prompt.queries)
         self._padding = padding or [0] * batch
         self.real_tokens = [tokens - first for first in self._padding]
         self.prompt_length = self.base_length = tokens
@@ -208,20 +209,28 @@ class RaggedLayer(AttentionCacheLayer):
         store = self.store
         if query.dtype != store.dtype or key.dtype != store.dtype:
             query, key, value = (x.to(store.dtype) for x in (query, key, value))
-        appended, softmax_options = store.appended_tokens, self._context.softmax_options
+        appended, softmax_options, queries = store.appended_tokens, self._context.softmax_options, self._last_queries
         try:
             if padding is not None:
                 out = extend_padded(store, query, key, value, scale, padding, softmax_options)
             else:
                 out = store.extend(query, key, value, scale, self._context.shared.buffers, softmax_options)
+            self._keep_queries(query)
             if is_over_budget:
                 self._evict(self._limits(), self._context.config.budgeted_slots(self._lengths) or 0, scale)
         except BaseException:
             # Attention failed after the tokens were appended, and maybe counted: undo this for a retry.
             store.crop(store.appended_tokens - appended)
+            self._last_queries = queries
             raise
         self._on_part(new, store, padding)
         return out.to(dtype)
+
+    def _keep_queries(self, queries: Tensor | None) -> None:
+        """Keep the last of `queries` [B, Hq, T, d], if decoding evicts by them."""
+        config, parts = self._context.config, [x for x in (self._last_queries, queries) if x is not None]
+        if config.request.decode_eviction and (count := config.method.last_queries):
+            self._last_queries = torch.cat(parts, 2)[:, :, -count:].detach().clone()
 
     def _on_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
         """Do nothing; `ReadAgainLayer` records parts: `tokens` of a prompt, or the last of `store` with padding."""
@@ -298,23 +307,12 @@ class RaggedLayer(AttentionCacheLayer):
         """Keep the best `limits` [tiers, B, H] entries of each head, by their completed stored scores."""
         assert self.store is not None
         appended = self.store.appended_tokens
-        score = partial(self._score_entries, scale)
-        store = evict_entries(self._context, self.store, limits, free_slots, score)
-        self.real_tokens, self.store = [real + appended for real in self.real_tokens], store
+        new = NewEntries(appended, self.base_length, self._padding, scale, self._last_queries)
+        score = partial(score_entries, self._context, new)
+        self.store = store = evict_entries(self._context, self.store, limits, free_slots, score)
+        self.real_tokens = [real + appended for real in self.real_tokens]
         self.base_length += appended
         return store
-
-    def _score_entries(self, scale: float, entries: RaggedStore) -> Tensor:
-        """Return the current scores [B * H, n] of all `entries`, scoring those appended since the last eviction."""
-        assert self.store is not None and entries.scores is not None and entries.positions is not None
-        context = self._context
-        key, value, starts, counts, *_ = entries.attention_view()
-        places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)
-        stored = StoredEntries(
-            key, value, entries.scores, entries.positions, starts, counts, list(places), self.store.appended_tokens,
-            self.base_length, self._padding, scale, context.prompt_rotation, context.softmax_options.softcap,
-        )  # fmt: skip
-        return context.config.method.selector.score_stored(context.index, stored)
 
     def fill(self, prompt: LayerKV) -> None:
         """Evict from a prompt that has been read already."""
@@ -330,6 +328,8 @@ class RaggedLayer(AttentionCacheLayer):
         Raises CacheError if this would reach into the compressed prompt.
         """
         count, appended = -tokens_to_remove, 0 if self.store is None else self.store.appended_tokens
+        if self._last_queries is not None:
+            appended = 0  # the queries before those of removed tokens are gone, and evictions would lack them
         if not 0 <= count <= appended:
             raise CacheError(
                 f"cannot crop {count} tokens: only the {appended} tokens after the compressed prompt can be removed; "
@@ -346,6 +346,8 @@ class RaggedLayer(AttentionCacheLayer):
             return
         if self._buffer is not None:
             self._buffer = self._buffer.select(beam_idx, slice(None))
+        if self._last_queries is not None:
+            self._last_queries = self._last_queries[beam_idx]
         if self.store is not None:
             self.store = self.store.select(rows, self.store.free_slots)
             self._was_batch |= len(self.real_tokens) > 1
@@ -382,7 +384,7 @@ class RaggedLayer(AttentionCacheLayer):
         self.prompt_length = self.base_length = int(state["length"])
 
     def nbytes(self) -> int:
-        """Return the bytes of k and v storage, and during prefill of the queries that the method reads."""
+        """Return the bytes of k and v storage, and of the queries that the method reads."""
         return self._buffer_nbytes(with_queries=True) + (0 if self.store is None else self.store.nbytes())
 
     def full_nbytes(self) -> int:
@@ -392,7 +394,7 @@ class RaggedLayer(AttentionCacheLayer):
         return self.lens.numel() * self.get_seq_length() * self.store.entry_nbytes()
 
     def _buffer_nbytes(self, with_queries: bool) -> int:
-        if self._buffer is None:
-            return 0
-        tensors = (self._buffer.key, self._buffer.value, self._buffer.queries if with_queries else None)
+        buffer = self._buffer
+        tensors = [] if buffer is None else [buffer.key, buffer.value, buffer.queries if with_queries else None]
+        tensors += [self._last_queries] * with_queries
         return sum(x.untyped_storage().nbytes() for x in tensors if x is not None)

@@ -81,6 +81,15 @@ class ReadAgainLayer(RaggedLayer):
         return super()._extend(query, key, value, scale, padding)
 
     @override
+    def _keep_queries(self, queries: Tensor | None) -> None:
+        config = self._context.config
+        if config.request.decode_eviction and config.method.reads_queries:
+            raise CacheError(
+                f"decode_eviction with {config.method.name!r} reads queries, but several layers of this model read the "
+                "same entries with queries of their own; use 'lkv'."
+            )
+
+    @override
     def _on_part(self, tokens: int, store: KVStore | None = None, padding: Tensor | None = None) -> None:
         self._parts.append((tokens, store, padding))
 

@@ -33,8 +33,9 @@ class Turn(NamedTuple):
 class Chat:
     """A conversation about one compressed text: every question sees all earlier turns.
 
-    The turns are appended to a copy of the context's cache until `undo` removes them; `copy.deepcopy` branches off. It
-    is thread-safe: a question waits until the answer that is being generated ends, and follows it.
+    The turns are appended to a copy of the context's cache until `undo` removes them; `copy.deepcopy` branches off. If
+    the context has `decode_eviction`, turns are evicted from as well, and none of them can be removed. A chat is
+    thread-safe: a question waits until the answer that is being generated ends, and follows it.
 
     Attributes:
         turns: The turns so far.
@@ -47,22 +48,21 @@ class Chat:
         """Start a chat about a context, without changing the context.
 
         Raises:
-            CacheError: For anything but a compressed context, and for one whose cache evicts while decoding.
+            CacheError: For anything but a compressed context.
         """
         if not isinstance(context, Context):
             raise CacheError(f"a chat is about a Context, not a {type(context).__name__}; make one with lkv.compress.")
         self._context = context.fork()
         self._model, self._tokenizer, self._ids = context.model, context.tokenizer, list(context.ids)
         self.cache = self._context.cache
-        if not self.cache.is_rewindable:
-            raise CacheError("turns about this context could not be removed again; ask it with ask(), one by one.")
         self.turns: list[Turn] = []
+        self._is_interrupted = False  # whether the cache has tokens of an answer that failed
         self.answer_tokens, self.is_truncated = 0, False
 
     def ask(self, question: str, max_new_tokens: int | None = None, stream: bool = False, **generation: object) -> str:
         """Answer a question after all turns so far; arguments and errors as in `Context.ask`.
 
-        If it fails, the turns are unchanged.
+        If it fails, the turns are unchanged. With `decode_eviction`, an answer that fails midway ends the chat.
         """
         options = printed(self._tokenizer, generation) if stream else generation
         return self._answer(question, max_new_tokens, **options)
@@ -82,11 +82,16 @@ class Chat:
         In models with sliding-window or recurrent layers, the next answer reads the turns before them again.
 
         Raises:
-            CacheError: If there are fewer.
+            CacheError: If there are fewer, or the cache evicts from turns.
         """
         with self._context._exclusive():
             if type(turns) is not int or not 0 <= turns <= len(self.turns):
                 raise CacheError(f"{turns!r} turns cannot be undone: there are {len(self.turns)}; give 0 to that.")
+            if turns and not self.cache.is_rewindable:
+                raise CacheError(
+                    "decode_eviction has evicted from text and turns together, so no turn can be removed; go back to a "
+                    "copy.deepcopy() of the chat made before, or compress without decode_eviction."
+                )
             if turns:
                 start = self.turns[-turns].start
                 del self.turns[-turns:], self._ids[start:]
@@ -107,6 +112,11 @@ class Chat:
         """Return the ids of everything up to the answer, and the options of generate."""
         check_text(question, "the question", "ask something about the text")
         check_options(self._model, self.cache, options)
+        if self._is_interrupted:
+            raise CacheError(
+                "an earlier answer failed midway, and with decode_eviction its tokens cannot be removed; make a new "
+                "Chat of the context."
+            )
         encode = encode_next_question if self.turns else partial(encode_question, kind=self._context.kind)
         ids = self._ids + encode(self._tokenizer, question, decode_tail(self._tokenizer, self._ids))
         return ids, {"max_new_tokens": answer_length(self._model, len(ids), length, options), **options}
@@ -132,6 +142,8 @@ class Chat:
         """Remove all tokens after the first `length`; windows and states cannot be cropped, only restored."""
         if self.cache.is_shareable:
             crop_to(self.cache, length)
+        elif not self.cache.is_rewindable:
+            self._is_interrupted = self.cache.get_seq_length() > length
         else:
             self._context._rewind()
 

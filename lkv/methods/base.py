@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
-from lkv.hf.rotation import Rotation
+from lkv.methods.stored_entries import ArrivedEntries, StoredEntries
 from lkv.methods.targets import Precision, RetentionTarget, TierTarget
 from lkv.policy.policy import Policy
 
@@ -65,80 +65,6 @@ class MethodComponent:
         return cls(*(inputs.require(name) for name in cls.required_inputs), **options)
 
 
-class ArrivedEntries(NamedTuple):
-    """Entries of one head that arrived at different times."""
-
-    kv: LayerKV  # k and v [1, 1, n, d]; `kv.end` is the current end of the text
-    positions: Tensor  # [n], original positions
-    scores: Tensor  # [n], as computed on arrival
-
-
-class StoredEntries(NamedTuple):
-    """The entries of one layer's pools; the last entries of each head may have no scores yet.
-
-    Attributes:
-        key: [P, d].
-        value: [P, dv].
-        scores: float32 [P], as computed on arrival.
-        positions: int32 [P], original positions, including the row's padding.
-        pool_starts: int32 [B, H], the index of the first entry of each head in the pools.
-        counts: int32 [B, H], the entries of each head.
-        spans: (start, count) of each row and head, in order.
-        num_new: The number of last entries of each head, without score and position yet.
-        first_new_position: The position of the first of these in the text.
-        padding: The left padding of each row in tokens.
-        scale: The scale of attention scores.
-        rotation: The layer's RoPE; None if LKV cannot undo it.
-        softcap: The cap of attention scores; None without one.
-    """
-
-    key: Tensor
-    value: Tensor
-    scores: Tensor
-    positions: Tensor
-    pool_starts: Tensor
-    counts: Tensor
-    spans: list[tuple[int, int]]
-    num_new: int
-    first_new_position: int
-    padding: list[int]
-    scale: float
-    rotation: Rotation | None
-    softcap: float | None
-
-    @property
-    def end(self) -> int:
-        """The position after the text."""
-        return self.first_new_position + self.num_new
-
-    def score_new_entries(self, score: Callable[[LayerKV], Tensor]) -> None:
-        """Store the positions of the new entries and their scores [B, H, n], computed by `score`.
-
-        Rows without padding are scored together, others one by one.
-        """
-        steps = torch.arange(self.num_new, device=self.key.device)
-        slots = (self.pool_starts + self.counts - self.num_new)[..., None] + steps
-        rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
-        for part in rows:
-            new_slots = slots[part]
-            # Positions do not count padding, so keys are rotated as in an unpadded row.
-            key, value = self.key[new_slots], self.value[new_slots]
-            start = self.first_new_position - self.padding[part.start]
-            kv = LayerKV(key, value, self.scale, start=start, rotation=self.rotation, softcap=self.softcap)
-            self.scores[new_slots] = score(kv).float()
-        self.positions[slots] = (self.first_new_position + steps).int()
-
-    def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
-        """Yield each head's index and entries, for all rows in order."""
-        heads = self.pool_starts.shape[1]
-        for number, (start, count) in enumerate(self.spans):
-            row, slots = number // heads, slice(start, start + count)
-            padding, key, value = self.padding[row], self.key[None, None, slots], self.value[None, None, slots]
-            length, rotation, softcap = self.end - padding, self.rotation, self.softcap
-            kv = LayerKV(key, value, self.scale, length=length, rotation=rotation, softcap=softcap)
-            yield number % heads, ArrivedEntries(kv, self.positions[slots] - padding, self.scores[slots])
-
-
 def attention_blocks(prompt: LayerKV, first: int = 0) -> Iterator[tuple[int, Tensor]]:
     """Yield the causal attention of a prompt's queries from token `first` on, a block of n tokens at a time.
 
@@ -165,6 +91,9 @@ class Selector(MethodComponent, ABC):
         is_local: whether a token's score needs no other token: only its own k and v, its position and the length of the
             text. Then chunks can be evicted from during prefill: `score_on_arrival` computes what is final,
             `score_at_eviction` the rest.
+        scores_entries: whether the entries that are left of a text can be scored as a prompt of their own, with the
+            queries of the last tokens. Then decoding can evict, as with local selectors.
+        recent_window: how many of the last tokens decoding ranks first, at most a third of a head's entries.
         has_second_pass: whether it needs the whole prefilled prompt before it scores (`for_prompt`).
         uses_counts: whether its ranking depends on how many tokens each head keeps (`refine`).
     """
@@ -172,6 +101,8 @@ class Selector(MethodComponent, ABC):
     reads_queries = False
     last_queries: int | None = None
     is_local = False
+    scores_entries = False
+    recent_window = 0
     has_second_pass = False
     uses_counts = False
 
@@ -206,8 +137,8 @@ class Selector(MethodComponent, ABC):
         return scores
 
     def score_on_arrival(self, layer: int, prompt: LayerKV) -> Tensor:
-        """Return the part [B, H, T] of a local selector's scores that is final on arrival of the tokens."""
-        return self.scores(layer, prompt)
+        """Return the part [B, H, T] of the scores that is final on arrival: 0 for selectors that are not local."""
+        return self.scores(layer, prompt) if self.is_local else prompt.key.new_zeros(prompt.key.shape[:3])
 
     def score_at_eviction(self, layer: int, head: int, entries: ArrivedEntries) -> Tensor:
         """Return the completed scores [n] of the `entries` of head `head`, indexed within this process."""
@@ -220,7 +151,13 @@ class Selector(MethodComponent, ABC):
         """
         if entries.num_new:
             entries.score_new_entries(lambda kv: check_shape(self, self.score_on_arrival(layer, kv), kv.key))
-        scores = [self.score_at_eviction(layer, head, arrived) for head, arrived in entries.heads()]
+        if self.is_local:
+            scores = [self.score_at_eviction(layer, head, arrived) for head, arrived in entries.heads()]
+        else:
+            scores = []
+            for places, prompt in entries.as_prompts():
+                own = check_shape(self, self.scores(layer, prompt), prompt.key).flatten(0, 1)
+                scores += torch.empty_like(own).scatter_(-1, places, own)
         return pad_sequence(scores, batch_first=True, padding_value=-math.inf)
 
 

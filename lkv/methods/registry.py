@@ -145,6 +145,7 @@ _NAMED = (
     ("h2o", "uniform", "h2o", "Zhang et al. 2023", "2306.14048", "H2O"),
     ("observed-attention", "uniform", "observed", "H2O as kvpress has it", "2306.14048", "Observed Attention"),
     ("tova", "uniform", "tova", "Oren et al. 2024", "2401.06104", "TOVA"),
+    ("r-kv", "uniform", "r-kv", "Cai et al. 2025", "2505.24133", "R-KV"),
     ("streaming-llm", "uniform", "streaming-llm", "Xiao et al. 2023", "2309.17453", "StreamingLLM"),
     ("knorm", "uniform", "knorm", "Devoto et al. 2024", "2406.11430", "Knorm"),
     ("keydiff", "uniform", "keydiff", "Park et al. 2025", "2504.15364", "KeyDiff"),

@@ -52,17 +52,21 @@ def padded(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def evicting_at(
-    model, places: Sequence[int], score: Callable[[Tensor, Tensor], Tensor], ratios: list[list[float]]
-) -> Any:
+    model, places: Sequence[int], score: Callable[[Tensor, Tensor], Tensor], ratios: list[list[float]],
+    observe: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Any:  # fmt: skip
     """In the block each head, before it reads the token at each of `places`, keeps its best floor(r t) tokens.
 
-    `score(k, v)` gives [B, H, T]. One pass over the whole text: what was evicted is hidden from later rows only.
+    `score(k, v)` gives [B, H, T]. Instead of it, `observe(q, k)` gives the scores [n] of the n tokens that a head still
+    has, from their k [n, d] and the queries [G, t, d] of all t tokens before the place. One pass over the whole text:
+    what was evicted is hidden from later rows only.
     """
 
-    def seen(layer: int, key: Tensor, value: Tensor) -> Tensor:
+    def seen(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = score(key, value).detach()
         visible = causal(key)
         batch, heads, tokens = scores.shape
+        queries = query.detach().unflatten(1, (heads, -1))
         for b in range(batch):
             for h in range(heads):
                 alive: list[int] = []
@@ -70,6 +74,8 @@ def evicting_at(
                 for place in (p for p in places if p < tokens):
                     alive += range(before, place)
                     count = int(ratios[layer][h] * place + 1e-6)
+                    if observe is not None:
+                        scores[b, h, alive] = observe(queries[b, h, :, :place], key[b, h, alive].detach()).to(scores)
                     alive = sorted(sorted(alive, key=lambda i: -float(scores[b, h, i]))[:count])
                     gone = torch.ones(place, dtype=torch.bool)
                     gone[alive] = False

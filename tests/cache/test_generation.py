@@ -16,7 +16,7 @@ from lkv.hf.attention import patch_attention
 from lkv.hf.prompt_kv import read_prompt
 from lkv.methods.budgets import PerHead, Uniform
 from lkv.methods.method import Method
-from lkv.methods.selectors import H2O, SnapKV
+from lkv.methods.selectors import H2O, TOVA, KeyDiff, SnapKV, StreamingLLM
 from lkv.methods.targets import RetentionTarget
 from tests.cache.helpers import METHOD, RATIOS, OwnScores, evicting_at, ids, padded, score
 from tests.conftest import tiny_llama
@@ -257,6 +257,62 @@ def test_long_answers_are_evicted_from_when_the_slack_runs_out(slack, answer, se
     if len(places) > 1:
         with pytest.raises(CacheError, match="there is no way back to the end of the prompt"):
             cache.rewind()
+
+
+def attention_of_last(queries, key, window):
+    """The mean attention [window, n] of the last queries of a group, [G, t, d], to the keys [n, d]."""
+    logits = queries[:, -window:] @ key.T * key.shape[-1] ** -0.5
+    future = torch.arange(len(key)) > torch.arange(len(key) - window, len(key))[:, None]
+    return logits.masked_fill(future, -torch.inf).softmax(-1).mean(0)
+
+
+def observed_by_window(queries, key):
+    window = min(4, len(key) - 1)
+    scores = attention_of_last(queries, key, window).mean(0)
+    scores[-window:] = 2 + torch.arange(window)
+    return scores
+
+
+def unlike_the_mean(queries, key):
+    directions = key / key.norm(dim=-1, keepdim=True)
+    return -torch.cosine_similarity(directions, directions.mean(0, keepdim=True), -1)
+
+
+OBSERVERS = {
+    "snapkv": (SnapKV(4, 1), observed_by_window),
+    "tova": (TOVA(), lambda queries, key: attention_of_last(queries, key, 1)[0]),
+    "keydiff": (KeyDiff(), unlike_the_mean),
+    "streaming": (StreamingLLM(2), lambda _, key: torch.tensor([1e6, 1e5, *range(2, len(key))])),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@pytest.mark.parametrize("ratios", [[[0.5, 0.25], [0.3, 0.6], [0.2, 1.0]], [[0.4, 0.4]] * 3], ids=["unequal", "equal"])
+def test_long_answers_are_evicted_from_by_what_the_last_queries_attend_to(name, ratios):
+    selector, observe = OBSERVERS[name]
+    heads = 1 if name == "tova" else 2  # TOVA takes the mean of all query heads, not those of a KV head
+    ratios = [row[:heads] for row in ratios]
+    model, text, prompt = tiny_llama(num_key_value_heads=heads), ids(2, 44), 20
+    cache = RaggedCache(model, method=Method(name, PerHead(ratios), selector), slack=3, decode_eviction=True)
+    logits = [model(text[:, :prompt], past_key_values=cache, use_cache=True).logits]
+    for place in range(prompt, 44):
+        logits.append(model(text[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    places = [prompt, *range(prompt + 3, 44, 4)]
+    with evicting_at(model, places, score, ratios, observe):
+        expected = model(text).logits
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-10, rtol=1e-10)
+
+
+def test_with_equal_budgets_tova_keeps_the_same_tokens_in_all_heads_of_a_layer():
+    model, text = tiny_llama(), ids(1, 40)
+    cache = RaggedCache(model, method="tova", retention=0.5, slack=3, decode_eviction=True)
+    for part in (text[:, :20], *text[:, 20:].split(1, 1)):
+        model(part, past_key_values=cache, use_cache=True)
+    for layer in cache.ragged_layers:
+        first, second = (layer.store.positions[start : start + 19].tolist() for start in layer.store.starts[0].tolist())
+        assert first == second and layer.store.lens.tolist() == [[19, 19]]
+    with pytest.raises(CacheError, match="only the 0 tokens"):
+        cache.crop(-1)
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="refused before 5.17")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.errors import CacheError, PromptError
@@ -208,6 +209,39 @@ def test_a_copy_of_a_chat_is_a_branch(saved, family):
     assert [[turn.answer for turn in each.turns] for each in (chat, branch)] == expected
     branch.undo(3)
     assert branch.ask("one?", 6) == expected[1][0] and len(chat.turns) == 2
+
+
+@pytest.mark.parametrize("method", ["knorm", "snapkv"])
+def test_a_chat_that_evicts_from_turns_stays_within_its_memory(saved, method):
+    """A budget in bytes bounds text, questions and answers, and a turn is the cache's own answer to all ids so far."""
+    model, tokenizer = saved
+    options = {"method": method, "memory": "12KB", "decode_eviction": True}
+    context = compress(model, tokenizer, TEXT[:120], **options)
+    chat, cache = Chat(context), RaggedCache(model, **options)
+    model(torch.tensor([context.ids]), past_key_values=cache, use_cache=True)
+    ids = context.ids
+    for number in range(6):
+        encode = encode_next_question if number else encode_question
+        ids = ids + encode(tokenizer, f"what {number}?")
+        row = torch.tensor([ids])
+        answer = model.generate(row, past_key_values=cache, max_new_tokens=9, do_sample=False)[0, len(ids) :].tolist()
+        assert chat.ask(f"what {number}?", 9) == tokenizer.decode(answer, skip_special_tokens=True).strip()
+        ids += answer[:-1] if answer[-1] == 2 else answer
+        observed = sum(x.numel() * 8 for layer in chat.cache.ragged_layers if (x := layer._last_queries) is not None)
+        assert observed == (method == "snapkv") * 3 * 64 * 4 * 8 * 8
+        assert 9_000 < chat.nbytes() - observed <= 12_000
+    assert chat.cache.full_nbytes() > 20 * 12_000
+    branch = copy.deepcopy(chat)
+    with pytest.raises(CacheError, match="so no turn can be removed; go back to a copy"):
+        chat.undo()
+    with pytest.raises(ValueError, match="bad_words_ids"):
+        chat.ask("what 6?", 9, bad_words_ids="x")
+    with pytest.raises(StopError):  # after the question was read
+        chat.ask("what 6?", 9, stopping_criteria=[stop])
+    with pytest.raises(CacheError, match="an earlier answer failed midway"):
+        chat.ask("what 7?", 9)
+    assert len(chat.turns) == 6 and branch.ask("what 6?", 9) and len(branch.turns) == 7
+    assert context.ask("what 0?", 9) == chat.turns[0].answer
 
 
 def test_a_chat_is_not_asked_by_its_own_streamer(saved):

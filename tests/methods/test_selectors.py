@@ -19,6 +19,7 @@ from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import (
     H2O,
+    RKV,
     TOVA,
     CriticalKV,
     ExpectedAttention,
@@ -123,6 +124,29 @@ def test_snapkv(softmax, batch, heads, groups, tokens, seed):
     older = found[..., :-window]
     torch.testing.assert_close(older, mean_of_groups(smooth, heads), atol=1e-6, rtol=1e-5)
     assert float(found[..., -window:].min()) > float(older.max())
+
+
+@softmaxes
+@shapes
+def test_r_kv(softmax, batch, heads, groups, tokens, seed):
+    query, key, value = tensors(batch, heads, groups, tokens, seed)
+    window, kernel, share, threshold = 3, 3, 0.3, 0.2
+    received = attention(query, key, **softmax)[:, :, -window:, :-window].mean(2)
+    older = tokens - window
+    pooled = torch.stack([received[..., max(0, t - 1) : t + 2].amax(-1) for t in range(older)], -1)
+    redundancy = torch.zeros(batch, heads, older, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            directions = key[b, h, :older] / key[b, h, :older].norm(dim=-1, keepdim=True)
+            for i in range(older):
+                cosines = [float(directions[i] @ directions[j]) * (i != j) for j in range(older)]
+                similar = [j for j in range(older) if cosines[j] > threshold]
+                for j in range(older):
+                    redundancy[b, h, j] += cosines[j] * (j not in similar[-1:]) / older
+    expected = share * mean_of_groups(pooled, heads) - (1 - share) * redundancy.softmax(-1)
+    found = RKV(window, kernel, share, threshold).scores(0, prompt_of(query, key, value, softmax)).double()
+    torch.testing.assert_close(found[..., :-window], expected, atol=1e-6, rtol=1e-5)
+    assert float(found[..., -window:].min()) > float(found[..., :-window].max())
 
 
 @shapes
@@ -352,6 +376,7 @@ def every(model) -> dict[str, Selector]:
         "critical-snapkv": CriticalKV(model, SnapKV(window=4)),
         "random": Random(3),
         "snapkv": SnapKV(window=4),
+        "r-kv": RKV(window=4),
     }
 
 
@@ -410,7 +435,7 @@ def test_a_streaming_head_of_duo_keeps_its_two_windows():
     assert duo.selector.scores(0, LayerKV(short, short, SCALE)).shape == (1, 2, 100)
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "expected", "snapkv"])
+@pytest.mark.parametrize("name", ["streaming-llm", "expected", "snapkv", "r-kv"])
 def test_prompts_with_nothing_to_choose_from_are_named(name):
     selector = every(tiny_llama())[name]
     query, key, value = tensors(1, 2, 2, 4, 0)
@@ -418,7 +443,7 @@ def test_prompts_with_nothing_to_choose_from_are_named(name):
         selector.scores(0, LayerKV(key, value, SCALE, query))
 
 
-@pytest.mark.parametrize("selector", [SnapKV(window=4), H2O(), TOVA()])
+@pytest.mark.parametrize("selector", [SnapKV(window=4), RKV(window=4), H2O(), TOVA()])
 def test_float16_scores_stay_numbers_where_attention_does(selector):
     """Products of q and k may exceed the largest float16 before they are scaled, and not after."""
     torch.manual_seed(0)

@@ -216,3 +216,28 @@ def test_decode_eviction_gives_up_generated_tokens_too():
             # Beyond the last knot (16 tokens back) the term is flat; nearer ones are all there.
             newest = [p for p in range(layer.base_length) if layer.base_length - p < 16]
             assert set(newest[-min(count, len(newest)) :]) <= set(positions)
+
+
+@pytest.mark.parametrize("memory", [None, "3KB"])
+def test_decode_eviction_keeps_the_most_recent_tokens_whatever_their_scores(memory):
+    """A third of a head's entries before the eviction at most, in tiers as well; knorm has no such window."""
+    model = tiny_llama(head_dim=8)
+    policy = filled(patch_attention(model).spec, seed=3)
+    with torch.no_grad():
+        policy.tokens.end.copy_(torch.arange(5.0) * 100)  # old ones foremost
+    options = {"memory": memory} if memory else {"retention": 0.5}
+    recent = {}
+    for method in ("lkv-t", "knorm"):
+        cache = RaggedCache(model, method=method, policy=policy, decode_eviction=True, slack=4, **options)
+        model(torch.arange(3, 43)[None], past_key_values=cache, use_cache=True)
+        for token in range(3, 15):
+            model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        recent[method] = []
+        for layer in cache.ragged_layers:
+            store, end = layer.store.restore(), layer.base_length
+            for start, count in zip(store.starts.flatten().tolist(), layer.store.lens.flatten().tolist(), strict=True):
+                window = min(32, count // 3)
+                positions = set(store.positions[start : start + store.counts.flatten()[0]].tolist())
+                assert window >= 3
+                recent[method].append(set(range(end - window, end)) <= positions)
+    assert all(recent["lkv-t"]) and not all(recent["knorm"])

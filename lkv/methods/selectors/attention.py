@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d
+from torch.nn.functional import avg_pool1d, max_pool1d, normalize
 
 from lkv.errors import CacheError, LkvError, PromptError
 from lkv.hf.prompt_kv import LayerKV, query_rotations, to_fp32
@@ -26,7 +26,7 @@ class SnapKV(Selector):
     The window itself is always kept.
     """
 
-    reads_queries = True
+    reads_queries = scores_entries = True
 
     def __init__(self, window: int = 64, kernel: int = 5):
         self._window, self._kernel = window, kernel
@@ -37,22 +37,51 @@ class SnapKV(Selector):
         """Score by smoothed attention, with the window first. Raises PromptError for a prompt within the window."""
         key = prompt.key
         batch, heads, tokens, _ = key.shape
-        window = self._window
+        window = min(self._window, prompt.query.shape[2])
         if tokens <= window:
             raise PromptError(
-                f"the prompt has {tokens} tokens, but SnapKV observes the last {window} and needs more than that; "
-                "give a longer prompt or another method."
+                f"the prompt has {tokens} tokens, but {type(self).__name__} observes the last {self._window} and needs "
+                "more than that; give a longer prompt or another method."
             )
         recent = prompt.query[:, :, -window:].reshape(batch, heads, -1, key.shape[-1])
         logits = prompt.logits(recent, key).view(batch, heads, -1, window, tokens)
         future = torch.ones(window, tokens, dtype=torch.bool, device=key.device).triu(tokens - window + 1)
         attention = prompt.softmax(logits.masked_fill(future, -torch.inf).float())[..., :-window]
-        received = attention.mean(-2).flatten(0, 1)
-        smooth = avg_pool1d(received, self._kernel, padding=self._kernel // 2, stride=1)
-        older = smooth.view(batch, heads, -1, tokens - window).mean(2)
+        older = self._rank(attention.mean(-2), key[:, :, :-window])
         # The most recent tokens rank first, for budgets smaller than the window.
         recency = torch.linspace(1, 2, window, dtype=older.dtype, device=key.device)
         return torch.cat([older, (older.max() + recency).expand(batch, heads, window)], -1)
+
+    def _rank(self, attention: Tensor, key: Tensor) -> Tensor:
+        """Score the tokens [B, H, n] before the window by the attention [B, H, G, n] that they get and their k."""
+        smooth = avg_pool1d(attention.flatten(0, 1), self._kernel, padding=self._kernel // 2, stride=1)
+        return smooth.view(attention.shape).mean(2)
+
+
+@register_selector("r-kv", label="R-KV", description="attention from the last 8 tokens, less the keys' redundancy")
+class RKV(SnapKV):
+    """R-KV (Cai et al. 2025): the attention from the last `window` tokens minus the redundancy of the keys.
+
+    Attention is max-pooled over `kernel` positions. A key is redundant by its mean cosine to the keys of its head; each
+    of these leaves out the most recent key to which its cosine is above `threshold`. Attention has the weight `share`,
+    the softmax of redundancy 1 - `share`. The window itself is always kept.
+    """
+
+    def __init__(self, window: int = 8, kernel: int = 7, share: float = 0.1, threshold: float = 0.5):
+        super().__init__(window, kernel)
+        self._share, self._threshold = share, threshold
+
+    def _rank(self, attention: Tensor, key: Tensor) -> Tensor:
+        pooled = max_pool1d(attention.flatten(0, 1), self._kernel, padding=self._kernel // 2, stride=1)
+        redundancy = torch.stack([self._redundancy(own) for own in normalize(to_fp32(key), dim=-1).flatten(0, 1)])
+        return self._share * pooled.view(attention.shape).mean(2) - (1 - self._share) * redundancy.view(key.shape[:3])
+
+    def _redundancy(self, directions: Tensor) -> Tensor:
+        """Return the redundancy [n] of the keys of a head, from their directions [n, d]."""
+        cosines = (directions @ directions.T).fill_diagonal_(0)
+        latest = (cosines > self._threshold).int().cumsum(1).argmax(1, keepdim=True)
+        nearest = cosines.gather(1, latest)
+        return cosines.scatter_(1, latest, nearest.where(nearest <= self._threshold, 0)).mean(0).softmax(-1)
 
 
 @register_selector(
@@ -103,7 +132,7 @@ class TOVA(Selector):
     process.
     """
 
-    reads_queries = True
+    reads_queries = scores_entries = True
     last_queries = 1
 
     @torch.no_grad()

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lkv.hf.prompt_kv import LayerKV
 from lkv.kernels.selection import kernels_for
-from lkv.methods.base import ArrivedEntries, Selector, StoredEntries
+from lkv.methods.base import Selector
 from lkv.methods.registry import register_selector
+from lkv.methods.stored_entries import ArrivedEntries, StoredEntries
 from lkv.policy.policy import Policy
 
 _LENGTH_FACTOR = 1.2  # times the training length: measured limit up to which the paper's scorer does not degrade
@@ -26,6 +27,8 @@ class LearnedScores(Selector):
 
     required_inputs = ("policy", "heads")
     is_local = True
+    # The policy was trained with all tokens after the prompt in the cache, so it gives up too many of them.
+    recent_window = 32
 
     def __init__(self, policy: Policy, heads: slice = slice(None)):
         """`heads`: the KV heads of this process."""

@@ -28,6 +28,8 @@ class Knorm(Selector):
 class KeyDiff(Selector):
     """KeyDiff (Park et al. 2025): keeps the keys that differ most from others of their head. Nothing is protected."""
 
+    scores_entries = True
+
     @torch.no_grad()
     def scores(self, layer: int, prompt: LayerKV) -> Tensor:
         """Return minus the cosine between a key and the mean direction of all keys of the head."""
@@ -43,6 +45,8 @@ class StreamingLLM(Selector):
     Keeps the first `sinks` tokens, then the most recent ones, the same in every head. Tokens keep their original
     positions.
     """
+
+    scores_entries = True
 
     def __init__(self, sinks: int = 4):
         self.sinks = sinks

@@ -1,0 +1,118 @@
+"""The entries that are left of a text, as selectors score them for later evictions."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lkv.hf.prompt_kv import LayerKV
+from lkv.hf.rotation import Rotation
+
+
+class ArrivedEntries(NamedTuple):
+    """Entries of one head that arrived at different times."""
+
+    kv: LayerKV  # k and v [1, 1, n, d]; `kv.end` is the current end of the text
+    positions: Tensor  # [n], original positions
+    scores: Tensor  # [n], as computed on arrival
+
+
+class StoredEntries(NamedTuple):
+    """The entries of one layer's pools; the last entries of each head may have no scores yet.
+
+    Attributes:
+        key: [P, d].
+        value: [P, dv].
+        scores: float32 [P], as computed on arrival.
+        positions: int32 [P], original positions, including the row's padding.
+        pool_starts: int32 [B, H], the index of the first entry of each head in the pools.
+        counts: int32 [B, H], the entries of each head.
+        spans: (start, count) of each row and head, in order.
+        num_new: The number of last entries of each head, without score and position yet.
+        first_new_position: The position of the first of these in the text.
+        padding: The left padding of each row in tokens.
+        scale: The scale of attention scores.
+        rotation: The layer's RoPE; None if LKV cannot undo it.
+        softcap: The cap of attention scores; None without one.
+        sinks: The layer's attention sinks [Hq]; None without them.
+        queries: The queries [B, Hq, n, d] of the last tokens; None if the selector reads none.
+    """
+
+    key: Tensor
+    value: Tensor
+    scores: Tensor
+    positions: Tensor
+    pool_starts: Tensor
+    counts: Tensor
+    spans: list[tuple[int, int]]
+    num_new: int
+    first_new_position: int
+    padding: list[int]
+    scale: float
+    rotation: Rotation | None
+    softcap: float | None
+    sinks: Tensor | None = None
+    queries: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after the text."""
+        return self.first_new_position + self.num_new
+
+    def score_new_entries(self, score: Callable[[LayerKV], Tensor]) -> None:
+        """Store the positions of the new entries and their scores [B, H, n], computed by `score`.
+
+        Rows without padding are scored together, others one by one.
+        """
+        steps = torch.arange(self.num_new, device=self.key.device)
+        slots = (self.pool_starts + self.counts - self.num_new)[..., None] + steps
+        rows = [slice(row, row + 1) for row in range(len(slots))] if any(self.padding) else [slice(0, len(slots))]
+        for part in rows:
+            new_slots = slots[part]
+            # Positions do not count padding, so keys are rotated as in an unpadded row.
+            key, value = self.key[new_slots], self.value[new_slots]
+            start = self.first_new_position - self.padding[part.start]
+            kv = LayerKV(key, value, self.scale, start=start, rotation=self.rotation, softcap=self.softcap)
+            self.scores[new_slots] = score(kv).float()
+        self.positions[slots] = (self.first_new_position + steps).int()
+
+    def heads(self) -> Iterator[tuple[int, ArrivedEntries]]:
+        """Yield each head's index and entries, for all rows in order."""
+        heads = self.pool_starts.shape[1]
+        for number, (start, count) in enumerate(self.spans):
+            row, slots = number // heads, slice(start, start + count)
+            padding, key, value = self.padding[row], self.key[None, None, slots], self.value[None, None, slots]
+            length, rotation, softcap = self.end - padding, self.rotation, self.softcap
+            kv = LayerKV(key, value, self.scale, length=length, rotation=rotation, softcap=softcap)
+            yield number % heads, ArrivedEntries(kv, self.positions[slots] - padding, self.scores[slots])
+
+    def rank_recent_first(self, scores: Tensor, window: int) -> Tensor:
+        """Return `scores` [B * H, n] with the last `window` tokens first, at most a third of each head's entries."""
+        steps = torch.arange(scores.shape[1], device=scores.device)
+        starts, counts = self.pool_starts.flatten()[:, None], self.counts.flatten()[:, None]
+        age = self.end - self.positions[(starts + steps).clamp_(max=len(self.positions) - 1)]
+        is_recent = (age <= (counts // 3).clamp(max=window)) & (steps < counts)
+        return torch.where(is_recent, torch.finfo(scores.dtype).max / age, scores)
+
+    def as_prompts(self) -> Iterator[tuple[Tensor, LayerKV]]:
+        """Yield the entries as prompts of their own, together if all heads have equally many, else head by head.
+
+        Each comes after the places [N, n] of its tokens among the entries of the N heads.
+        """
+        counts, shape = [count for _, count in self.spans], self.pool_starts.shape
+        parts = [range(len(counts))] if len({*counts}) == 1 else [range(i, i + 1) for i in range(len(counts))]
+        for heads in parts:
+            starts = self.pool_starts.flatten()[heads.start : heads.stop, None]
+            slots = starts + torch.arange(counts[heads.start], device=self.key.device)
+            order = self.positions[slots].argsort(-1)
+            whole = shape if len(heads) > 1 else (1, 1)
+            key, value = (pool[slots.gather(-1, order)].unflatten(0, whole) for pool in (self.key, self.value))
+            queries, sinks = self.queries, self.sinks
+            if whole != shape:
+                row, head = divmod(heads.start, shape[1])
+                queries = None if queries is None else queries[row : row + 1].unflatten(1, (shape[1], -1))[:, head]
+                sinks = None if sinks is None else sinks.view(shape[1], -1)[head]
+            if queries is not None:  # a window of all entries would leave none to rank
+                queries = queries[:, :, max(0, queries.shape[2] - max(1, key.shape[2] - 1)) :]
+            yield order, LayerKV(key, value, self.scale, queries, sinks=sinks, softcap=self.softcap)
