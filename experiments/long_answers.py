@@ -3,22 +3,20 @@
 python -m experiments.long_answers --data FOLDER    (FOLDER is the evaluation folder; writes long_answers.json)
 
 The full cache's own answer is drawn once, at a temperature of 0.8. Each method then reads prompt and answer with
-`decode_eviction`, as many tokens at a time as it has free slots. Its bound is a share of the full cache's bytes at the
-end of the answer, in 16 bits a value. Methods are in tiers, or in 16 bits where their name says so, which count as 16
-also where the model computes in float32. The queries that SnapKV, TOVA and R-KV observe are held beyond the bound.
+`decode_eviction`, as many tokens at a time as it has free slots. Its bound is a share of the bytes of the full 16-bit
+cache at the end of the answer; entries in 16 bits count so in float32, too. Queries that methods observe come on top.
 """
 
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
 from experiments.fidelity import fidelity_row
 from experiments.heldout import HeldOut
-from experiments.memory import TABLES, own_share
+from experiments.memory import TABLES, Sample, own_share
 from lkv.cache.cache_config import CacheConfig
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
@@ -34,9 +32,7 @@ REQUESTS = {
     "prose QA": "Explain all of this in full detail to a beginner, with examples.",
     "code": "Go on with this program: write the rest of it, with comments.",
 }
-THIRDS = ("first third", "second third", "last third")
-_BLOCK = 256  # tokens whose log-probabilities are in memory at a time
-Sample = dict[str, Any]
+PARTS = ("first", "second", "last")  # thirds of the answer
 
 
 def main() -> None:
@@ -54,7 +50,7 @@ def main() -> None:
         context, _ = heldout.case(task, number, options.prompt)
         prompt = context + encode_question(subject.tokenizer, REQUESTS[task])
         torch.manual_seed(options.seed * 1000 + number)
-        return measure(subject, prompt, draw_answer(subject.model, prompt, options.answer), rows)
+        return measure(subject, prompt, options.answer, rows)
 
     run_cases(
         "experiments.long_answers", options, "long_answers", cases, measure_case,
@@ -63,32 +59,23 @@ def main() -> None:
     )  # fmt: skip
 
 
-def draw_answer(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """An answer of exactly `tokens` tokens, drawn from the full cache's predictions."""
-    output = model.generate(
-        torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, temperature=0.8, top_k=0,
-        top_p=0.95,
-    )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
-
-
 @torch.no_grad()
-def measure(subject: Subject, prompt: list[int], answer: list[int], rows: list[tuple[str, float]]) -> Sample:
-    """KL and agreement over each third of the answer, and the share of bytes that each method held at most."""
-    model, ids = subject.model, torch.tensor([prompt + answer])
-    expected = model.base_model(input_ids=ids).last_hidden_state[0, len(prompt) - 1 : -1]
-    spec = patch_attention(model).spec
+def measure(subject: Subject, prompt: list[int], tokens: int, rows: list[tuple[str, float]]) -> Sample:
+    """KL and agreement over each third of an answer of `tokens` tokens, and the share of bytes held at most."""
+    model, start = subject.model, len(prompt)
+    drawn = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
+    ids = model.generate(torch.tensor([prompt]), max_new_tokens=tokens, min_new_tokens=tokens, **drawn)
+    expected, spec = model.base_model(input_ids=ids)[0][0, start - 1 : -1], patch_attention(model).spec
     full_nbytes = KVShape(spec.layers * spec.kv_heads, spec.head_dim, 2).reference_nbytes(ids.shape[1])
-    sample: Sample = {"tokens": len(prompt), "answer": len(answer), "rows": rows, "held": []}
+    sample: Sample = {"tokens": start, "answer": tokens, "rows": rows, "held": []}
     measured = []
     for method, memory in rows:
         nbytes = memory * own_share(method, model.dtype) * full_nbytes
-        hidden, held = read_bounded(subject, method, int(nbytes), ids, len(prompt))
+        hidden, held = read_bounded(subject, method, int(nbytes), ids, start)
         sample["held"].append(held / nbytes * memory)
-        blocks = zip(expected.split(_BLOCK), hidden.split(_BLOCK), strict=True)
-        figures = torch.cat([_compare(model, *pair) for pair in blocks])
-        measured.append([third.mean(0).tolist() for third in figures.chunk(len(THIRDS))])
-    return sample | {"measured": [[row[part] for row in measured] for part in range(len(THIRDS))]}
+        thirds = zip(expected.chunk(len(PARTS)), hidden.chunk(len(PARTS)), strict=True)
+        measured.append([_compare(*(torch.log_softmax(model.lm_head(x).float(), -1) for x in pair)) for pair in thirds])
+    return sample | {"measured": list(zip(*measured, strict=True))}
 
 
 def read_bounded(subject: Subject, name: str, nbytes: int, ids: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
@@ -99,30 +86,27 @@ def read_bounded(subject: Subject, name: str, nbytes: int, ids: torch.Tensor, st
     cache = RaggedCache.from_config(subject.model, CacheConfig(resolved, request))
     read = partial(subject.model.base_model, past_key_values=cache, use_cache=True)
     states, held = [read(input_ids=ids[:, :start])[0][0, -1:]], 0
-    store = cache.ragged_layers[0].store
-    assert store is not None
-    for part in ids[:, start:-1].split(store.free_slots, 1):
+    for part in ids[:, start:-1].split(cache.config.budgeted_slots([start]) or 1, 1):
         states.append(read(input_ids=part)[0][0])
         held = max(held, cache.nbytes())
     return torch.cat(states), held
 
 
-def _compare(model: Any, expected: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """KL and agreement [n, 2] of the predictions from final states."""
-    full, bounded = (torch.log_softmax(model.lm_head(states).float(), -1) for states in (expected, hidden))
-    return torch.stack([kl_divergence(full, bounded), is_top1_equal(full, bounded).float()], -1)
+def _compare(full: torch.Tensor, bounded: torch.Tensor) -> list[float]:
+    """Mean KL and agreement of log-probabilities [n, V]."""
+    return [float(x.float().mean()) for x in (kl_divergence(full, bounded), is_top1_equal(full, bounded))]
 
 
 def summarise(samples: Iterable[Sample]) -> list[dict]:
     """Rows by memory, method and part of the answer ("all" for the whole)."""
     samples, rows = list(samples), []
     for index, (method, memory) in enumerate(samples[0]["rows"]):
-        for part, third in [("all", slice(None)), *((name, slice(i, i + 1)) for i, name in enumerate(THIRDS))]:
+        for part, third in (("all", slice(None)), *((name, slice(i, i + 1)) for i, name in enumerate(PARTS))):
             row = {"method": method, "memory": memory, "part": part, "answer": samples[0]["answer"]}
             row["held"] = sum(sample["held"][index] for sample in samples) / len(samples)
             row |= fidelity_row([({"measured": sample["measured"][third]}, index) for sample in samples])
             rows.append(row)
-        print(f"{method:22} memory {memory:5} held {row['held']:.4f} last third kl {row['kl']:.4f}")
+            print(f"{method:22} memory {memory:5} {part:6} held {row['held']:.4f} kl {row['kl']:.4f}")
     return rows
 
 

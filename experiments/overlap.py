@@ -1,9 +1,8 @@
 """What the training data shares with evaluated texts, by the package's own n-grams.
 
-python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json; --cards: the cards too)
+python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writes overlap.json)
 
-The data is every set of that folder, with MMLU's test questions, which are not trained on. `--cards` adds to the cards
-of the shipped policies what overlaps by today's rule but was not removed from their data.
+The data is every set of that folder, with MMLU's test questions, which are not trained on.
 """
 
 import argparse
@@ -14,8 +13,6 @@ from typing import Any
 import experiments.data.loom  # noqa: F401  registers readers
 from experiments.common import RESULTS
 from experiments.result_file import write_results
-from lkv.policy.policy import Policy
-from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import item_texts, mmlu, read_dataset, read_standard_library
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, index_folder
@@ -51,29 +48,10 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
     return {**row, "unit": unit, "files": dict(sorted(files.items()))}
 
 
-def write_cards(files: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """Write into the cards of the shipped policies how many items overlap that were not removed from their data."""
-    found = {(row["set"], row["n"]): row["value"] for row in rows}
-    for entry in shipped_policies():
-        policy = Policy.from_pretrained(entry.folder)
-        before, checked = policy.digest(), policy.card["decontamination"]
-        assert checked["files"] == files and checked["removed"]
-        # Of MMLU other items are counted here.
-        left = {
-            name: found.get((name, own["compared"]), own["overlapping"]) - own["overlapping"]
-            for name, own in checked["sets"].items()
-        }
-        checked["not_removed"] = {name: count for name, count in left.items() if count}
-        policy.save_pretrained(entry.folder, half=True)
-        assert Policy.from_pretrained(entry.folder).digest() == before
-        print(f"{entry.name}: {describe_overlap(policy.card)}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of training data")
     parser.add_argument("--against", type=Path, required=True, help="folder of evaluation files")
-    parser.add_argument("--cards", action="store_true", help="write what was not removed into the cards")
     parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
     options = parser.parse_args()
     paths = sorted(path for path in options.against.rglob("*") if path.is_file())
@@ -84,8 +62,6 @@ def main() -> None:
         print(f"{name:12} {rows[-1]['value']:5,} of {rows[-1]['n']:6,} {rows[-1]['files']}", flush=True)
     command = "python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER"
     write_results(options.out, "overlap", rows, 0, command, {"evaluated": overlap.files})
-    if options.cards:
-        write_cards(overlap.files, rows)
 
 
 if __name__ == "__main__":

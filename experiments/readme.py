@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/results.md from the result files, and check the other figures of the pages.
+"""Write the tables of `PAGES` from the result files, and check the other figures of the pages.
 
 python -m experiments.readme            (rewrites the tables)
 python -m experiments.readme --check    (fails where a table or a figure differs from the result files)
@@ -29,7 +29,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "guides" / "memory.md")
 CHECKED_PAGES = (PAGES[0], *sorted((ROOT / "docs").rglob("*.md")))
 QWEN = "qwen2.5-coder-0.5b-instruct"
 FITTED_ON = {
@@ -226,9 +226,9 @@ def main_table(_: str) -> str:
     return table(cells, "at 5% of the bytes", columns=("SmolLM2-135M", "Qwen2.5-Coder-0.5B", "reads the text"))
 
 
-def by_memory(file: str, tokens: int) -> str:
+def by_memory(file: str, **wanted: Any) -> str:
     """Return KL and agreement at one length, a column for each budget in bytes."""
-    rows = read(file, tokens=tokens)
+    rows = read(file, **wanted)
     cells = {(name_of(row["method"]), f"{row['memory']:.0%}"): kl_and_agreement(row) for row in rows}
     budgets = sorted({row["memory"] for row in rows}, reverse=True)
     return table(cells, columns=[f"{budget:.0%}" for budget in budgets])

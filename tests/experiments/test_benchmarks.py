@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import common, decode, fit, gpu_model, gpu_tiers, heldout, instructions, memory, tiers
+from experiments import common, decode, fit, gpu_model, gpu_tiers, heldout, instructions, long_answers, memory, tiers
 from experiments.common import RESULTS, Subject, per_length
 from experiments.tiers import CANDIDATES, best_table, measure_tiers
 from lkv.cache.ragged_cache import RaggedCache
@@ -28,6 +28,7 @@ from lkv.policy.shipped import describe_overlap, shipped_policies
 from lkv.training.data.samples import TokenizedSample
 from lkv.utils import provenance
 from lkv.utils.cpp_compiler import find_compiler
+from lkv.utils.prompts import encode_question
 from lkv.utils.provenance import collect_provenance
 from tests.commands import main
 from tests.conftest import save_model, tiny_llama
@@ -96,6 +97,43 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
     assert 0.1 < kept["lkv (16 bits)"] <= 0.15 < kept["lkv (8 bits)"] < kept["lkv"] < kept["lkv (4 bits)"]
     assert {row["method"] for row in memory.best_precisions(rows)} == {"lkv", "snapkv"}
     assert (tmp_path / "small" / "memory.png").is_file()
+
+
+@torch.no_grad()
+def test_long_answers_are_compared_with_the_full_cache_s_own(tmp_path, monkeypatch):
+    """Read token by token here, in blocks there; the answer and its predictions are those of the stock model."""
+    saved = save_model(tmp_path / "model", num_hidden_layers=2)
+    torch.manual_seed(0)
+    model, tokenizer = load_model(str(saved))
+    policy = Policy(patch_attention(model).spec, {"hub": ["owner/tiny"]})
+    policy.save_pretrained(tmp_path / "policy")
+    monkeypatch.setattr(long_answers, "HeldOut", Held)
+    arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy"), "--tasks", "code"]
+    arguments += ["--methods", "lkv", "snapkv (16 bits)", *shlex.split("--prompt 100 --answer 45 --memory 0.25")]
+    monkeypatch.setattr(sys, "argv", ["long_answers", *arguments, "--out", str(tmp_path / "some.json")])
+    long_answers.main()
+    rows = json.loads((tmp_path / "some.json").read_text())["rows"]
+    assert [(row["method"], row["part"]) for row in rows] == [
+        (method, part) for method in ("lkv", "snapkv (16 bits)") for part in ("all", "first", "second", "last")
+    ]
+    prompt = Held().case("code", 0, 100)[0] + encode_question(tokenizer, long_answers.REQUESTS["code"])
+    torch.manual_seed(0)
+    ids = model.generate(
+        torch.tensor([prompt]), max_new_tokens=45, min_new_tokens=45, do_sample=True, temperature=0.8, top_k=0,
+        top_p=0.95,
+    )  # fmt: skip
+    expected = log_probabilities(model(ids).logits[0, len(prompt) - 1 : -1])
+    per_token = 2 * 2 * 2 * 2 * 8  # bytes of k and v of 2 layers, 2 heads, 8 channels, in 16 bits
+    nbytes = int(0.25 * per_token * ids.shape[1])
+    cache = RaggedCache(model, memory=nbytes, policy=policy, decode_eviction=True)
+    parts = [ids[:, : len(prompt)], *ids[:, len(prompt) : -1].split(1, 1)]
+    found = [model(part, past_key_values=cache, use_cache=True).logits[0, -1:] for part in parts]
+    found = log_probabilities(torch.cat(found))
+    kl, equal = (expected.exp() * (expected - found)).sum(-1), expected.argmax(-1) == found.argmax(-1)
+    for row, part in zip(rows, [slice(45), slice(15), slice(15, 30), slice(30, 45)], strict=False):
+        assert row["kl"] == pytest.approx(float(kl[part].mean()), abs=2e-5) and row["kl"] > 1e-3
+        assert row["agreement"] == pytest.approx(float(equal[part].float().mean()), abs=1e-5)
+    assert 0.2 < rows[0]["held"] <= 0.25 < rows[4]["held"]  # the queries that SnapKV observes come on top
 
 
 def test_the_best_precision_is_one_that_every_method_has():
