@@ -223,7 +223,7 @@ def test_reset_forgets_sliding_layers_too_and_leaves_forks_alone():
         ({"streaming": True}, CacheError, "needs its length: give prompt_tokens"),
         ({"streaming": 1}, CacheError, "streaming is 1, but it is either True or False"),
         ({"policy": 0.5, "method": "snapkv"}, PolicyFileError, r"policy is 0\.5; pass a Policy, .*retention=0\.15"),
-        ({"method": "snapkv", "decode_eviction": True}, CacheError, "does not work with 'snapkv'"),
+        ({"method": "expected", "decode_eviction": True}, CacheError, "does not work with 'expected'"),
         ({"method": "snapkv", "streaming": True, "prompt_tokens": 9}, CacheError, "does not work with 'snapkv'"),
         ({"method": HALF, "bits": 2}, CacheError, "bits is 2, but it must be one of 8, 'fp8', 4, 3"),
         ({"method": HALF, "bits": True}, CacheError, "bits is True, but it must be one of"),

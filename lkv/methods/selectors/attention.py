@@ -16,7 +16,7 @@ from lkv.methods.registry import register_selector
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_VALUES = 256  # values that CriticalKV projects at a time
+_TOKENS = 256  # that CriticalKV projects, and R-KV compares with all others, at a time
 
 
 @register_selector("snapkv", label="SnapKV", description="attention from the last 64 tokens, smoothed")
@@ -78,10 +78,14 @@ class RKV(SnapKV):
 
     def _redundancy(self, directions: Tensor) -> Tensor:
         """Return the redundancy [n] of the keys of a head, from their directions [n, d]."""
-        cosines = (directions @ directions.T).fill_diagonal_(0)
-        latest = (cosines > self._threshold).int().cumsum(1).argmax(1, keepdim=True)
-        nearest = cosines.gather(1, latest)
-        return cosines.scatter_(1, latest, nearest.where(nearest <= self._threshold, 0)).mean(0).softmax(-1)
+        total = directions.new_zeros(len(directions))
+        for start in range(0, len(directions), _TOKENS):
+            cosines = directions[start : start + _TOKENS] @ directions.T
+            cosines.diagonal(start).zero_()
+            latest = (cosines > self._threshold).int().cumsum(1).argmax(1, keepdim=True)
+            nearest = cosines.gather(1, latest)
+            total += cosines.scatter_(1, latest, nearest.where(nearest <= self._threshold, 0)).sum(0)
+        return (total / len(directions)).softmax(-1)
 
 
 @register_selector(
@@ -272,7 +276,7 @@ class CriticalKV(Selector):
         weight = self._weights[layer].t().unflatten(0, (heads, -1, dim))  # [H, G, d, hidden]
         weight = to_fp32(weight.to(value.device))
         parts = []
-        for block in to_fp32(value).split(_VALUES, 2):
+        for block in to_fp32(value).split(_TOKENS, 2):
             norms = torch.stack([(block @ weight[:, g]).abs().sum(-1) for g in range(weight.shape[1])])
             parts.append(norms.mean(0))
         return torch.cat(parts, -1)
