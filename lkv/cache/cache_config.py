@@ -33,13 +33,14 @@ _MAX_SLACK_CPU, _MAX_SLACK_GPU = 32, 256
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The configuration of one model's cache: a request and the method resolved from it.
+    """The configuration of one model's cache: a request, the method resolved from it, and digests of the weights.
 
-    Raises CacheError for options that the method does not support.
+    The digests are those of `read_weights`. Raises CacheError for options that the method does not support.
     """
 
     method: Method
     request: CompressionRequest
+    weights: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.request.streaming:
@@ -72,8 +73,8 @@ class CacheConfig:
         A request that says neither how much to keep nor in how many bits keeps `DEFAULT_MEMORY`.
         """
         request = request.with_default_memory()
-        read_weights(model)  # so that a policy is compared with the weights as they are now
-        return cls(resolve_method(request, model, tokenizer), request)
+        weights = read_weights(model)  # first, so that a policy is compared with the weights as they are now
+        return cls(resolve_method(request, model, tokenizer), request, weights)
 
     @property
     def stores_scores(self) -> bool:

@@ -18,7 +18,7 @@ from lkv.cache.pass_checks import PassTracker, check_pass, check_rewind, take_pr
 from lkv.cache.read_again import ReadAgainLayer
 from lkv.cache.tiers import check_width
 from lkv.errors import CacheError
-from lkv.hf.attention import patch_attention, read_weights
+from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.image_positions import ImageOffset
@@ -130,7 +130,6 @@ class RaggedCache(BaseCache):
         return cache
 
     def _build(self, model: PreTrainedModel, config: CacheConfig) -> None:
-        self.weights = read_weights(model)
         method, patched = config.method, patch_attention(model)
         if method.needs_whole_prompt:
             raise CacheError(
@@ -142,7 +141,7 @@ class RaggedCache(BaseCache):
         self.spec: ModelSpec = patched.spec
         # Entries computed with different adapters must not be mixed.
         self.adapters = read_adapters(unwrap_model(model))
-        self.config, self.target, self.policy = config, method.target, method.policy
+        self.config, self.target, self.policy, self.weights = config, method.target, method.policy, config.weights
         if config.is_tiered:
             check_width(self.spec.head_dim)
         self.on_layer_start: Callable[[int], None] | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 from lkv.cache.cache_config import CacheConfig
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import CacheError
+from lkv.hf.attention import read_weights
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.methods.request import CompressionRequest
 from lkv.utils.cpu_threads import adapted_threads
@@ -90,8 +91,8 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
             # transformers warns of two caches even if the one under the other name is None.
             kwargs = {name: value for name, value in kwargs.items() if name not in NAMES}
-            request = replace(config.request, prompt_tokens=tokens)
-            compression.cache = RaggedCache.from_config(model, replace(config, request=request))
+            request, weights = replace(config.request, prompt_tokens=tokens), read_weights(model)
+            compression.cache = RaggedCache.from_config(model, replace(config, request=request, weights=weights))
             kwargs |= cache_argument(compression.cache)
             with adapted_threads(getattr(model, "device", None)):
                 return generate(*args, **kwargs)

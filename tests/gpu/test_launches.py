@@ -124,6 +124,15 @@ def test_tiers_have_on_a_gpu_what_they_have_on_a_cpu(shallow, shallow_on_fake, w
             assert float((pool.cpu() - right).norm()) < 0.05 * float(right.norm())
 
 
+def test_a_cache_compares_the_weights_once(on_fake):
+    """With those known, in one wait; the first cache of a model reads them."""
+    RaggedCache(on_fake, method=KNORM)
+    with watched() as log:
+        cache = RaggedCache(on_fake, method=KNORM)
+    assert log.count("wait") == 1, log.summary("wait")
+    assert cache.weights and cache.weights == RaggedCache(on_fake, method=KNORM).weights
+
+
 WAYS = {"decode eviction": {"decode_eviction": True, "slack": 1}, "streaming": {"streaming": True, "prompt_tokens": 26}}
 
 

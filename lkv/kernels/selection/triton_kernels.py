@@ -94,6 +94,23 @@ def _move_block(
 
 
 @triton.jit
+def _first_in_order(order_starts, earlier, tier, span, TIERS: tl.constexpr):
+    """Return where a program's entries of each `tier` go in `order`; `earlier` entries are in it or better ones."""
+    is_tier = (tier[:, None] == tier[None, :]).to(tl.int32) - (tier[:, None] == tier[None, :] + 1).to(tl.int32)
+    start = tl.load(order_starts + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
+    return start + tl.sum(is_tier * earlier[None, :], 1)
+
+
+@triton.jit
+def _store_order(order, next_in_order, tier, number, inside, place):
+    """Store the places of entries of the tiers `number` in `order`; return where the next of each `tier` go."""
+    is_own = (number[:, None] == tier[None, :]).to(tl.int32) * inside.to(tl.int32)[:, None]
+    at = tl.sum(is_own * (next_in_order[None, :] + tl.cumsum(is_own, 0) - 1), 1)
+    tl.store(order + at, place, mask=inside)
+    return next_in_order + tl.sum(is_own, 0)
+
+
+@triton.jit
 def select_kernel(
     ranked, keep, counts, has_nan, numbers, order, order_starts, width, share, heads, key, value, scores, positions,
     starts, k_batch, k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions,
@@ -110,8 +127,7 @@ def select_kernel(
     [B, H, width, .] of the strides given. Their k and v go in order to new pools, and with `new_scores` their `scores`
     and `positions` (where those are None, their numbers). `order` (None to leave it out) gets the new places of kept
     entries, those of a tier and span from `order_starts` [TIERS, spans] on. Without `new_key` nothing is moved, and
-    `numbers` [spans, width] has the tier of every entry, TIERS where it is evicted. `has_nan` [1] (None to leave that
-    out) becomes 1 where a score is NaN.
+    `numbers` [spans, width] has all tiers, TIERS of evicted entries. `has_nan` [1] (or None) is set to 1 by NaN scores.
     """
     span = tl.program_id(1)
     first, count = tl.program_id(0) * share, width
@@ -129,9 +145,7 @@ def select_kernel(
         earlier = greater + tl.minimum(equals, missing)  # entries before `first` in each tier and all better ones
         next_place = tl.sum(tl.where(tier == TIERS - 1, earlier, 0), 0)
         if order is not None:
-            is_tier = (tier[:, None] == tier[None, :]).to(tl.int32) - (tier[:, None] == tier[None, :] + 1).to(tl.int32)
-            own = tl.load(order_starts + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
-            own += tl.sum(is_tier * earlier[None, :], 1)
+            next_in_order = _first_in_order(order_starts, earlier, tier, span, TIERS)
     for at in range(first, tl.minimum(first + share, count), MOVED):
         entry = at + tl.arange(0, MOVED)
         inside = entry < tl.minimum(first + share, count)
@@ -150,10 +164,7 @@ def select_kernel(
             place = next_place + tl.cumsum(inside.to(tl.int32), 0) - 1
             next_place += _count(inside)
             if order is not None:
-                is_own = (number[:, None] == tier[None, :]).to(tl.int32) * inside.to(tl.int32)[:, None]
-                at_tier = tl.sum(is_own * (own[None, :] + tl.cumsum(is_own, 0) - 1), 1)
-                tl.store(order + at_tier, new_start + place, mask=inside)
-                own += tl.sum(is_own, 0)
+                next_in_order = _store_order(order, next_in_order, tier, number, inside, new_start + place)
         if new_key is not None:
             _move_block(
                 key, value, scores, positions, starts, span, heads, width, entry, inside, new_start + place,
@@ -177,6 +188,18 @@ def _load_halves(pointers, real, HALF: tl.constexpr):
     """Return the two halves of channels, the first of which lies at `pointers`, in float32."""
     first = tl.load(pointers, mask=real, other=0.0).to(tl.float32)
     return first, tl.load(pointers + HALF, mask=real, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _unrotate(key_0, key_1, cos, sin, table, real, HALF: tl.constexpr):
+    """Rotate halves of k back by what the tables have at `table`; return them as they are if there are none."""
+    if cos is not None:
+        cos_0, cos_1 = _load_halves(cos + table, real, HALF)
+        sin_0, sin_1 = _load_halves(sin + table, real, HALF)
+        rotated = key_0 * cos_0 - key_1 * sin_0, key_1 * cos_1 + key_0 * sin_1
+    else:
+        rotated = key_0, key_1
+    return rotated
 
 
 @triton.jit
@@ -241,9 +264,8 @@ def score_kernel(
 ):
     """LKV-T of a block of entries: k and v are read once, one score is written.
 
-    ARRIVAL: the content of k (rotated back by the tables `cos` and `sin` [width, DIM] if they are given) and v, and the
-    knots of the position. EVICTION: the expected attention (if `queries` are given) and the knots of the distance to
-    `end`.
+    ARRIVAL: the content of k (rotated back by the tables `cos` and `sin` [width, DIM] if given) and v, and the knots of
+    the position. EVICTION: the expected attention (if `queries` are given) and the knots of the distance to `end`.
 
     Entries lie in [B, H, width, DIM] of the strides given, at the positions from `start` on; their scores go to `out`
     [B, H, width]. Or they lie in pools from `starts` on, `counts` of each span. There ARRIVAL is for the last `width`
@@ -270,21 +292,15 @@ def score_kernel(
     both = inside[:, None] & (half[None, :] < HALF)
     key_0, key_1 = _load_halves(key + key_at[:, None] + half[None, :], both, HALF)
     value_0, value_1 = _load_halves(value + value_at[:, None] + half[None, :], both, HALF)
-    score = tl.zeros([BLOCK], tl.float32)
     if ARRIVAL:
-        read_0, read_1 = key_0, key_1
-        if cos is not None:
-            table = entry[:, None] * DIM + half[None, :]
-            cos_0, cos_1 = _load_halves(cos + table, both, HALF)
-            sin_0, sin_1 = _load_halves(sin + table, both, HALF)
-            read_0, read_1 = key_0 * cos_0 - key_1 * sin_0, key_1 * cos_1 + key_0 * sin_1
+        read_0, read_1 = _unrotate(key_0, key_1, cos, sin, entry[:, None] * DIM + half[None, :], both, HALF)
         halves = (read_0, read_1, value_0, value_1)
         weight += head * (2 * DIM * DIM)
-        score += _content(halves, weight, bias + head * DIM, output + head * DIM, half, DIM, BLOCK_U)
+        score = _content(halves, weight, bias + head * DIM, output + head * DIM, half, DIM, BLOCK_U)
         if KNOTS > 0:
             score += _knots(start_knots + head * KNOTS, place + 1 - padding, KNOTS, BLOCK_K)
     else:
-        score += tl.load(scores + at, mask=inside, other=0.0)
+        score = tl.load(scores + at, mask=inside, other=0.0)
     if EVICTION:
         if queries is not None:
             score += _expected_attention(
