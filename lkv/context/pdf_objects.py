@@ -38,7 +38,8 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
     for drawn in reversed(shown):
         box = places.box(drawn, drawn.get_bounds())
         if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
-            clip, over = places.clip(drawn), [cover for cover in covers if _overlap(cover, box)]
+            commons = ((cover, _common(cover, box)) for cover in covers)
+            clip, over = places.clip(drawn), [each for each, (x, y, end, top) in commons if x < end and y < top]
             is_clip = pdfium.FPDFTextObj_GetTextRenderMode(drawn) >= pdfium.FPDF_TEXTRENDERMODE_FILL_CLIP
             if (over or clip != _EVERYWHERE) and not is_clip:  # a clip by text is seen by what is drawn later
                 views[address(drawn.raw)] = clip, over
@@ -114,10 +115,6 @@ def _is_cover(drawn: pypdfium2.PdfObject) -> bool:
 
 def _common(one: Box, other: Box) -> Box:
     return max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(one[i] < other[i + 2] and other[i] < one[i + 2] for i in (0, 1))
 
 
 def _hide(drawn: pypdfium2.PdfObject) -> bool:
