@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from tests.kernels.ptx import ptx_interpreted
 
@@ -50,6 +51,25 @@ def speed_up_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patch_unless_patched)
         patch.setattr(interpreter, "_get_np_dtype", get_dtype)
+        yield
+
+
+@contextmanager
+def round_to_bfloat16() -> Iterator[None]:
+    """In the block the interpreter rounds float32 to bfloat16 as a GPU does; by itself it cuts off."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    plain = interpreter._convert_float
+
+    def convert(numbers: Any, kind: Any, new_kind: Any, mode: Any) -> Any:
+        if (kind, new_kind) != (tl.float32, tl.bfloat16):
+            return plain(numbers, kind, new_kind, mode)
+        rounded = torch.from_numpy(numbers.reshape(-1).copy()).bfloat16().view(torch.int16).numpy()
+        return rounded.view("uint16").reshape(numbers.shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert)
         yield
 
 
