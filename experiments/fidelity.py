@@ -40,7 +40,7 @@ def main(
         f"experiments.{name}", options, name, cases,
         lambda task, number: measure(model, grids, *heldout.case(task, number)),
         lambda samples: summarise((t, None, samples[f"{t}-{n}"]) for t in TASKS for n in range(counts[t])),
-        policy,
+        policy, ("contexts",),
     )  # fmt: skip
 
 
