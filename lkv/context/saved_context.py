@@ -22,6 +22,7 @@ from lkv.hf.image_positions import ImageOffset
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.other_layers import STATE_NAMES
 from lkv.hf.spec import decoder_layers, vocabulary_size
+from lkv.hf.weight_digests import SETTING
 from lkv.kernels import BITS_BY_NAME
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
@@ -115,11 +116,14 @@ def load(
     try:
         if difference := model_difference(from_dict(ModelSpec, header["model"]), spec):
             raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
-        if any(weights.get(part, digest) != digest for part, digest in header.get("weights", {}).items()):
-            raise ContextFileError(
-                f"{path} was saved by a model with other weights, such as before fine-tuning; load it with that model, "
-                "or compress the text again."
-            )
+        for part, value in header.get("weights", {}).items():
+            if weights.get(part, value) != value:
+                what = "other weights, such as before fine-tuning"
+                if part.startswith(SETTING):
+                    what = f"{part} {value[:80]}, but the model given has {weights[part][:80]}"
+                raise ContextFileError(
+                    f"{path} was saved by a model with {what}; load it with that model, or compress the text again."
+                )
         if (version := header.get("states_of", _transformers())) != _transformers():
             raise ContextFileError(
                 f"{path} has recurrent states of transformers {version}, which {_transformers()} may lay out in "

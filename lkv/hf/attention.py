@@ -39,7 +39,7 @@ from lkv.hf.state import (
     take_traced_layer,
 )
 from lkv.hf.state_probe import probed_kinds
-from lkv.hf.weight_digests import WeightDigests
+from lkv.hf.weight_digests import WeightDigests, settings
 
 _IMPLEMENTATIONS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # RoPE types with frequencies by text length
@@ -99,7 +99,7 @@ def unpatch_attention(model: PreTrainedModel) -> None:
 
 
 def read_weights(model: PreTrainedModel) -> dict[str, str]:
-    """Return the digests of `WeightDigests.read` of a model, empty if its weights cannot be read here.
+    """Return the digests of `WeightDigests.read` of a model and its `settings`, empty if weights cannot be read here.
 
     A model whose weights have changed since it was patched is inspected again.
     """
@@ -107,7 +107,7 @@ def read_weights(model: PreTrainedModel) -> dict[str, str]:
     if weights is not None and not weights.are_of(own):
         unpatch_attention(model)
         weights = patch_attention(model).weights
-    return {} if weights is None else weights.read(own)
+    return {} if weights is None else settings(own.config) | weights.read(own)
 
 
 @contextmanager

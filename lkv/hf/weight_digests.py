@@ -1,9 +1,10 @@
-"""Digests of a model's exact weights, by which a saved context recognises the model that it was compressed with.
+"""Digests of a model's exact weights, and its settings, by which a saved context recognises its model.
 
 Policies compare models by `lkv.hf.fingerprint`, which survives quantisation and therefore light fine-tuning too.
 """
 
 import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +14,31 @@ from torch import Tensor, nn
 
 from lkv.hf.fingerprint import layer_index, without_adapters
 
+# Parts of the names in a configuration that do not change what a model computes, or that `ModelSpec` compares.
+_WITHOUT_EFFECT = (
+    "name_or_path", "transformers_version", "dtype", "architectures", "use_cache", "output_", "return_dict", "token_id",
+    "dropout", "pdrop", "initializer", "loss", "label", "problem_type", "attn_implementation", "auto_map",
+    "rope_parameters", "rope_theta", "rope_scaling", "max_position", "max_window", "vocab_size", "quantization", "pretraining", "gradient", "chunk_size", "is_encoder",
+    "is_decoder", "experts_implementation",
+)  # fmt: skip
+SETTING = "config.json: "
 _SAMPLES = 2048  # of each tensor; smaller tensors are read whole
 _EXACT_IN_FLOAT32 = (torch.bfloat16, torch.float32, torch.float64)
+
+
+def settings(config: Any) -> dict[str, str]:
+    """Return the settings of a model's configuration that change what it computes, as JSON by name after `SETTING`."""
+    values = config.get_text_config(decoder=True).to_dict()
+    return {
+        SETTING + name: json.dumps(_rounded(value), sort_keys=True)
+        for name, value in values.items()
+        if not any(part in name for part in _WITHOUT_EFFECT)
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Return JSON values with floats in six digits, as single precision has them in GGUF files."""
+    return json.loads(json.dumps(value, default=str), parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
 class WeightDigests:

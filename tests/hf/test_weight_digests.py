@@ -1,5 +1,7 @@
 """Exact weights: a saved context is refused for every model whose weights differ from those that computed it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.errors import ContextFileError, PolicyMismatchError
-from lkv.hf.attention import patch_attention
+from lkv.hf.attention import patch_attention, unpatch_attention
 from lkv.hf.weight_digests import WeightDigests
 from tests import families
 from tests.conftest import present, tiny_llama
@@ -44,6 +46,47 @@ def test_each_tensor_that_changes_a_little_is_refused_until_it_is_put_back(path,
                 Context.load(path, model, Words())
         weight.data = before
     Context.load(path, model, Words())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("Llama", "rms_norm_eps", 1e-2),
+        ("Llama", "rms_norm_eps", 9.9999997e-07),  # 1e-6 as a GGUF file has it
+        ("Llama", "hidden_act", "gelu"),
+        ("Llama", "max_position_embeddings", 400),
+        ("Llama", "initializer_range", 0.5),
+        ("Llama", "attention_dropout", 0.1),
+        ("Granite", "attention_multiplier", 0.05),
+        ("Granite", "residual_multiplier", 0.3),
+        ("Granite", "embedding_multiplier", 3.0),
+        ("Granite", "logits_scaling", 4.0),
+        ("Cohere", "logit_scale", 1.0),
+        ("Qwen3Moe", "num_experts_per_tok", 1),
+        ("Qwen3Moe", "norm_topk_prob", True),
+        ("Gemma2", "query_pre_attn_scalar", 64),
+        ("Gemma2", "attn_logit_softcapping", 5.0),
+        ("Gemma2", "final_logit_softcapping", 0.1),
+        ("Gemma2", "sliding_window", 5),
+        ("SmolLM3", "no_rope_layers", [1, 0, 1, 0]),
+    ],
+)
+def test_other_settings_are_refused_where_they_change_the_logits(tmp_path, family, name, value):
+    """Of the same weights; the stock model decides whether they do."""
+    family = present(next(each for each in families.SERVED if each.name == family))
+    model = family.build(torch.float64)
+    other = replace(family, changes=family.changes | {name: value}).build(torch.float64)
+    other.load_state_dict(model.state_dict())
+    path, ids = tmp_path / "text.kv", torch.tensor([Words()(TEXT)["input_ids"]])
+    compress(model, Words(), TEXT, method="knorm", retention=0.4).save(path)
+    unpatch_attention(model)
+    with torch.no_grad():
+        changes_logits = (model(ids).logits - other(ids).logits).abs().max() > 1e-4
+    if changes_logits:
+        with pytest.raises(ContextFileError, match=f"saved by a model with config.json: {name} .*but the model given"):
+            Context.load(path, other, Words())
+    else:
+        Context.load(path, other, Words())
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "GptOss", "Qwen3Moe", "Qwen3_5"])
