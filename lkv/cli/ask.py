@@ -1,5 +1,6 @@
 """lkv ask: answer questions about a document from a compressed cache."""
 
+import re
 import sys
 import time
 from itertools import takewhile
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
 _NEARLY_ALL = 0.9  # of the KV entries
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
+_FILE_NAME = re.compile(r"[^\s?]+\.(txt|md|pdf|html?|rst|csv|jsonl?|py)", re.IGNORECASE)
 Bits = Annotated[int | str, Field(union_mode="left_to_right")]
 _COMPRESSION_OPTIONS = "memory retention method policy pattern chunk bits streaming protect".split()
 _CHAT_COMMANDS = {"/help": "list the commands", "/undo": "take the last question and its answer back"}
@@ -122,6 +124,8 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if not self.load and (others := [word for word in questions if isfile(word)]):
             raise LkvError(f"{others[0]} is a file, and not a question; give all files before the first question.")
+        if not self.load and (missing := [word for word in questions if _FILE_NAME.fullmatch(word)]):
+            raise LkvError(f"{missing[0]} does not exist; give a file, or a question of more than a file's name.")
         if self.compare and not questions:
             raise LkvError("--compare answers from the full cache as well: it needs a question; leave --compare out.")
         if self.load:

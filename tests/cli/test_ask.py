@@ -152,6 +152,7 @@ def test_the_retention_reached_is_reported(folder, asked):
         (("--load", "book.txt"), None, "book.txt"),
         (("text", "why?", "--device", "nowhere"), "knorm", "the model cannot be put on the device 'nowhere'"),
         (("text", "why?", "book.txt"), "knorm", "book.txt is a file, and not a question; give all files before the"),
+        (("text", "absent.md", "why?"), "knorm", "absent.md does not exist; give a file, or a question of more"),
         (("text", "binary", "why?"), "knorm", "binary cannot be read as text"),
         (("empty", "why?"), "knorm", "no file in empty has text that can be read"),
         (("text", "--compare"), "knorm", "it needs a question; leave --compare out"),
