@@ -16,10 +16,11 @@ from lkv.hf.fingerprint import layer_index, without_adapters
 
 # Parts of the names in a configuration that do not change what a model computes, or that `ModelSpec` compares.
 _WITHOUT_EFFECT = (
-    "name_or_path", "transformers_version", "dtype", "architectures", "use_cache", "output_", "return_dict",
-    "token_id", "dropout", "pdrop", "initializer", "loss", "label", "problem_type", "attn_implementation",
-    "experts_implementation", "auto_map", "rope_parameters", "rope_theta", "rope_scaling", "max_position",
-    "max_window", "vocab_size", "quantization", "pretraining", "gradient", "chunk_size", "is_encoder", "is_decoder",
+    "name_or_path", "transformers_version", "dtype", "architectures", "use_cache", "output_attentions",
+    "output_hidden", "output_router", "return_dict", "token_id", "dropout", "pdrop", "initializer", "loss", "label",
+    "problem_type", "attn_implementation", "experts_implementation", "auto_map", "rope_parameters", "rope_theta",
+    "rope_scaling", "max_position", "max_window", "vocab_size", "quantization", "pretraining", "gradient",
+    "chunk_size_feed", "is_encoder", "is_decoder",
 )  # fmt: skip
 SETTING = "config.json: "
 _SAMPLES = 2048  # of each tensor; smaller tensors are read whole

@@ -68,6 +68,7 @@ def test_each_tensor_that_changes_a_little_is_refused_until_it_is_put_back(path,
         ("Gemma2", "attn_logit_softcapping", 5.0),
         ("Gemma2", "final_logit_softcapping", 0.1),
         ("Gemma2", "sliding_window", 5),
+        ("Llama4", "attention_chunk_size", 7),
         ("SmolLM3", "no_rope_layers", [1, 0, 1, 0]),
     ],
 )
