@@ -15,8 +15,8 @@ _DEPTH, _HEIGHT = 0.2, 0.7  # of letters below and above their base line
 _AXIS, _MIN_AXIS, _MAX_AXIS = 0.25, 0.1, 0.45  # of a rule above the base line of the text beside it
 _MIN_SCRIPT_AXIS, _MAX_SCRIPT_AXIS = -0.3, 1.1  # of a fraction that is a script
 _SCRIPT = 0.8  # the size of such a fraction, at most
-_MAX_THICKNESS = 0.3  # of a rule, with what pdfium adds to strokes
-_MAX_GAP = 0.6  # between a rule and what is nearest to it
+_MAX_THICKNESS = 0.2  # of a rule
+_MAX_GAP, _MAX_OWN_GAP = 0.9, 0.6  # between a rule and what is nearest to it; with no text beside the rule
 _MAX_RISE = 0.6  # of scripts
 _MAX_OVERHANG, _MAX_MARGIN = 0.25, 0.8  # of glyphs beyond a rule, and of a rule beyond glyphs
 _MAX_OFFSET = 0.3  # between the middle of a rule and that of what is above or below
@@ -139,11 +139,17 @@ def _is_beside(rule: Rule, glyph: Glyph, gap: float, size: float) -> bool:
 def _is_in_column(rule: Rule, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> bool:
     """Return whether what has no text beside its rule is underlined, in a row of cells or in a column of numbers."""
     base, size = min((glyph.y, glyph.size) for glyph in sides[0])
-    if base - rule.y < _MIN_RISE * size:
+    top = max(glyph.y + _HEIGHT * glyph.size for glyph in sides[1])
+    if base - rule.y < _MIN_RISE * size or rule.y - top > _MAX_OWN_GAP * size:
         return True
     for each in rules:
         low, high = sorted((each.y, rule.y))
-        is_next = high - low < 2 * _STACKED * size and not any(low < other.y < high for other in others)
+        if high - low < _SAME * size and max(each.x - rule.end, rule.x - each.end) < _SAME * size:
+            return True
+        # A fraction is as wide as its line.
+        own = (each.x, each.end)
+        between = ((other.x, other.end) == own or (low < other.y < high and rule.covers(other)) for other in others)
+        is_next = high - low < 2 * _STACKED * size and not any(between)
         if is_next and max(abs(each.x - rule.x), abs(each.end - rule.end)) < _SAME * size:
             return True
     for side, sign in zip(sides, (1, -1), strict=True):

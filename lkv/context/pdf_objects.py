@@ -2,7 +2,8 @@
 
 import ctypes
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pypdfium2
@@ -13,6 +14,7 @@ from lkv.context.pdf_content import HIDDEN_MARK
 Box = tuple[float, float, float, float]  # left, bottom, right and top
 _MIN_WIDTH = 0.02  # of an object, in points
 _MAX_DEPTH = 40  # of forms within forms
+_MAX_SEGMENTS = 200  # of a path with rules
 _MAX_RULE = 0.4  # the thickness of a rule by its length
 _EVERYWHERE = -math.inf, -math.inf, math.inf, math.inf
 _MAX_COVERS = 300  # of a page
@@ -44,11 +46,10 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
             if (over or clip != _EVERYWHERE) and not is_clip:  # a clip by text is seen by what is drawn later
                 views[address(drawn.raw)] = clip, over
         elif drawn.type == pdfium.FPDF_PAGEOBJ_PATH:
-            sides = sorted((box[2] - box[0], box[3] - box[1]))
-            if sides[0] < _MAX_RULE * sides[1]:
-                rules.append(box)
+            clip = places.clip(drawn)
+            rules += (rule for part in _parts(drawn) if _is_rule(rule := _common(places.box(drawn, part), clip)))
             if len(covers) < _MAX_COVERS and _is_cover(drawn):
-                covers.append(_common(box, places.clip(drawn)))
+                covers.append(_common(box, clip))
     return Objects(
         is_empty=not objects,
         draws_image=any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in shown),
@@ -92,6 +93,30 @@ def _corners(segments: Iterable[Any]) -> tuple[list[float], list[float]]:
     x, y = ctypes.c_float(), ctypes.c_float()
     points = [(x.value, y.value) for each in segments if pdfium.FPDFPathSegment_GetPoint(each, x, y)]
     return [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
+
+
+def _parts(drawn: pypdfium2.PdfObject) -> Iterator[Box]:
+    """Yield the boxes of a path's parts: lines as thick as they are drawn, and what is filled."""
+    fill, stroke, width = ctypes.c_int(), ctypes.c_int(), ctypes.c_float()
+    pdfium.FPDFPath_GetDrawMode(drawn, fill, stroke)
+    pdfium.FPDFPageObj_GetStrokeWidth(drawn, width)
+    matrix, count = drawn.get_matrix(), pdfium.FPDFPath_CountSegments(drawn)
+    segments = [pdfium.FPDFPath_GetPathSegment(drawn, i) for i in range(min(count, _MAX_SEGMENTS))]
+    starts = [
+        i for i, each in enumerate(segments) if pdfium.FPDFPathSegment_GetType(each) == pdfium.FPDF_SEGMENT_MOVETO
+    ]
+    half = max(width.value * math.sqrt(abs(matrix.a * matrix.d - matrix.b * matrix.c)), _MIN_WIDTH) / 2
+    for start, end in pairwise([*starts, len(segments)]):
+        xs, ys = _corners(segments[start:end])
+        x, y, right, top = matrix.on_rect(min(xs), min(ys), max(xs), max(ys))
+        edge = half if stroke.value else 0.0
+        yield x - edge, y - edge, right + edge, top + edge
+
+
+def _is_rule(box: Box) -> bool:
+    """Return whether a box is long and thin, but not so thin that two edges meet there."""
+    thickness, length = sorted((box[2] - box[0], box[3] - box[1]))
+    return _MIN_WIDTH / 2 < thickness < _MAX_RULE * length
 
 
 def _is_cover(drawn: pypdfium2.PdfObject) -> bool:

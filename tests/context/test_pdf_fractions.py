@@ -1,7 +1,7 @@
 """Fractions of a numerator above a denominator are read as such, and other lines between texts are not."""
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lkv.context.document_reader import parse_document
@@ -9,8 +9,10 @@ from tests.context.pdf_writer import TYPE1, pdf
 
 COURIER = "/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Courier >> >> >>"
 WIDTH = 0.6  # of each letter of Courier
-# As TeX places numerators and denominators: their size, and how far they are above the line, by the text's size.
-STYLES = {"text": (0.7, 0.394, -0.345), "display": (1, 0.677, -0.686)}
+# As TeX places numerators and denominators, and farther apart: their size, and how far they are above the line of the
+# text, by its size.
+STYLES = {"text": (0.7, 0.394, -0.345), "display": (1, 0.677, -0.686), "apart": (0.7, 0.75, -0.75)}
+KINDS = ["filled", "stroked", "scaled", "dashed", "polygon", "border", "grid"]
 OPERANDS = st.one_of(
     st.integers(1, 2000).map(str), st.sampled_from("abxyz"), st.sampled_from(["a+b", "c-2", "x-17", "2x", "n+m-1"])
 )
@@ -24,21 +26,30 @@ def text_at(x: float, y: float, text: str, size: float) -> str:
     return f"BT /F1 {size:.2f} Tf {x:.2f} {y:.2f} Td ({text}) Tj ET\n" if text else ""
 
 
-def rule(x: float, y: float, width: float, size: float, is_stroked: bool = False) -> str:
-    if is_stroked:
-        return f"{0.04 * size:.3f} w {x:.2f} {y:.2f} m {x + width:.2f} {y:.2f} l S\n"
-    return f"{x:.2f} {y - 0.02 * size:.3f} {width:.2f} {0.04 * size:.3f} re f\n"
+def rule(x: float, y: float, width: float, size: float, kind: str = "filled") -> str:
+    """Draw a line as programs do: those that print HTML fill a frame, of which a clip leaves the lower side."""
+    low, high, end = y - 0.02 * size, y + 0.02 * size, x + width
+    box = f"{x:.2f} {low:.3f} {width:.2f} {0.04 * size:.3f} re"
+    return {
+        "filled": f"{box} f",
+        "stroked": f"{0.04 * size:.3f} w {x:.2f} {y:.2f} m {end:.2f} {y:.2f} l S",
+        "scaled": f"q .1 0 0 1 0 0 cm {0.13 * size:.2f} w {10 * x:.1f} {y:.2f} m {10 * end:.1f} {y:.2f} l S Q",
+        "dashed": f"q [{0.2 * size:.2f}] 0 d {0.04 * size:.3f} w {x:.2f} {y:.2f} m {end:.2f} {y:.2f} l S Q",
+        "polygon": f"{x:.2f} {low:.3f} m {end:.2f} {low:.3f} l {end:.2f} {high:.3f} l {x:.2f} {high:.3f} l h f",
+        "border": f"q {box} W* n {x:.2f} {low:.3f} {width:.2f} {size:.2f} re {x:.2f} {high:.3f} {width:.2f} "
+        f"{0.96 * size:.2f} re f* Q",
+        "grid": f"{0.04 * size:.3f} w {x:.2f} {y:.2f} m {end:.2f} {y:.2f} l 10 10 m 20 10 l S",
+    }[kind] + "\n"
 
 
 def fraction(
-    x: float, y: float, above: str, below: str, size: float, style: str, **options: float
+    x: float, y: float, above: str, below: str, size: float, style: str, margin: float = 0, kind: str = "filled"
 ) -> tuple[str, float]:
     """Return the content of a fraction, and where it ends."""
     share, up, down = STYLES[style]
     own, widest = share * size, max(len(above), len(below))
-    margin = options.get("margin", 0.0) * size
-    width = WIDTH * own * widest + 2 * margin
-    drawn = rule(x, y + 0.25 * size, width, size, bool(options.get("is_stroked")))
+    width = WIDTH * own * widest + 2 * margin * size
+    drawn = rule(x, y + 0.25 * size, width, size, kind)
     for text, shift in ((above, up), (below, down)):
         drawn += text_at(x + (width - WIDTH * own * len(text)) / 2, y + shift * size, text, own)
     return drawn, x + width
@@ -55,14 +66,15 @@ def shown(above: str, below: str) -> str:
     size=st.floats(6, 14),
     style=st.sampled_from([*STYLES]),
     margin=st.sampled_from([0, 0.12]),
-    is_stroked=st.booleans(),
+    kind=st.sampled_from(KINDS),
     angle=st.sampled_from([0, 90]),
 )
-def test_a_numerator_over_a_denominator_is_a_fraction(parts, before, after, size, style, margin, is_stroked, angle):
+def test_a_numerator_over_a_denominator_is_a_fraction(parts, before, after, size, style, margin, kind, angle):
     """Alone, behind a whole number, and in a line between other lines."""
+    assume(before or after or style != "apart")
     start = 72 + WIDTH * size * len(before)
     gap = 0.12 * size if before in ("", "2", "[") else WIDTH * size
-    drawn, end = fraction(start + gap, 400, *parts, size, style, margin=margin, is_stroked=is_stroked)
+    drawn, end = fraction(start + gap, 400, *parts, size, style, margin=margin, kind=kind)
     gap = 0.12 * size if after in ("", "]") else WIDTH * size
     leading = 1.3 * size if style == "text" else 2 * size
     content = text_at(72, 400, before, size) + drawn + text_at(end + gap, 400, after, size)
@@ -139,6 +151,21 @@ def test_underlined_text_is_no_numerator(words, place, drop):
     content = text_at(72, 700, " ".join(words), size) + rule(start, 700 - drop * size, width, size)
     content += text_at(start + width / 2 - WIDTH * size, 686, "42", size)
     assert [line.strip() for line in read(content).split("\n")] == [" ".join(words), "42"]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 999), st.integers(1, 9)), min_size=2, max_size=5),
+    gap=st.sampled_from([0, 1, 6]),
+    kind=st.sampled_from(KINDS),
+)
+def test_rows_whose_cells_have_a_line_below_are_no_fractions(rows, gap, kind):
+    content = ""
+    for number, row in enumerate(rows):
+        for column, cell in enumerate(row):
+            x, y, width = 72 + (30 + gap) * column, 700 - 14 * number, 30.0
+            content += text_at(x + (width - WIDTH * 12 * len(str(cell))) / 2, y, str(cell), 12)
+            content += rule(x, y - 3.5, width, 12, kind)
+    assert read(content).split("\n") == [" ".join(map(str, row)) for row in rows]
 
 
 def test_cells_over_and_under_a_rule_of_their_column_are_none():
