@@ -15,6 +15,7 @@ import pypdfium2.raw as pdfium
 from lkv.context.pdf_fractions import Rule, join_fractions
 from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_objects import Box, Objects, address, outermost, read_objects
+from lkv.context.pdf_tables import join_tables
 from lkv.context.pdf_words import Glyph, accent
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
@@ -99,7 +100,7 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
         named = [glyph for glyph in glyphs if glyph.style.font not in nameless]
         left, bottom, right, top = page.get_bbox()
         inside = [glyph for glyph in named if left <= glyph.x < right and bottom <= glyph.y < top]
-        directions = _directions(inside, objects.rules, page.get_rotation())
+        directions = _directions(inside, objects, page.get_rotation())
         return PageText(
             lines=[line for frame in directions for line in lines_of(frame)],
             objects=objects,
@@ -123,8 +124,11 @@ def _is_unseen(glyph: _Placed, objects: Objects) -> bool:
     return not is_within[0] or any(is_within[1:])
 
 
-def _directions(glyphs: list[_Placed], rules: list[Box], rotation: int) -> Iterator[list[Glyph]]:
-    """Yield the glyphs of each direction in its frame, fractions as one; `rotation` is that of the page, clockwise."""
+def _directions(glyphs: list[_Placed], objects: Objects, rotation: int) -> Iterator[list[Glyph]]:
+    """Yield the glyphs of each direction in its frame, fractions and rows of tables as one.
+
+    `rotation` is that of the page, clockwise.
+    """
     frames: dict[tuple[int, bool], tuple[float, list[Glyph]]] = {}  # by degrees, and whether vertical; the exact angle
     for order, (text, x, y, width, style, _) in enumerate(glyphs):
         exact, is_vertical = style.direction
@@ -135,9 +139,16 @@ def _directions(glyphs: list[_Placed], rules: list[Box], rotation: int) -> Itera
         frame.append(Glyph(text, start, base, start + width, style.size, order))
     for key in sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360):
         angle, frame = frames[key]
-        ends = [(_turn(x, y, angle), _turn(end, top, angle)) for x, y, end, top in rules]
-        turned = (Rule(min(a, b), (c + d) / 2, max(a, b), abs(c - d)) for (a, c), (b, d) in ends)
-        yield join_fractions(frame, [rule for rule in turned if rule.thickness < rule.end - rule.x])
+        rules, shapes = ([_turn_box(box, angle) for box in boxes] for boxes in (objects.rules, objects.shapes))
+        turned = (Rule(x, (y + top) / 2, end, top - y) for x, y, end, top in rules)
+        joined = join_fractions(frame, [rule for rule in turned if rule.thickness < rule.end - rule.x])
+        yield join_tables(joined, shapes)
+
+
+def _turn_box(box: Box, angle: float) -> Box:
+    """Return the box around a box, or a line, in a frame that is turned by degrees."""
+    (x, y), (end, top) = _turn(*box[:2], angle), _turn(*box[2:], angle)
+    return min(x, end), min(y, top), max(x, end), max(y, top)
 
 
 def _turn(x: float, y: float, angle: float) -> tuple[float, float]:

@@ -28,6 +28,7 @@ class Objects(NamedTuple):
     has_hidden: bool  # text of hidden layers
     has_invisible: bool  # text without ink that is not over an image, as recognised text is
     rules: list[Box]
+    shapes: list[Box]  # what is seen of them
     views: dict[int, tuple[Box, list[Box]]]  # by a text object's address: what is seen of it, and what covers it
 
 
@@ -36,7 +37,7 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
     objects = [(drawn, _hide(drawn)) for drawn in page.get_objects(max_depth=_MAX_DEPTH)]
     shown = [drawn for drawn, is_hidden in objects if not is_hidden]
     places = _Places()
-    rules, covers, views = list[Box](), list[Box](), dict[int, tuple[Box, list[Box]]]()
+    shapes, covers, views = list[Box](), list[Box](), dict[int, tuple[Box, list[Box]]]()
     for drawn in reversed(shown):
         box = places.box(drawn, drawn.get_bounds())
         if drawn.type == pdfium.FPDF_PAGEOBJ_TEXT:
@@ -47,7 +48,7 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
                 views[address(drawn.raw)] = clip, over
         elif drawn.type == pdfium.FPDF_PAGEOBJ_PATH:
             clip = places.clip(drawn)
-            rules += (rule for part in _parts(drawn) if _is_rule(rule := _common(places.box(drawn, part), clip)))
+            shapes += (_common(places.box(drawn, part), clip) for part in _parts(drawn))
             if len(covers) < _MAX_COVERS and _is_cover(drawn):
                 covers.append(_common(box, clip))
     return Objects(
@@ -55,7 +56,8 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
         draws_image=any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in shown),
         has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
         has_invisible=_has_invisible(shown),
-        rules=rules,
+        rules=[*filter(_is_rule, shapes)],
+        shapes=shapes,
         views=views,
     )
 

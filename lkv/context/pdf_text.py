@@ -23,7 +23,7 @@ _LIGATURES = {0xFB00: "ff", 0xFB01: "fi", 0xFB02: "fl", 0xFB03: "ffi", 0xFB04: "
 # Of superscripts, a solidus and subscripts.
 _FRACTION = re.compile("([⁰¹²³⁴-⁹]+)(?:[/\u2044\u2215](?=[₀-₉])|\u2044(?=[0-9]))([₀-₉0-9]+)")
 _WORD = re.compile(r"[^\W\d_]+(?:[-\u2010][^\W\d_]+)*")
-_BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad\n({_WORD.pattern})")
+_BROKEN_WORD = re.compile(rf"({_WORD.pattern})[-\u2010]\u00ad[\n ]({_WORD.pattern})")
 # Parts that more often begin or end compounds than what a word's end is broken into.
 _BEGIN_COMPOUNDS = frozenset(
     "all best cross double e eight ever fifty first five forty four front full good half high large long low middle "
@@ -167,7 +167,7 @@ def _join_words(texts: list[str]) -> list[str]:
             return match[0]
         return f"{first}-{second}" if has_hyphen or (has_hyphen is None and not breaks_words) else first + second
 
-    joined = (re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}\n", "", _BROKEN_WORD.sub(join, text)) for text in texts)
+    joined = (re.sub(r"(?<![-\N{HYPHEN}])\N{SOFT HYPHEN}[\n ]", "", _BROKEN_WORD.sub(join, text)) for text in texts)
     # Behind a hyphen it marks the end of a full line; others are drawn as hyphens.
     return [re.sub(r"(?<=[-\N{HYPHEN}])\N{SOFT HYPHEN}", "", text).replace("\N{SOFT HYPHEN}", "-") for text in joined]
 

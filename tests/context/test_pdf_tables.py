@@ -1,0 +1,94 @@
+"""Tables of random cells, with the rules of several programs, are read as their cells with tabs in between."""
+
+import textwrap
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lkv.context.document_reader import parse_document
+from tests.context.pdf_writer import TYPE1, pdf
+
+SIZE = 10.0
+WIDTH = 0.6 * SIZE  # of each letter of Courier
+COURIER = f"/Resources << /Font << /F1 {TYPE1.replace('Helvetica', 'Courier')} /Encoding /WinAnsiEncoding >> >> >>"
+LENGTH = 16  # letters of a line of a cell
+WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
+CELLS = st.lists(WORDS, min_size=1, max_size=7).map(" ".join)
+
+
+def read(content: str) -> str:
+    return parse_document(pdf(content, page=COURIER), "file.pdf").text
+
+
+def text_at(x: float, y: float, text: str) -> str:
+    return f"BT /F1 {SIZE} Tf {x:.2f} {y:.2f} Td ({text}) Tj ET\n"
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[list[str]]:
+    """Rows of cells, of which some are empty, but for those of the first row and column."""
+    count = draw(st.integers(2, 4))
+    header = draw(st.lists(CELLS, min_size=count, max_size=count))
+    rows = st.tuples(CELLS, *[CELLS | st.just("")] * (count - 1)).map(list)
+    return [header, *draw(st.lists(rows, min_size=1, max_size=5))]
+
+
+def draw_rules(style: str, xs: list[float], ys: list[float]) -> str:
+    """Draw the rules of a grid as lines, boxes around cells, thin filled boxes, one path or filled cells."""
+    ends = [f"{xs[0]} {y} m {xs[-1]} {y} l" for y in ys] + [f"{x} {ys[0]} m {x} {ys[-1]} l" for x in xs]
+    sizes = [(x, y, end - x, top - y) for x, end in pairwise(xs) for top, y in pairwise(ys)]
+    thin = [(xs[0], y, xs[-1] - xs[0], 0.5) for y in ys] + [(x, ys[-1], 0.5, ys[0] - ys[-1]) for x in xs]
+    return {
+        "lines": " S\n".join(ends) + " S\n",
+        "path": " ".join(ends) + " S\n",
+        "boxes": "".join(f"{x} {y} {width} {height} re S\n" for x, y, width, height in sizes),
+        "thin boxes": " ".join(f"{x} {y} {width} {height} re" for x, y, width, height in thin) + " f\n",
+        "filled cells": "0.9 g " + "".join(f"{x} {y} {a - 1} {b - 1} re f\n" for x, y, a, b in sizes) + "0 g\n",
+    }[style]
+
+
+@pytest.mark.slow
+@given(
+    table=tables(),
+    style=st.sampled_from(["lines", "path", "boxes", "thin boxes", "filled cells"]),
+    height=st.sampled_from([0, 0.5, 1]),
+    by_columns=st.booleans(),
+)
+def test_the_cells_of_a_ruled_table_are_separated_by_tabs(table, style, height, by_columns):
+    """Cells have several lines at the top, in the middle or at the bottom."""
+    wrapped = [[textwrap.wrap(cell, LENGTH) for cell in row] for row in table]
+    xs, ys = [50 + (LENGTH + 1) * WIDTH * i for i in range(len(table[0]) + 1)], [740.0]
+    drawn = []
+    for row in wrapped:
+        most = max(map(len, row))
+        for column, lines in enumerate(row):
+            top = ys[-1] - 12 - 12 * height * (most - len(lines))
+            texts = "".join(text_at(xs[column] + 3, top - 12 * i, line) for i, line in enumerate(lines))
+            drawn.append((column * by_columns, texts))
+        ys.append(ys[-1] - 12 * most - 6)
+    drawn.sort(key=lambda part: part[0])
+    content = draw_rules(style, xs, ys) + "".join(text for _, text in drawn)
+    around = text_at(50, 760, "A line before the table"), text_at(50, ys[-1] - 20, "and one behind it")
+    rows = ["\t".join(row) for row in table]
+    assert read(content.join(around)).split("\n") == ["A line before the table", *rows, "and one behind it"]
+
+
+def test_merged_cells_have_their_text_once():
+    content = "".join(f"{x} {y} {width} {height} re S\n" for x, y, width, height in (
+        (50, 660, 100, 40), (150, 680, 200, 20), (150, 660, 100, 20), (250, 660, 100, 20),
+        (50, 640, 100, 20), (150, 640, 100, 20), (250, 640, 100, 20),
+    ))  # fmt: skip
+    places = {(60, 676): "Region", (220, 686): "Sales", (160, 666): "2023", (260, 666): "2024"}
+    places |= {(60, 646): "North", (260, 646): "17"}
+    content += "".join(text_at(x, y, text) for (x, y), text in places.items())
+    assert read(content) == "Region\tSales\t\n\t2023\t2024\nNorth\t\t17"
+
+
+@given(rows=st.lists(st.lists(WORDS, min_size=1, max_size=8), min_size=2, max_size=6))
+def test_rules_without_a_grid_make_no_table(rows):
+    """Underlined rows in a frame."""
+    content = "40 600 500 160 re S\n" + "".join(f"40 {730 - 20 * i} m 540 {730 - 20 * i} l S\n" for i in range(6))
+    content += "".join(text_at(50, 736 - 20 * i, " ".join(row)) for i, row in enumerate(rows))
+    assert read(content) == "\n".join(map(" ".join, rows))
