@@ -5,7 +5,17 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, pairwise
 from typing import NamedTuple
 
-from lkv.context.pdf_words import ROW_OFFSET, SAME_BASE, SMALL, WORD_GAP, Glyph, attach_accents, texts_of, word_gap
+from lkv.context.pdf_words import (
+    ROW_OFFSET,
+    SAME_BASE,
+    SMALL,
+    WORD_GAP,
+    Glyph,
+    attach_accents,
+    attach_capitals,
+    texts_of,
+    word_gap,
+)
 from lkv.context.reading_order import in_reading_order
 
 # Shares of the font's size.
@@ -38,8 +48,8 @@ class _Segment(NamedTuple):
 
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
-    segments = [segment for line in _attach_scripts(_base_lines(attach_accents(glyphs))) for segment in _segments(line)]
-    blocks = _blocks(_attach_capitals(segments))
+    lines = _attach_scripts(_base_lines(attach_capitals(attach_accents(glyphs))))
+    blocks = _blocks([segment for line in lines for segment in _segments(line)])
     return [line for block in blocks for line in _block_lines([*_by_columns(_rows(block))])]
 
 
@@ -119,22 +129,6 @@ def _segment(glyphs: list[Glyph]) -> _Segment:
     largest = max(glyphs, key=lambda glyph: glyph.size)
     start, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
     return _Segment(glyphs, start, largest.y, end, largest.size, min(glyph.order for glyph in glyphs))
-
-
-def _attach_capitals(segments: list[_Segment]) -> list[_Segment]:
-    """Put a capital that is as high as several lines before the first of them."""
-    sizes = sorted(segment.size for segment in segments)
-    large = [segment for segment in segments if len(segment.glyphs) == 1 and segment.size > 2 * sizes[len(sizes) // 2]]
-    for capital in large[:_NEIGHBOURS]:
-        size = capital.size
-        beside = [each for each in segments if 0 <= each.x - capital.end < 0.5 * size > each.size]
-        lines = [each for each in beside if capital.y < each.y < capital.y + size]
-        if lines and capital.glyphs[0].text.isalpha():
-            first = max(lines, key=lambda each: each.y)
-            glyph = capital.glyphs[0]._replace(y=first.y, size=first.size, end=first.x)
-            segments[segments.index(first)] = first._replace(glyphs=[glyph, *first.glyphs], x=capital.x)
-            segments.remove(capital)
-    return segments
 
 
 def _blocks(segments: list[_Segment]) -> list[list[_Segment]]:

@@ -23,6 +23,7 @@ _DIGIT_RAISE = 0.14  # of digits of the text's size that are scripts, at least
 _MARKS = {"`": "\u0300", "\u02c6": "\u0302", "\u02c7": "\u030c"}
 _DOTLESS = {0x131: "i", 0x237: "j"}
 _MAX_ACCENTS, _MAX_REACH = 2000, 100  # of a page; glyphs that are drawn in between
+_MAX_CAPITALS = 40  # of a page that are several lines high
 _ABOVE = 230  # the class of accents above
 
 
@@ -74,6 +75,25 @@ def attach_accents(glyphs: Sequence[Glyph]) -> list[Glyph]:
             if mark == glyph.text and i and (base := joined[i - 1]):
                 joined[i - 1], joined[i] = base._replace(text=base.text + mark), None
     return [glyph for glyph in joined if glyph]
+
+
+def attach_capitals(glyphs: list[Glyph]) -> list[Glyph]:
+    """Put a capital that is as high as several lines before the first of them."""
+    sizes = sorted(glyph.size for glyph in glyphs)
+    placed, least = [*glyphs], 2 * sizes[len(sizes) // 2] if sizes else 0.0
+    large = [i for i, glyph in enumerate(glyphs) if glyph.size > least and glyph.text.isalpha()]
+    alone = [i for i in large if all(glyphs[j].size != glyphs[i].size for j in (i - 1, i + 1) if 0 <= j < len(glyphs))]
+    for capital in (glyphs[i] for i in alone[:_MAX_CAPITALS]):
+        (x, y, size), reach = (capital.end, capital.y, capital.size), capital.size / 2
+        beside = [each for each in glyphs if -0.1 * size < each.x - x < reach > each.size and y < each.y < y + size]
+        top = max((each.y for each in beside), default=y)
+        line = [each for each in beside if top - each.y < SAME_BASE * each.size < top - y]
+        if line:
+            first = min(line, key=lambda each: each.x)
+            placed.remove(capital)
+            joined = capital._replace(y=first.y, size=first.size, end=first.x, order=first.order)
+            placed.insert(placed.index(first), joined)
+    return placed
 
 
 def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:

@@ -271,6 +271,27 @@ def test_tall_brackets_leave_the_text_between_them(size):
 
 
 @given(
+    words=st.lists(LONG_WORDS, min_size=16, max_size=30),
+    count=st.integers(2, 4),
+    offset=st.floats(-0.2, 0.3),
+    gap=st.floats(0, 0.4),
+    is_last=st.booleans(),
+)
+def test_a_capital_that_is_several_lines_high_begins_the_first_word(words, count, offset, gap, is_last):
+    """On the base line of the last line beside it, or a little off."""
+    leading, size = 1.2 * SIZE, (1.2 * (count - 1) + 0.6) * SIZE / 0.6
+    texts = textwrap.wrap(" ".join(words), 22)
+    capital = f"BT /F1 {size:.2f} Tf 60 {700 - leading * (count - 1) + offset * SIZE:.2f} Td (Q) Tj ET\n"
+    start = 60 + WIDTH * size / SIZE + gap * SIZE
+    content = [text_at(start if i < count else 60, 700 - leading * i, text) for i, text in enumerate(texts)]
+    content.insert(is_last * len(content), capital)
+    assert [line.strip() for line in read(pdf("".join(content), page=COURIER)).split("\n")] == [
+        f"Q{texts[0]}",
+        *texts[1:],
+    ]
+
+
+@given(
     value=st.sampled_from(["3/4/1980", "1,250.00", "77-4411", "12.5 kg"]),
     rise=st.floats(1.7, 4),
     size=st.floats(9, 12),
