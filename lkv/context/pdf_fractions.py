@@ -16,7 +16,7 @@ _AXIS, _MIN_AXIS, _MAX_AXIS = 0.25, 0.1, 0.45  # of a rule above the base line o
 _MIN_SCRIPT_AXIS, _MAX_SCRIPT_AXIS = -0.3, 1.1  # of a fraction that is a script
 _SCRIPT = 0.8  # the size of such a fraction, at most
 _MAX_THICKNESS = 0.2  # of a rule
-_MAX_GAP, _MAX_OWN_GAP = 0.9, 0.6  # between a rule and what is nearest to it; with no text beside the rule
+_MAX_GAP = 0.6  # between a rule and what is nearest to it, by the largest text there or beside it
 _MAX_RISE = 0.6  # of scripts
 _MAX_OVERHANG, _MAX_MARGIN = 0.25, 0.8  # of glyphs beyond a rule, and of a rule beyond glyphs
 _MAX_OFFSET = 0.3  # between the middle of a rule and that of what is above or below
@@ -65,7 +65,8 @@ def join_fractions(glyphs: Sequence[Glyph], rules: list[Rule]) -> list[Glyph]:
             continue
         members = {*map(id, sides[0]), *map(id, sides[1])}
         others = [part.glyph for part in near if id(part) not in members and part.glyph.text != " "]
-        if joined := _fraction(rule, [[part.glyph for part in side] for side in sides], others, apart):
+        gap = max(min(part.low for part in sides[0]) - rule.y, rule.y - max(part.high for part in sides[1]))
+        if joined := _fraction(rule, gap, [[part.glyph for part in side] for side in sides], others, apart):
             low, high = min(part.low for part in sides[1]), max(part.high for part in sides[0])
             kept = (part for part in parts if id(part) not in members)
             parts = sorted([*kept, *(_Part(low, high, each) for each in joined)])
@@ -83,7 +84,7 @@ def _side(rule: Rule, parts: list[_Part], sign: int, rules: list[Rule]) -> list[
         if not any(0 < (each.y - rule.y) * sign < gap and each.covers(part.glyph) for each in rules)
     ]
     nearest, first = min(gaps, default=(0.0, None))
-    if first is None or nearest > _MAX_GAP * first.glyph.size:
+    if first is None:
         return []
     size, gap = max((part.glyph.size, gap) for gap, part in gaps if gap < nearest + _MAX_RISE * first.glyph.size)
     return [part for other, part in gaps if other < gap + _MAX_RISE * size]
@@ -106,13 +107,15 @@ def _fits(rule: Rule, sides: list[list[Glyph]]) -> bool:
     return rule.end - rule.x - max(widths) < _MAX_MARGIN * size and rule.thickness < _MAX_THICKNESS * size
 
 
-def _fraction(rule: Rule, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> list[Glyph]:
+def _fraction(rule: Rule, gap: float, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> list[Glyph]:
     """Return the glyph of a fraction and the spaces beside it, or nothing if the parts are none."""
     size = max(glyph.size for side in sides for glyph in side)
     texts = [" ".join(lines_of(side)) for side in sides]
     left = max((g for g in others if _is_beside(rule, g, rule.x - g.end, size)), key=lambda g: g.end, default=None)
     right = min((g for g in others if _is_beside(rule, g, g.x - rule.end, size)), key=lambda g: g.x, default=None)
     near = left or right
+    if gap > _MAX_GAP * max(size, near.size if near else 0.0):
+        return []
     if near is None and (any(map(_NO_FRACTION.search, texts)) or _is_in_column(rule, sides, others, rules)):
         return []
     order = min(glyph.order for side in sides for glyph in side)
@@ -139,8 +142,7 @@ def _is_beside(rule: Rule, glyph: Glyph, gap: float, size: float) -> bool:
 def _is_in_column(rule: Rule, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> bool:
     """Return whether what has no text beside its rule is underlined, in a row of cells or in a column of numbers."""
     base, size = min((glyph.y, glyph.size) for glyph in sides[0])
-    top = max(glyph.y + _HEIGHT * glyph.size for glyph in sides[1])
-    if base - rule.y < _MIN_RISE * size or rule.y - top > _MAX_OWN_GAP * size:
+    if base - rule.y < _MIN_RISE * size:
         return True
     for each in rules:
         low, high = sorted((each.y, rule.y))

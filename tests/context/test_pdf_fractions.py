@@ -169,6 +169,14 @@ def test_rows_whose_cells_have_a_line_below_are_no_fractions(rows, gap, kind):
     assert read(content).split("\n") == [" ".join(map(str, row)) for row in rows]
 
 
+@pytest.mark.parametrize("rise", [4, 4.5, 5])
+def test_an_underlined_superscript_is_no_numerator(rise):
+    """As references of web pages, over a shorter line of text."""
+    content = text_at(72, 400, "extension", 10) + text_at(126, 400 + rise, "[4]", 7)
+    content += rule(126, 400 + rise - 0.8, 12.6, 10, "border") + text_at(140, 400, "and more", 10)
+    assert read(content + text_at(126, 388, "ab", 10)).split("\n") == ["extension^[4] and more", "ab"]
+
+
 def test_cells_over_and_under_a_rule_of_their_column_are_none():
     cells = [(72, "Qty"), (150, "12"), (250, "a")], [(75.6, "4"), (153.6, "3"), (250, "b")]
     content = "".join(text_at(x, 700 - 14 * i, text, 12) for i, row in enumerate(cells) for x, text in row)
