@@ -8,26 +8,27 @@ from typing import Any, cast
 from pypdf import PageObject, PdfReader
 from pypdf.generic import DictionaryObject, EncodedStreamObject, StreamObject
 
+from lkv.context.pdf_fields import Field
+
 _HIDDEN = 2 | 32  # flags of annotations: Hidden, NoView
-_PASSWORD = 1 << 13  # flag of a text field
+_PASSWORD, _PUSH = 1 << 13, 1 << 16  # flags of text fields and buttons
 
 
-def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[tuple[int | None, str]]:
-    """Yield the filled fields of forms that are displayed, as `label: value`, with their pages, from 0, or None.
+def form_fields(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[tuple[int | None, Field]]:
+    """Yield the fields of forms that are displayed, with their pages, from 0, or None.
 
     Args:
         reader: The document.
         is_off: Says which layers are hidden.
     """
-    placed, done = set[int](), set[int]()
+    placed = set[int]()
     for page, widget in annotations(reader, is_widget=True):
         field = widget
         while "/T" not in field and (parent := get(field, "/Parent")) is not None:
             field = parent
         placed.add(id(field))
-        if id(field) not in done and not int(widget.get("/F", 0)) & _HIDDEN and not is_off(get(widget, "/OC")):
-            done.add(id(field))
-            yield from ((page.page_number, text) for text in _field_text(_qualified_name(field), widget, page))
+        if not int(widget.get("/F", 0)) & _HIDDEN and not is_off(get(widget, "/OC")):
+            yield from ((page.page_number, each) for each in _field(_qualified_name(field), widget, page))
     pending = items(get(get(reader.root_object, "/AcroForm") or {}, "/Fields"))
     while pending:  # fields that no page displays
         field = pending.pop(0)
@@ -35,27 +36,35 @@ def field_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[tu
         if id(field) not in placed:
             placed.add(id(field))
             pending += kids
-            yield from () if kids else ((None, text) for text in _field_text(_qualified_name(field), field, None))
+            yield from () if kids else ((None, each) for each in _field(_qualified_name(field), field, None))
 
 
-def _field_text(name: str, field: DictionaryObject, page: PageObject | None) -> Iterator[str]:
+def _field(name: str, field: DictionaryObject, page: PageObject | None) -> Iterator[Field]:
+    """Yield a field as it is displayed by `page`, or by none; nothing for one that is empty."""
     value, kind, flags = (_inherited(field, key) for key in ("/V", "/FT", "/Ff"))
-    if kind == "/Tx" and int(flags or 0) & _PASSWORD:
+    is_button, flags = kind == "/Btn", int(flags or 0)
+    if (is_button and flags & _PUSH) or (kind == "/Tx" and flags & _PASSWORD):
         return
+    value = field.get("/AS", value) if is_button else value
     if isinstance(value, StreamObject):
         value = value.get_data().decode("utf-8", "replace")
     elif kind == "/Sig" and value is not None:
         value = f"signed by {get(value, '/Name') or 'someone'}"
     # Choices have a displayed text beside their value; buttons name theirs by number.
     options = [items(option) for option in items(_inherited(field, "/Opt"))]
-    shown = {f"/{n}" if kind == "/Btn" else str(option[0]): str(option[-1]) for n, option in enumerate(options)}
-    values = [shown.get(str(each), str(each).removeprefix("/")) for each in items(value)]
-    text = "" if values == ["Off"] else ", ".join(values)
-    if not text and kind != "/Btn" and page is not None:
-        text = _drawn_text(field, page)
+    shown = {f"/{n}" if is_button else str(option[0]): str(option[-1]) for n, option in enumerate(options)}
+    text = ", ".join(shown.get(str(each), str(each).removeprefix("/")) for each in items(value))
+    if is_button and text in ("", "Off"):
+        text, named = "[ ]", ""  # not said without a label beside it
+    elif is_button:
+        text, named = "[x]", text
+    else:
+        text = named = _as_lines(text or (_drawn_text(field, page) if page else ""))
+    label, box = _inherited(field, "/TU") or name, [float(each) for each in items(get(field, "/Rect"))]
+    place = (min(box[::2]), min(box[1::2]), max(box[::2]), max(box[1::2])) if len(box) == 4 and page else None
     if text:
-        label = _inherited(field, "/TU") or name
-        yield _as_lines(f"{label}: {text}" if label else text)
+        is_shown = place and place[0] < place[2] and place[1] < place[3]
+        yield Field(place if is_shown else None, text, f"{label}: {named}" if label and named else named)
 
 
 def note_texts(reader: PdfReader, is_off: Callable[[Any], bool]) -> Iterator[str]:

@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 def join_fractions(glyphs: Sequence[Glyph], rules: list[Rule]) -> list[Glyph]:
     """Put one glyph, such as 3/4, in the place of what is above and below a rule, on the line that is beside it."""
-    if not rules:
+    if not rules or not glyphs:
         return [*glyphs]
     parts = sorted(_Part(each.y - _DEPTH * each.size, each.y + _HEIGHT * each.size, each) for each in glyphs)
     reach = 4 * max(each.size for each in glyphs)

@@ -5,16 +5,17 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unicodedata import bidirectional
 
 import pypdfium2
 import pypdfium2.raw as pdfium
 
+from lkv.context.pdf_fields import Box, Field, place_fields
 from lkv.context.pdf_fractions import Rule, join_fractions
 from lkv.context.pdf_layout import lines_of
-from lkv.context.pdf_objects import Box, Objects, address, outermost, read_objects
+from lkv.context.pdf_objects import Objects, address, outermost, read_objects
 from lkv.context.pdf_tables import join_tables
 from lkv.context.pdf_words import Glyph, accent
 
@@ -41,13 +42,13 @@ class PageText(NamedTuple):
     is_unseen: bool  # there is text that is covered or clipped
 
 
-def read_pages(data: bytes) -> list[PageText]:
-    """Read the text of a PDF's pages; no other thread reads a PDF meanwhile."""
+def read_pages(data: bytes, fields: Mapping[int | None, Sequence[Field]]) -> list[PageText]:
+    """Read the text of a PDF's pages, with the form fields of each by its number; no other thread reads meanwhile."""
     with _LOCK:
         document = pypdfium2.PdfDocument(data)
         try:
-            pages = (_open_page(document, number) for number in range(len(document)))
-            return [_read_page(page) for page in pages if page]
+            pages = ((_open_page(document, number), fields.get(number, ())) for number in range(len(document)))
+            return [_read_page(page, own_fields) for page, own_fields in pages if page]
         finally:
             document.close()
 
@@ -85,7 +86,7 @@ class _Placed(NamedTuple):
     is_unnamed: bool
 
 
-def _read_page(page: pypdfium2.PdfPage) -> PageText:
+def _read_page(page: pypdfium2.PdfPage, fields: Sequence[Field]) -> PageText:
     try:
         objects = read_objects(page)
         owners: dict[int, int] = {}  # the object in whose place an /ActualText is
@@ -100,7 +101,7 @@ def _read_page(page: pypdfium2.PdfPage) -> PageText:
         named = [glyph for glyph in glyphs if glyph.style.font not in nameless]
         left, bottom, right, top = page.get_bbox()
         inside = [glyph for glyph in named if left <= glyph.x < right and bottom <= glyph.y < top]
-        directions = _directions(inside, objects, page.get_rotation())
+        directions = _directions(inside, objects, page.get_rotation(), fields)
         return PageText(
             lines=[line for frame in directions for line in lines_of(frame)],
             objects=objects,
@@ -124,8 +125,10 @@ def _is_unseen(glyph: _Placed, objects: Objects) -> bool:
     return not is_within[0] or any(is_within[1:])
 
 
-def _directions(glyphs: list[_Placed], objects: Objects, rotation: int) -> Iterator[list[Glyph]]:
-    """Yield the glyphs of each direction in its frame, fractions and rows of tables as one.
+def _directions(
+    glyphs: list[_Placed], objects: Objects, rotation: int, fields: Sequence[Field]
+) -> Iterator[list[Glyph]]:
+    """Yield the glyphs of each direction in its frame, fractions and rows of tables as one, with the form's fields.
 
     `rotation` is that of the page, clockwise.
     """
@@ -137,12 +140,15 @@ def _directions(glyphs: list[_Placed], objects: Objects, rotation: int) -> Itera
         start, base = _turn(x, y, angle)
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         frame.append(Glyph(text, start, base, start + width, style.size, order))
+    if fields:
+        frames.setdefault((rotation, False), (rotation, []))
     for key in sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360):
         angle, frame = frames[key]
         rules, shapes = ([_turn_box(box, angle) for box in boxes] for boxes in (objects.rules, objects.shapes))
         turned = (Rule(x, (y + top) / 2, end, top - y) for x, y, end, top in rules)
         joined = join_fractions(frame, [rule for rule in turned if rule.thickness < rule.end - rule.x])
-        yield join_tables(joined, shapes)
+        placed = [(_turn_box(field.box, angle), field) for field in fields if field.box]
+        yield join_tables(place_fields(joined, placed if key == (rotation, False) else []), shapes)
 
 
 def _turn_box(box: Box, angle: float) -> Box:

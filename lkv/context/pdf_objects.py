@@ -10,8 +10,8 @@ import pypdfium2
 import pypdfium2.raw as pdfium
 
 from lkv.context.pdf_content import HIDDEN_MARK
+from lkv.context.pdf_fields import Box
 
-Box = tuple[float, float, float, float]  # left, bottom, right and top
 _MIN_WIDTH = 0.02  # of an object, in points
 _MAX_DEPTH = 40  # of forms within forms
 _MAX_SEGMENTS = 200  # of a path with rules

@@ -5,8 +5,7 @@ import logging
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unicodedata import normalize
 
@@ -14,8 +13,9 @@ from pypdf import PdfReader
 from pypdf.errors import DependencyError
 from pypdfium2 import PdfiumError
 
-from lkv.context.pdf_annotations import annotations, field_texts, get, items, note_texts
+from lkv.context.pdf_annotations import annotations, form_fields, get, items, note_texts
 from lkv.context.pdf_content import ContentCheck, Layers, rewrite
+from lkv.context.pdf_fields import Field
 from lkv.context.pdf_glyphs import PageText, read_pages
 from lkv.errors import DocumentError
 
@@ -70,20 +70,18 @@ def pdf_text(data: bytes, name: str) -> tuple[str, list[str]]:
         is_damaged = damage.take() or _is_update_cut(data)
         check = ContentCheck()
         all_missing = [[_DAMAGED] * any([check.is_damaged(page), damage.take()]) for page in own_pages]
-        all_pages = _pages(reader, data, check.draws_glyphs or "/OCProperties" in reader.root_object)
+        layers, fields = Layers(reader), dict[int | None, list[Field]]()
+        for number, field in form_fields(reader, layers.is_off):
+            fields.setdefault(number if field.box else None, []).append(field)
+        all_pages = _pages(reader, data, check.draws_glyphs or "/OCProperties" in reader.root_object, fields)
         texts = []
         for page, glyphs, missing in zip(own_pages, all_pages, all_missing, strict=True):
             missing += [_STRUCK] * any(get(note, "/Subtype") == "/StrikeOut" for note in items(get(page, "/Annots")))
             texts.append(_page_text(glyphs, missing))
-        layers = Layers(reader)
-        fields: dict[int | None, list[str]] = {}
-        for number, text in field_texts(reader, layers.is_off):
-            fields.setdefault(number, []).append(text)
-        for number, text in enumerate(_join_words(texts)):
-            texts[number] = "\n\n".join(filter(None, [text, "\n".join(fields.pop(number, []))]))
-        details = "\n".join([*chain(*fields.values()), *note_texts(reader, layers.is_off)])
+        unplaced = (field.named_text for field in fields.get(None, []) if field.named_text)
+        details = "\n".join([*unplaced, *note_texts(reader, layers.is_off)])
         skipped = [*_left_out(reader, all_missing), *(["damaged parts"] if is_damaged or damage.take() else [])]
-        return "\n\n".join(filter(None, [*texts, details])), skipped
+        return "\n\n".join(filter(None, [*_join_words(texts), details])), skipped
     except DependencyError as error:
         raise DocumentError(
             f"{name} is encrypted, which takes one more package to read; run `pip install 'pypdf[crypto]'`, or print "
@@ -115,14 +113,16 @@ class _DamageLog(logging.Handler):
         return bool(messages)
 
 
-def _pages(reader: PdfReader, data: bytes, is_rewritten: bool) -> list[PageText]:
+def _pages(
+    reader: PdfReader, data: bytes, is_rewritten: bool, fields: Mapping[int | None, Sequence[Field]]
+) -> list[PageText]:
     """Return the text of a document's pages."""
     try:
-        pages = [] if is_rewritten else read_pages(data)
+        pages = [] if is_rewritten else read_pages(data, fields)
     except PdfiumError:
         pages = []
     # pypdf finds more pages in some damaged documents.
-    if len(pages) != len(reader.pages) and len(pages := read_pages(rewrite(reader))) != len(reader.pages):
+    if len(pages) != len(reader.pages) and len(pages := read_pages(rewrite(reader), fields)) != len(reader.pages):
         raise ValueError(f"{len(pages)} of {len(reader.pages)} pages can be read")
     return pages
 

@@ -3,8 +3,8 @@
 from tests.context.pdf_writer import PdfDocument, lines, pdf, stream, xobject
 
 
-def _widget(entries: str) -> str:
-    return f"<< /Type /Annot /Subtype /Widget /Rect [0 0 90 20] {entries} >>"
+def _widget(entries: str, y: int = 400, x: int = 150) -> str:
+    return f"<< /Type /Annot /Subtype /Widget /Rect [{x} {y} {x + 90} {y + 16}] {entries} >>"
 
 
 def _form(*fields: str) -> bytes:
@@ -12,7 +12,7 @@ def _form(*fields: str) -> bytes:
     return pdf(
         lines("Application"),
         page=f"/Annots [{references}]",
-        objects={100 + i: _widget(each) for i, each in enumerate(fields)},
+        objects={100 + i: _widget(each, y=400 - 20 * i) for i, each in enumerate(fields)},
         catalog=f"/AcroForm << /Fields [{references}] >>",
     )
 
@@ -24,18 +24,19 @@ def _noted(annotation: str) -> bytes:
 
 
 FORMS = {
-    "filled text field": PdfDocument(_form("/FT /Tx /T (height) /V (42 m)"), "Application\n\nheight: 42 m"),
-    "field in UTF-16": PdfDocument(_form("/FT /Tx /T (name) /V <FEFF00C900760061>"), "Application\n\nname: Éva"),
+    "filled text field": PdfDocument(_form("/FT /Tx /T (height) /V (42 m)"), "Application\nheight: 42 m"),
+    "field in UTF-16": PdfDocument(_form("/FT /Tx /T (name) /V <FEFF00C900760061>"), "Application\nname: Éva"),
     "field of several lines": PdfDocument(
-        _form("/FT /Tx /Ff 4096 /T (note) /V (one\\rtwo)"), "Application\n\nnote: one\ntwo"
+        _form("/FT /Tx /Ff 4096 /T (note) /V (one\\rtwo)"), "Application\nnote: one\ntwo"
     ),
     "empty field": PdfDocument(_form("/FT /Tx /T (height)"), "Application"),
     "checkboxes": PdfDocument(
-        _form("/FT /Btn /T (paid) /V /Yes /AS /Yes", "/FT /Btn /T (late) /V /Off /AS /Off"), "Application\n\npaid: Yes"
+        _form("/FT /Btn /T (paid) /V /Yes /AS /Yes", "/FT /Btn /T (late) /V /Off /AS /Off"),
+        "Application\npaid: Yes",
     ),
-    "choice": PdfDocument(_form("/FT /Ch /T (month) /V (May) /Opt [(April) (May)]"), "Application\n\nmonth: May"),
+    "choice": PdfDocument(_form("/FT /Ch /T (month) /V (May) /Opt [(April) (May)]"), "Application\nmonth: May"),
     "choices": PdfDocument(
-        _form("/FT /Ch /Ff 2097152 /T (days) /V [(Monday) (Friday)]"), "Application\n\ndays: Monday, Friday"
+        _form("/FT /Ch /Ff 2097152 /T (days) /V [(Monday) (Friday)]"), "Application\ndays: Monday, Friday"
     ),
     "fields stand with their page": PdfDocument(
         pdf(
@@ -48,10 +49,10 @@ FORMS = {
             },
             catalog="/AcroForm << /Fields [100 0 R] >>",
         ),
-        "one\n\nHeight: 42 m\n\ntwo",
+        "one\nHeight: 42 m\n\ntwo",
     ),
     "field with its label": PdfDocument(
-        _form("/FT /Tx /T (f1) /TU (Height of the tower) /V (42 m)"), "Application\n\nHeight of the tower: 42 m"
+        _form("/FT /Tx /T (f1) /TU (Height of the tower) /V (42 m)"), "Application\nHeight of the tower: 42 m"
     ),
     "field that was drawn": PdfDocument(
         pdf(
@@ -63,7 +64,7 @@ FORMS = {
                 101: xobject("BT /F1 9 Tf (42 m) Tj ET"),
             },
         ),
-        "Application\n\nheight: 42 m",
+        "Application\nheight: 42 m",
     ),
     "note": PdfDocument(_noted("/Subtype /Text /Contents (ask the keeper)"), "The log\n\nask the keeper"),
     "free text": PdfDocument(_noted("/Subtype /FreeText /Contents (approved) /DA (/F1 9 Tf)"), "The log\n\napproved"),
@@ -95,23 +96,23 @@ FORMS = {
             },
             catalog="/AcroForm << /Fields [100 0 R] >>",
         ),
-        "Application\n\nsize: large",
+        "Application\nsize: large",
     ),
     "displayed text of a choice": PdfDocument(
-        _form("/FT /Ch /T (month) /V (5) /Opt [[(4) (April)] [(5) (May)]]"), "Application\n\nmonth: May"
+        _form("/FT /Ch /T (month) /V (5) /Opt [[(4) (April)] [(5) (May)]]"), "Application\nmonth: May"
     ),
     "fields of the same name": PdfDocument(
-        _form("/FT /Tx /T (a) /V (17)", "/FT /Tx /T (a) /V (18)"), "Application\n\na: 17\na: 18"
+        _form("/FT /Tx /T (a) /V (17)", "/FT /Tx /T (a) /V (18)"), "Application\na: 17\na: 18"
     ),
-    "field without a name": PdfDocument(_form("/FT /Tx /V (17)"), "Application\n\n17"),
+    "field without a name": PdfDocument(_form("/FT /Tx /V (17)"), "Application\n17"),
     "hidden field": PdfDocument(_form("/FT /Tx /T (a) /V (unseen) /F 2"), "Application"),
     "password": PdfDocument(_form("/FT /Tx /Ff 8192 /T (a) /V (unseen)"), "Application"),
     "signature": PdfDocument(
-        _form("/FT /Sig /T (by) /V << /Type /Sig /Name (Eva) >>"), "Application\n\nby: signed by Eva"
+        _form("/FT /Sig /T (by) /V << /Type /Sig /Name (Eva) >>"), "Application\nby: signed by Eva"
     ),
     "field of a page alone": PdfDocument(
         pdf(lines("Application"), page="/Annots [100 0 R]", objects={100: _widget("/FT /Tx /T (a) /V (17)")}),
-        "Application\n\na: 17",
+        "Application\na: 17",
     ),
     "field of no page": PdfDocument(
         pdf(
@@ -131,7 +132,7 @@ FORMS = {
             page="/Annots [100 0 R]",
             objects={100: _widget("/FT /Tx /T (a) /AP << /N 101 0 R >>"), 101: xobject(lines("17"))},
         ),
-        "Application\n\na: 17",
+        "Application\na: 17",
     ),
     "form in XFA": PdfDocument(
         pdf(lines("Please wait"), catalog="/AcroForm << /Fields [] /XFA 100 0 R >>", objects={100: stream("<xdp/>")}),
