@@ -49,5 +49,5 @@ def place_fields(glyphs: list[Glyph], fields: Iterable[tuple[Box, Field]]) -> li
         text = " " * bool(left and x - left.end < WORD_GAP * size) + text if text else ""
         text += " " * bool(text and right and right.x - end < WORD_GAP * size)
         for number, line in enumerate(text.split("\n") if text else ()):
-            placed.append(Glyph(line, x, y - number * _LEADING * size, end, size, order))
+            placed += [Glyph(line, x, y - number * _LEADING * size, end, size, order)] * bool(line.strip())
     return placed

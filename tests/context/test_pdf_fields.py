@@ -77,7 +77,7 @@ def test_boxes_stand_before_the_labels_behind_them(labels, ticks):
 
 def test_a_value_within_a_sentence_or_below_its_label():
     content = text_at(72, 700, "I,") + text_at(190, 700, "of the pier, agree.") + text_at(72, 650, "Remarks")
-    boxes = "/Rect [84 697 188 712] /FT /Tx /V (Ada Byron)", "/Rect [72 600 300 645] /FT /Tx /V (one\\rtwo)"
+    boxes = "/Rect [84 697 188 712] /FT /Tx /V (Ada Byron)", "/Rect [72 600 300 645] /FT /Tx /V (one\\r\\rtwo)"
     assert read(content + lines("Date", y=560), [*boxes]) == "I, Ada Byron of the pier, agree.\nRemarks\none\ntwo\nDate"
 
 
