@@ -9,6 +9,7 @@ from lkv.context.pdf_words import WORD_GAP, Glyph
 Box = tuple[float, float, float, float]  # left, bottom, right and top
 # Shares of the text's size.
 _LABEL, _LABEL_BEHIND, _LABEL_ABOVE = 16.0, 2.0, 1.6  # the most between a field and its label
+_NEXT = 5  # glyphs, spaces between, of two that are drawn one after the other
 _BASE = 0.35  # of a base line below the middle of a field
 _LEADING = 1.2
 _SIZE = 10.0  # of a page without text, in points
@@ -44,6 +45,8 @@ def place_fields(glyphs: list[Glyph], fields: Iterable[tuple[Box, Field]]) -> li
         label, nearest = before or behind or over, before or behind or left or right
         follows = label or next((each for each in rows if each.y > low), None)
         order = follows.order if follows else len(glyphs)
+        if before and behind and before.order < behind.order < before.order + _NEXT:
+            order = behind.order - 1
         y = nearest.y if nearest else max((low + high) / 2 - _BASE * size, high - _LEADING * size)
         text = field.text if label else field.named_text
         text = " " * bool(left and x - left.end < WORD_GAP * size) + text if text else ""

@@ -75,6 +75,22 @@ def test_boxes_stand_before_the_labels_behind_them(labels, ticks):
     assert read(content, widgets).split("\n") == shown
 
 
+@pytest.mark.parametrize("spaces", [0, 2, 3])
+@pytest.mark.parametrize("offset", [0, 3, 6])
+def test_boxes_between_numbers_and_text_leave_columns_apart(spaces, offset):
+    left = ["1 [ ] Single people", "2 [ ] Married people who file together", "3 [ ] Married people, with the name"]
+    right = ["4 [ ] Head of household, see instructions", "if the person is a child then give it", "its name here"]
+    content, boxes = "", []
+    for x, column in ((60, [*left, "and full name here of the person"]), (320, [*right, "5 [ ] Widows with children"])):
+        for i, text in enumerate(column):
+            y = 700 - 13 * i - offset * (x == 320)
+            number, _, rest = text.rpartition(" [ ] ")
+            content += text_at(x, y, number + " " * spaces) * bool(number) + text_at(x + 32, y, rest)
+            boxes += [f"/Rect [{x + 12} {y - 2} {x + 22} {y + 8}] /FT /Btn /AS /Off"] if number else []
+    shown = [*left, "and full name here of the person", *right, "5 [ ] Widows with children"]
+    assert read(content, boxes).split("\n") == shown
+
+
 def test_a_value_within_a_sentence_or_below_its_label():
     content = text_at(72, 700, "I,") + text_at(190, 700, "of the pier, agree.") + text_at(72, 650, "Remarks")
     boxes = "/Rect [84 697 188 712] /FT /Tx /V (Ada Byron)", "/Rect [72 600 300 645] /FT /Tx /V (one\\r\\rtwo)"
