@@ -60,7 +60,8 @@ def _field(name: str, field: DictionaryObject, page: PageObject | None) -> Itera
         text, named = "[x]", text
     else:
         text = named = _as_lines(text or (_drawn_text(field, page) if page else ""))
-    label, box = _inherited(field, "/TU") or name, [float(each) for each in items(get(field, "/Rect"))]
+    label = _inherited(field, "/TU") or name
+    box = [each for each in items(get(field, "/Rect")) if isinstance(each, int | float)]
     place = (min(box[::2]), min(box[1::2]), max(box[::2]), max(box[1::2])) if len(box) == 4 and page else None
     if text:
         is_shown = place and place[0] < place[2] and place[1] < place[3]

@@ -97,6 +97,11 @@ def test_a_value_within_a_sentence_or_below_its_label():
     assert read(content + lines("Date", y=560), [*boxes]) == "I, Ada Byron of the pier, agree.\nRemarks\none\ntwo\nDate"
 
 
+@pytest.mark.parametrize("rectangle", ["[0 0 0 0]", "[1 null 90 20]", "[1 2]", "(here)"])
+def test_a_field_without_a_place_is_listed_behind_the_pages(rectangle):
+    assert read(text_at(72, 700, "Form"), [f"/Rect {rectangle} /FT /Tx /V (42)"]) == "Form\n\nf0.72: 42"
+
+
 @pytest.mark.parametrize(("entries", "shown"), [("/TU (Height)", "Height: 42"), ("", "f0.72: 42")])
 def test_a_field_without_a_label_has_its_name(entries, shown):
     content = text_at(72, 700, "Form") + text_at(72, 300, "End")
