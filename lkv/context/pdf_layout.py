@@ -286,10 +286,11 @@ def _letter_width(line: list[Glyph]) -> float:
 
 
 def _line_texts(row: list[_Segment], usual_gap: float) -> list[str]:
-    """Return a row's texts from left to right, with superscripts and subscripts as such: 10\N{SUPERSCRIPT SIX}."""
+    """Return a row's texts from left to right, with a tab between cells, and superscripts and subscripts as such."""
     texts: list[str] = []
-    for segment in row:
+    for last, segment in zip([None, *row], row, strict=False):
         part = texts_of(segment.glyphs, usual_gap)
-        texts += [" "] * (bool(texts) and texts[-1] != " " != part[0])
+        if last is not None and texts[-1] != " " != part[0]:
+            texts.append("\t" if segment.x - last.end > _CELL_GAP * segment.size else " ")
         texts += part
     return texts

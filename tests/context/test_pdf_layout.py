@@ -79,7 +79,7 @@ def tables(draw: st.DrawFn) -> tuple[list[str], list[str]]:
                     place = f"{x + first * WIDTH:.3f} {-leading * number:.3f}"
                     pieces.append(f"BT /F1 {SIZE} Tf {place} Td ({word[first:last]}) Tj ET")
                 x += len(word) * WIDTH + space
-    return [" ".join(word for cell in row for word in cell) for row in rows], draw(st.permutations(pieces))
+    return ["\t".join(map(" ".join, row)) for row in rows], draw(st.permutations(pieces))
 
 
 @given(
@@ -137,7 +137,7 @@ def test_rows_of_long_cells_stay_whole(rows, gap, by_columns):
     ]
     cells.sort(key=lambda cell: cell[0] * by_columns)
     page = f"{COURIER} /MediaBox [0 0 900 792]"
-    assert read(pdf("".join(text for _, text in cells), page=page)) == "\n".join(map(" ".join, texts))
+    assert read(pdf("".join(text for _, text in cells), page=page)) == "\n".join(map("\t".join, texts))
 
 
 @given(
