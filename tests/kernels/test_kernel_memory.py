@@ -229,7 +229,7 @@ def test_no_offset_of_eviction_overflows(layout):
     strides = (0, 0, 0) if layout == "pools" else strides
     key, value, weight = (Endless(torch.bfloat16) for _ in range(3))
     tables = [Endless(torch.float32) for _ in range(12)]
-    scores, positions, numbers = Endless(torch.float32), Endless(torch.int32), Endless(torch.int8)
+    scores, positions, order = Endless(torch.float32), Endless(torch.int32), Endless(torch.int32)
     sizes = {"BLOCK": 64, "BLOCK_H": 64, "BLOCK_U": 128, "BLOCK_R": 16, "BLOCK_K": 16, "DIM": dim}
     kernels = selection.kernels
     with unlimited_memory():
@@ -242,8 +242,8 @@ def test_no_offset_of_eviction_overflows(layout):
             )  # fmt: skip
         limits = torch.full((1, spans), tokens, dtype=torch.int32)
         kernels.select_kernel[(-(-tokens // 64), spans)](
-            scores, limits, counts, None, numbers, tokens, 64, heads, key, value, scores, positions, where, *strides,
-            *strides, key, value, scores, positions, starts, TIERS=1, BLOCK=2**16, MOVED=64, BLOCK_T=1, DIM=dim,
+            scores, limits, counts, None, None, order, starts[None], tokens, 64, heads, key, value, scores, positions,
+            where, *strides, *strides, key, value, scores, positions, starts, TIERS=1, BLOCK=2**16, MOVED=64, BLOCK_T=1, DIM=dim,
             VALUE_DIM=dim, BLOCK_D=dim, BLOCK_V=dim,
         )  # fmt: skip
 
