@@ -76,6 +76,10 @@ class Ask(PolicyOptions, RunOptions):
         """The words before the first question: files and folders."""
         return [] if self.load else [*self.words[:1], *takewhile(exists, self.words[1:])]
 
+    @property
+    def _questions(self) -> list[str]:
+        return self.words[len(self._documents) :]
+
     def run(self) -> None:
         """Read and compress the document, or load it, then answer."""
         self._check()
@@ -83,7 +87,7 @@ class Ask(PolicyOptions, RunOptions):
         from lkv.context.saved_context import check_replaceable
         from lkv.utils.files import check_writable_file
 
-        questions = self.words[len(self._documents) :]
+        questions = self._questions
         for question in questions:
             check_text(question, "the question", "ask something about the text")
         if self.save:
@@ -119,7 +123,7 @@ class Ask(PolicyOptions, RunOptions):
             raise LkvError(f"the text that --load reads is already compressed; leave {' and '.join(compressing)} out.")
         if not self.load and not self.words:
             raise LkvError("give a file to read (or - for stdin), or --load with a file written by --save.")
-        questions = self.words[len(self._documents) :]
+        questions = self._questions
         if self._documents[:1] == ["-"] and not questions and not self.save:
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if not self.load and (others := [word for word in questions if isfile(word)]):

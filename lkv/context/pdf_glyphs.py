@@ -17,7 +17,7 @@ from lkv.context.pdf_fractions import Rule, join_fractions
 from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_objects import Objects, address, outermost, read_objects
 from lkv.context.pdf_tables import join_tables
-from lkv.context.pdf_words import Glyph, accent
+from lkv.context.pdf_words import MIDDLE, Glyph, accent
 
 _LOCK = threading.Lock()  # pdfium is not thread-safe
 _LAM = "\u0644"  # the first letter of the ligatures that Unicode has
@@ -29,7 +29,6 @@ _MAX_UNNAMED = 0.05  # of a font's characters
 _MAX_CHARACTERS = 500_000  # of a page
 _SIDE_BEARINGS = 0.2  # of the font's size
 _EXACT = 0.01  # from the origin of a glyph to the box of its advance
-_MIDDLE = 0.25  # of letters over their base line, by the font's size
 
 
 class PageText(NamedTuple):
@@ -118,7 +117,7 @@ def _is_unseen(glyph: _Placed, objects: Objects) -> bool:
     clip, covers = objects.views.get(glyph.style.address, (None, []))
     if clip is None or glyph.text == " ":
         return False
-    angle, (along, up) = math.radians(glyph.style.direction[0]), (glyph.width / 2, _MIDDLE * glyph.style.size)
+    angle, (along, up) = math.radians(glyph.style.direction[0]), (glyph.width / 2, MIDDLE * glyph.style.size)
     x = glyph.x + along * math.cos(angle) - up * math.sin(angle)
     y = glyph.y + along * math.sin(angle) + up * math.cos(angle)
     is_within = [box[0] <= x <= box[2] and box[1] <= y <= box[3] for box in (clip, *covers)]

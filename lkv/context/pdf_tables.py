@@ -9,10 +9,9 @@ from typing import NamedTuple
 from lkv.context.flow_text import Cell, table_lines
 from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_objects import Box
-from lkv.context.pdf_words import WORD_GAP, Glyph
+from lkv.context.pdf_words import MIDDLE, WORD_GAP, Glyph
 
 _SAME = 4.0  # points; sides that are nearer are one rule, as those of double lines and of neighbouring cells
-_MIDDLE = 0.25  # of letters over their base line, by the font's size
 _MIN_FILLED = 0.35  # of the cells; less in forms and drawings
 _MIN_LINE = 0.6  # of the width of a cell where a line breaks
 _MAX_BREAKS = 0.5  # by the number of cells
@@ -99,7 +98,7 @@ def _join_grid(glyphs: list[Glyph], columns: list[_Rule], rows: list[_Rule]) -> 
     outside, crossed = list[Glyph](), 0
     last, last_place, content = None, list[Glyph](), list[Glyph]()
     for glyph in glyphs:
-        x, y = (glyph.x + glyph.end) / 2, glyph.y + _MIDDLE * glyph.size
+        x, y = (glyph.x + glyph.end) / 2, glyph.y + MIDDLE * glyph.size
         if not (xs[0] < x < xs[-1] and ys[0] < y < ys[-1]):
             outside.append(glyph)
             continue

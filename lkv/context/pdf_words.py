@@ -14,6 +14,7 @@ SAME_BASE = 0.15  # between the base lines of one line
 ROW_OFFSET = 0.51  # between the base lines of cells of one row, at most
 SMALL = 0.9  # superscripts and subscripts are smaller; 0.83 in browsers
 WORD_GAP = 0.189  # between words, at least; the narrowest spaces of TeX have 0.19
+MIDDLE = 0.25  # of letters over their base line, by the size of the font
 _MIN_GAPS = 6  # of a line whose own gaps say which are between words
 _NUMBER_GAP = 0.12  # between numbers
 _MAX_TRACKING = 0.8  # between the letters of a spaced out word, at most
