@@ -355,13 +355,16 @@ def test_a_text_of_a_few_words_is_not_held_out_alone():
 @pytest.mark.usefixtures("ticking")
 def test_a_policy_is_not_compared_on_a_few_words(loaded, monkeypatch):
     """Where longer texts are held out; every other one has eight tokens here."""
-    draw, seen, rows = FitSamples._sample, [], comparison_rows({"lkv": (0.1, 0.5)})
+    init, seen, rows = FitSamples.__init__, [], comparison_rows({"lkv": (0.1, 0.5)})
 
-    def cut(samples, data, number, longest):
-        sample = draw(samples, data, number, longest)
-        return sample if number % 2 else replace(sample, context=sample.context[:8])
+    def cut(samples, texts, draw, *settings):
+        def draw_short(data, number, **lengths):
+            sample = draw(data, number, **lengths)
+            return sample if number % 2 else replace(sample, context=sample.context[:8])
 
-    monkeypatch.setattr(FitSamples, "_sample", cut)
+        init(samples, texts, draw_short, *settings)
+
+    monkeypatch.setattr(FitSamples, "__init__", cut)
     monkeypatch.setattr(fit_run, "compare", lambda model, tokenizer, samples, *_: seen.extend(samples) or rows)
     fit(*loaded, minutes=0.1, name="tiny")
     assert seen and min(len(text.context) for text in seen) >= 50
