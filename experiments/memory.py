@@ -6,7 +6,7 @@ python -m experiments.memory --data FOLDER --model NAME
 A budget is a share of the bytes of a 16-bit cache, whatever dtype the model computes in: an entry that is not quantised
 counts 16 bits a value, also where the model computes in float32. Every method is measured in tiers, and with all its
 entries in 16, 8 and 4 bits, and in FP8. --full-table has all budgets and precisions for every method, else only LKV
-has, and LKV with compensation in tiers.
+has, and LKV with compensation in tiers. --tiers-only leaves the other precisions out, and the figure.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,16 +37,15 @@ Sample = dict[str, Any]
 def main() -> None:
     options = parse_options(
         __doc__, "memory", "of evaluation files", **SUBJECT, methods=METHODS, tokens=[1000, 2000, 4000, 7800],
-        memory=[0.3, 0.15, 0.1, 0.05, 0.03], contexts=[2], tasks=TASKS, seed=0, full_table=False, out=Path,
+        memory=[0.3, 0.15, 0.1, 0.05, 0.03], contexts=[2], tasks=TASKS, seed=0, full_table=False, tiers_only=False,
+        out=Path,
     )  # fmt: skip
     contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
     options.out = options.out or subject.results("memory")
-    dtype = subject.model.dtype
+    dtype, tables = subject.model.dtype, {"": DEFAULT_TABLE} if options.tiers_only else TABLES
     shares = [share * own_share(name, dtype) for name in ("", UNQUANTIZED_ROW) for share in options.memory]
     shares = [share for share in shares if share <= 1]
-    grid = MethodGrid(
-        subject.model, subject.tokenizer, options.methods, shares, subject.policy, tier_tables=TABLES
-    )  # fmt: skip
+    grid = MethodGrid(subject.model, subject.tokenizer, options.methods, shares, subject.policy, tier_tables=tables)
 
     def is_measured(name: str, share: float) -> bool:
         in_full = options.full_table or name.split(" ")[0] == "lkv" or name == "lkv+compensation"
@@ -69,7 +68,8 @@ def main() -> None:
     rows = run_cases(
         "experiments.memory", options, "memory", cases, measure_case, rows_of_samples, subject.policy, growing
     )
-    draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
+    if not options.tiers_only:
+        draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 
 
 @torch.no_grad()
