@@ -21,7 +21,7 @@ from lkv.policy.lookup import default_policy
 def main() -> None:
     options = parse_options(
         __doc__, "selection_cost", tokens=[4096, 16_384], repeats=3, kvzip_up_to=4096, retention=0.15,
-        dtype="bfloat16",
+        dtype="bfloat16", methods=[*METHODS, "lkv+compensation"],
     )  # fmt: skip
     model, tokenizer = load_default(getattr(torch, options.dtype))
     policy, pattern = default_policy(), torch.rand(30, 3, generator=torch.Generator().manual_seed(0)).tolist()
@@ -30,8 +30,8 @@ def main() -> None:
         # Beyond the model's positions its text would mean nothing; what it costs stays the same.
         ids = torch.randint(100, 40_000, (1, tokens), generator=torch.Generator().manual_seed(0))
         prompt = read_prompt(model, ids, queries=True)
-        names = [name for name in METHODS if not parse_method(name).needs_second_pass or tokens <= options.kvzip_up_to]
-        names.append("lkv+compensation")
+        second_pass = [name for name in options.methods if parse_method(name).needs_second_pass]
+        names = [name for name in options.methods if name not in second_pass or tokens <= options.kvzip_up_to]
 
         def choose(name: str, ids: torch.Tensor = ids, prompt: list[LayerKV] = prompt) -> None:
             if name == "full":

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lkv.context.context import Context
 
 _SECOND_PASS_READINGS = 3.0  # of KVzip, which replays the text in chunks over all that was read
-_NEARLY_ALL = 0.9  # of the KV entries
+_NEARLY_ALL, _TOO_FEW = 0.9, 16  # of the KV entries; entries a head
 _STREAMING_CHUNK = 1024  # tokens per part with --streaming and without --chunk
 _FILE_NAME = re.compile(r"[^\s?]+\.(txt|md|pdf|html?|rst|csv|jsonl?|py)", re.IGNORECASE)
 Bits = Annotated[int | str, Field(union_mode="left_to_right")]
@@ -219,13 +219,14 @@ def _describe_budget(context: "Context", memory: str) -> tuple[str, str]:
     from lkv.methods.targets import TierTarget
 
     target = context.cache.target if isinstance(context.cache, RaggedCache) else None
+    share = context.realised_retention()
+    a_head = share * context.tokens
+    few = f" (about {a_head:.0f} a head: too few for most answers)" * (a_head < min(_TOO_FEW, context.tokens / 2))
     if not isinstance(target, TierTarget):
-        return f" (requested: {1.0 if target is None else target.retention:g})", ""
-    entries = ", quantised"
-    if context.realised_retention() > _NEARLY_ALL:
-        entries += " (nearly everything: methods hardly differ in what they keep)"
+        return f" (requested: {1.0 if target is None else target.retention:g}){few}", ""
+    most = " (nearly everything: methods hardly differ in what they keep)" * (share > _NEARLY_ALL)
     full = target.shape.reference_nbytes(context.tokens)
-    return entries, f"; memory budget: {memory} of {full / 1e6:.1f} MB in 16 bits"
+    return f", quantised{most}{few}", f"; memory budget: {memory} of {full / 1e6:.1f} MB in 16 bits"
 
 
 def _describe_size(context: "Context", budget: str = "") -> str:

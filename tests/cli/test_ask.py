@@ -48,6 +48,20 @@ def test_the_weights_bytes_are_reported_beside_a_cache_of_less_than_a_tenth(fold
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--memory", "100%"), "100.0% of the KV entries, quantised (nearly everything: "),
+        (("--memory", "1500B"), "a head: too few for most answers); KV cache"),
+        (("--retention", "0.02"), f"(requested: 0.02) (about {len(TEXT) // 50} a head: too few for most answers); KV"),
+        (("--memory", "30%"), " of the KV entries, quantised; KV cache"),
+    ],
+)
+def test_a_budget_that_keeps_nearly_all_or_too_few_says_so(folder, asked, words, told):
+    status, _, said = asked(folder / "text.md", "When?", *words)
+    assert status == 0 and told in said
+
+
+@pytest.mark.parametrize(
     ("words", "amount", "allowed"),
     [
         ((), {"memory": 0.1}, "10%"),
