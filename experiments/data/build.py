@@ -22,11 +22,11 @@ from lkv.errors import DataError
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
-from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, digest_of, index_folder, sha256_of
+from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, digest_of, index_folder
 from lkv.training.data.samples import Sample, tokenize_sample
 from lkv.training.datasets import FORMAT, MANIFEST, PROGRESS, read_manifest
 from lkv.utils.data_files import read_json, read_records
-from lkv.utils.files import check_is_not_data, check_writable_folder, strip_parent_dirs, write_text
+from lkv.utils.files import check_is_not_data, check_writable_folder, file_digest, strip_parent_dirs, write_text
 from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _open_loom(
         if index and name in index.used:
             paths = index.used[name]
             all_items = read_dataset(name, paths, index.folder)
-            origin = ", ".join(f"{path.name} (SHA-256 {sha256_of(path)[:16]})" for path in paths)
+            origin = ", ".join(f"{path.name} (SHA-256 {file_digest(path)[:16]})" for path in paths)
             sources[name] = _describe_source(name, origin)
         else:
             all_items, sources[name] = _fetch_from_hub(name, config, load)
@@ -314,7 +314,7 @@ class DatasetBuilder:
     def _has_files(self, files: dict[str, str]) -> bool:
         """Whether all `files`, from names to their SHA-256, are in the folder as they were written."""
         paths = {self._out / name: digest for name, digest in files.items()}
-        return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
+        return all(path.is_file() and file_digest(path) == digest for path, digest in paths.items())
 
 
 def split_samples(shares: dict[str, float], samples: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,7 +179,7 @@ class Tier:
         """The first entry of each row and head, [B, H]."""
         return packed_starts(self.lens)
 
-    def select(self, part: Any) -> "Tier":
+    def select(self, part: Tensor | tuple[slice, slice]) -> "Tier":
         """Return the entries of the rows and heads that `part` indexes in `lens`."""
         lens = self.lens[part]
         entries = slot_indices(self.starts[part], lens, self.tensors[0].device)

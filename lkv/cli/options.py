@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os.path import exists, isfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -43,8 +43,8 @@ Memory = Annotated[str, AfterValidator(check_memory)]
 MethodName = Annotated[str, AfterValidator(check_method)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Fields of several commands.
-GPU_DEVICE: Any = option(f"{_DEVICE} (default: a GPU if any)")
-PATTERN_FILE: Any = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
+GPU_DEVICE = option(f"{_DEVICE} (default: a GPU if any)")
+PATTERN_FILE = option("for duo: full_attention_heads.tsv, or a long text to estimate it from")
 
 
 class ModelOptions(Command):

@@ -1,6 +1,7 @@
 """lkv train and lkv fit: train a policy for a model, with settings of your own or in minutes."""
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -81,7 +82,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise TrainingError(f"{path}: {message} `lkv train --help` lists the settings.") from None
 
 
-def _chosen(model: BaseModel, names: Any) -> dict[str, Any]:
+def _chosen(model: BaseModel, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(model, name)) is not None}
 
 

@@ -253,7 +253,9 @@ def _prefill(
     cache.on_layer_start = None
 
 
-def _report_layers(model: Any, progress: Callable[[float], None] | None, tokens: int) -> AbstractContextManager[None]:
+def _report_layers(
+    model: PreTrainedModel, progress: Callable[[float], None] | None, tokens: int
+) -> AbstractContextManager[None]:
     """Call `progress` after each decoder layer in the block; `tokens` is the total number of tokens."""
     if progress is None:
         return nullcontext()

@@ -116,7 +116,9 @@ def is_assisted(model: PreTrainedModel, options: dict[str, Any]) -> bool:
     return any(_effective(model, options, name) for name in _ASSISTED)
 
 
-def answer_length(model: Any, tokens: int, max_new_tokens: int | None, options: dict[str, Any] | None = None) -> int:
+def answer_length(
+    model: PreTrainedModel, tokens: int, max_new_tokens: int | None, options: dict[str, Any] | None = None
+) -> int:
     """Return the number of new tokens to generate.
 
     Args:

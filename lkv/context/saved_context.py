@@ -11,6 +11,7 @@ from typing import Any, get_args
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lkv.cache.layer import RaggedLayer
@@ -83,7 +84,13 @@ def check_replaceable(path: Path) -> None:
         )
 
 
-def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: Any, metadata: dict[str, Any]) -> None:
+def save(
+    path: Path,
+    tensors: dict[str, Tensor],
+    cache: RaggedCache,
+    tokenizer: PreTrainedTokenizerBase,
+    metadata: dict[str, Any],
+) -> None:
     """Write a context.
 
     Args:
@@ -105,7 +112,7 @@ def save(path: Path, tensors: dict[str, Tensor], cache: RaggedCache, tokenizer: 
 
 
 def load(
-    path: Path, model: Any, tokenizer: Any, policy: Policy | None
+    path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: Policy | None
 ) -> tuple[list[int], RaggedCache, dict[str, Any]]:
     """Read the ids of a saved text, its cache and its metadata. Raises ContextFileError like `Context.load`."""
     if policy is not None and not isinstance(policy, Policy):
@@ -175,7 +182,9 @@ def _transformers() -> str:
     return ".".join(transformers.__version__.split(".")[:2])
 
 
-def _restored_cache(model: Any, metadata: dict[str, Any], ids: list[int], tensors: dict[str, Tensor]) -> RaggedCache:
+def _restored_cache(
+    model: PreTrainedModel, metadata: dict[str, Any], ids: list[int], tensors: dict[str, Tensor]
+) -> RaggedCache:
     """Return a cache with `tensors`, as `context_tensors` gives them."""
     compressed: Any = _AlreadyCompressed()
     cache = RaggedCache(model, method=Method(metadata["method"], compressed, compressed))

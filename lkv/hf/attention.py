@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from lkv.errors import CacheError, UnsupportedModelError
@@ -153,7 +153,7 @@ def _check_implementation(implementation: str | None) -> None:
         )
 
 
-def _check_attention_code(model: PreTrainedModel, config: Any) -> None:
+def _check_attention_code(model: PreTrainedModel, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for a model that does not use transformers' attention interface."""
     _check_implementation(config._attn_implementation)
     if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:

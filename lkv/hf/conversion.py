@@ -4,7 +4,6 @@ transformers reads GGUF slowly, so the dequantised weights are cached. The conve
 a lock and renames it at the end: an interrupted conversion is never loaded, and a second process waits for the first.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lkv.errors import ModelLoadError
 from lkv.hf.gguf_settings import UnreadPartError, apply_settings, apply_tokenizer_settings
 from lkv.utils.extras import require
+from lkv.utils.files import file_digest
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -50,12 +50,6 @@ def gguf_digest(path: Path) -> str:
         return file_digest(path)
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file.") from error
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def convert_once(

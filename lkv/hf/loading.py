@@ -29,11 +29,11 @@ from transformers import (
 )
 
 from lkv.errors import ModelLoadError, PromptError
-from lkv.hf.conversion import add_end_tokens, convert_once, file_digest, gguf_digest, is_complete, is_gguf
+from lkv.hf.conversion import add_end_tokens, convert_once, gguf_digest, is_complete, is_gguf
 from lkv.utils.cpu_threads import adapted_threads
 from lkv.utils.devices import available_memory, faster_dtype, find_device
 from lkv.utils.extras import require
-from lkv.utils.files import as_path, cache_folder, is_path
+from lkv.utils.files import as_path, cache_folder, file_digest, is_path
 from lkv.utils.hub import is_offline
 from lkv.utils.prompts import encode, next_turn_parts
 
@@ -201,7 +201,7 @@ def _load(
     return model.eval(), tokenizer
 
 
-def _in_faster_dtype(model: Any) -> Any:
+def _in_faster_dtype(model: "PreTrainedModel") -> Any:
     """Return the model in float32 if it is in bfloat16, the processor emulates that, and float32 fits into memory."""
     if model.dtype != torch.bfloat16 or model.device.type != "cpu" or getattr(model, "hf_quantizer", None):
         return model
@@ -215,7 +215,7 @@ def _in_faster_dtype(model: Any) -> Any:
     return model.float()
 
 
-def _check_weights(model: Any, folder: Path | None) -> None:
+def _check_weights(model: "PreTrainedModel", folder: Path | None) -> None:
     """Raise ValueError for weights that are not the model's numbers: codes without their scales, NaN and infinities."""
     own = dict(model.named_parameters())
     is_quantized = getattr(model.config, "quantization_config", None) is not None
@@ -239,7 +239,7 @@ def _model_class(config: "PreTrainedConfig") -> Any:
     return AutoModelForCausalLM if is_known else AutoModelForImageTextToText
 
 
-def add_turn_end(model: Any, tokenizer: Any) -> None:
+def add_turn_end(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Add the chat template's end-of-turn token to the end tokens of generation, if it is not among them."""
     if not getattr(tokenizer, "chat_template", None):
         return

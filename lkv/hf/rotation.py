@@ -208,37 +208,19 @@ class NoRotation(Rotation):
     """The identity, for a layer that rotates neither q nor k."""
 
     def __init__(self) -> None:
-        self._positions, self.is_verified = None, True
+        self._positions, self._changes_at, self._tables = None, None, {}
+        self._rotates_halves = self.is_verified = True
 
     def at_positions(self, positions: Tensor | None) -> "NoRotation":
         """Return `self`: no position matters."""
         return self
 
-    def rotate(self, x: Tensor, start: int = 0) -> Tensor:
-        """Return `x` itself."""
+    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return x
 
-    def unrotate(self, x: Tensor, start: int = 0, part: slice = slice(None)) -> Tensor:
-        """Return the tokens `part` of x."""
-        return x[:, :, part]
-
-    def half_tables(self, like: Tensor, start: int, end: int) -> None:
-        """None: there is nothing to undo."""
-
-    def mean_half_tables(self, like: Tensor, start: int, end: int) -> None:
-        """None, as in `half_tables`."""
-
-    def rerotate(self, x: Tensor, positions: range, start: int) -> Tensor:
-        """Return `x` itself."""
-        return x
-
-    def mean_rotation(self, like: Tensor, start: int, end: int) -> Tensor:
-        """Return the identity."""
-        return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-    def future_start(self, end: int, count: int) -> int:
-        """Return `end`."""
-        return end
+    def _compute(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos = like.new_ones(1, len(positions), like.shape[-1])
+        return cos, torch.zeros_like(cos)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -301,7 +283,7 @@ def variation(x: Tensor) -> float:
 
 
 @torch.no_grad()
-def _probe_keys(model: Any) -> list[Tensor]:
+def _probe_keys(model: PreTrainedModel) -> list[Tensor]:
     """Read k [1, H, T, d] of each full-attention layer for equal hidden states, in float32 or better."""
     kinds = decoder_kinds(model)
     # Before transformers had recurrent layers, a cache of unlimited layers worked for every model.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from lkv.errors import PromptError, UnsupportedModelError
@@ -220,11 +220,11 @@ def max_positions(model: PreTrainedModel) -> int:
 
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Return the number of tokens that `model` has embeddings of."""
-    embeddings: Any = unwrap_model(model).get_input_embeddings()
+    embeddings = unwrap_model(model).get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", 0) or embeddings.weight.shape[0])
 
 
-def check_ids(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> None:
+def check_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise PromptError for a token without an embedding in `model`, such as one that was added to its tokenizer."""
     if (largest := max(ids, default=0)) >= (size := vocabulary_size(model)):
         raise PromptError(

@@ -165,7 +165,7 @@ class PatchedModel:
     rotations: tuple[Rotation | None, ...]
     sinks: tuple[Tensor | None, ...]
     softcap: float | None
-    config: Any
+    config: PreTrainedConfig
     position_hook: Callable[[], None] | None = None
     weights: WeightDigests | None = None
 

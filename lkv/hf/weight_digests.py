@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from lkv.hf.fingerprint import layer_index, without_adapters
 
@@ -27,7 +28,7 @@ _SAMPLES = 2048  # of each tensor; smaller tensors are read whole
 _EXACT_IN_FLOAT32 = (torch.bfloat16, torch.float32, torch.float64)
 
 
-def settings(config: Any) -> dict[str, str]:
+def settings(config: PreTrainedConfig) -> dict[str, str]:
     """Return the settings of a model's configuration that change what it computes, as JSON by name after `SETTING`."""
     values = config.get_text_config(decoder=True).to_dict()
     return {
@@ -37,7 +38,7 @@ def settings(config: Any) -> dict[str, str]:
     }
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """Return JSON values with floats in six digits, as single precision has them in GGUF files."""
     return json.loads(json.dumps(value, default=str), parse_float=lambda number: float(f"{float(number):.6g}"))
 

@@ -120,7 +120,7 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _of_union(message: str) -> WrapValidator:
     """Return a validator for a union of types, whose members' errors would each name one type alone."""
 
-    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+    def validate(value: object, handler: Callable[[object], Any]) -> Any:
         try:
             return handler(value)
         except ValidationError:
@@ -156,7 +156,7 @@ class RequestObject(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _without_nulls(cls, data: object) -> object:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 

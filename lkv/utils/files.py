@@ -1,6 +1,7 @@
 """Output files, written atomically: a reader finds the old file or the new one, never a part of it."""
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -42,6 +43,12 @@ def strip_parent_dirs(model: str) -> str:
 def short_name(model: str) -> str:
     """Return the last part of a model's name, by which it is served."""
     return Path(strip_parent_dirs(model)).name
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file, 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cache_folder() -> Path:

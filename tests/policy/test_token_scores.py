@@ -26,7 +26,7 @@ from lkv.policy.score_formula import (
 from lkv.policy.scorer_inputs import ScorerInputs
 from lkv.policy.token_scores import FUTURE
 from tests.conftest import tiny_llama
-from tests.methods.test_selectors import rotation
+from tests.methods.test_model_selectors import rotation
 
 EVERYTHING = ScorerInputs("unrotated", "learned", 5)
 

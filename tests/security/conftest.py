@@ -5,10 +5,11 @@ import pytest
 from lkv.serving.schemas import ContextRequest
 from lkv.serving.service import Service
 from lkv.serving.settings import ServiceSettings
+from tests.security.vllm_fakes import client, contexts, routes, store
 from tests.serving.conftest import parts, server
 from tests.serving.server import KNORM, TEXT, until
 
-__all__ = ["make", "parts", "server"]
+__all__ = ["client", "contexts", "make", "parts", "routes", "server", "store"]
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from filelock import FileLock
 from lkv.errors import DataError, ModelLoadError, TrainingError
 from lkv.evaluation.longbench import _read_rows
 from lkv.hf import conversion
-from lkv.hf.conversion import _VERSION, convert_once, file_digest, is_complete
+from lkv.hf.conversion import _VERSION, convert_once, is_complete
 from lkv.hf.fingerprint import encode_direction
 from lkv.training.checkpoint import lock_folder
 from lkv.training.data.decontamination import read_strings
 from lkv.utils import data_files
 from lkv.utils.data_files import read_json, read_json_lines, read_text
+from lkv.utils.files import file_digest
 from lkv.utils.journal import lock_journal
 
 

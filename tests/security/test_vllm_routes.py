@@ -1,131 +1,20 @@
 """The routes inside vLLM's server, with fakes in the place of vLLM."""
 
-import asyncio
 import json
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry
 
-from lkv.context.compression import compress
-from lkv.errors import PolicyFileError, PolicyMismatchError, PromptError, StoreError
+from lkv.errors import PromptError
 from lkv.integrations.vllm import http
-from lkv.integrations.vllm.contexts import COMPRESS, Compression, VllmContexts
 from lkv.integrations.vllm.http import ContextRoutes, split_name
-from lkv.serving.inputs import CompressionSettings
-from lkv.serving.jobs import ContextRegistry, Job
+from lkv.serving.jobs import Job
 from lkv.serving.settings import ContextSettings
-from lkv.serving.stored_context import StoredContext
-from tests.serving.server import TEXT, until
-
-NAME = f"{'a' * 32}-{'b' * 16}"
-TURN = [{"role": "user", "content": "Who?"}]
-
-
-class Engine:
-    """Reads a text when `has_read` is set, and has an outcome when `is_done` is."""
-
-    started = cancelled = 0
-    has_read, is_done, failure = False, True, ""
-
-    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
-
-    def __init__(self, store_context):
-        self._store_context = store_context
-
-    async def check_health(self):
-        if self.failure:
-            raise RuntimeError(self.failure)
-
-    async def generate(self, prompt, params, request, **options):
-        self.started, self.options = self.started + 1, options
-        self.created = json.loads(params.extra_args[COMPRESS])["created"]
-        try:
-            while not self.has_read:
-                await asyncio.sleep(0.01)
-            yield
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-
-    async def collective_rpc(self, method, args=()):
-        if method == "lkv_outcome" and self.has_read and self.is_done and not self.failure:
-            self._store_context(created=self.created)
-        return [self.failure if self.is_done else None]
-
-
-@pytest.fixture
-def contexts(parts, tmp_path):
-    """The contexts of a front end, in an empty store."""
-    contexts = VllmContexts.__new__(VllmContexts)
-    contexts.model, contexts.tokenizer = parts
-    contexts.settings = ContextSettings(method="knorm", store=str(tmp_path))
-    contexts.policy, contexts.max_positions = None, 2048
-    contexts.compression = CompressionSettings("knorm", 0.15, None, "", "")
-    contexts.store, contexts._checked_files, contexts._remembered_tokens = contexts.open_store(0), {}, {}
-    contexts._checking, contexts.secret = threading.Lock(), "secret"
-    return contexts
-
-
-@pytest.fixture
-def store(contexts, parts):
-    """Store the context of TEXT, under a title; returns its id."""
-    name, context = contexts.encode(TEXT, contexts.compression).id, compress(*parts, TEXT, method="knorm")
-
-    def store(title="", created=None):
-        contexts.store.put(StoredContext.describe(name, title, context, contexts.compression, created), context)
-        return name
-
-    return store
-
-
-@pytest.fixture
-def routes(contexts, store, monkeypatch):
-    """The routes over `contexts` and an `Engine`."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    routes = ContextRoutes()
-    routes.max_length, routes.engine, routes.models = 2048, Engine(store), ["tiny"]
-    routes.registry = ContextRegistry(contexts.store, 256)
-    monkeypatch.setattr(routes, "contexts", lambda: asyncio.sleep(0, contexts))
-    return routes
-
-
-def app_of(routes, host="0.0.0.0", key=None):
-    """An application with the routes."""
-    app = FastAPI()
-    app.state.args = SimpleNamespace(host=host, allowed_origins=["*"], api_key=key and [key])
-    routes.attach_router(app)
-    return app
-
-
-@pytest.fixture
-def client(routes, monkeypatch):
-    """A client of the routes."""
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with TestClient(app_of(routes)) as client:
-        yield client
-
-
-def fail_to_write(*_):
-    raise StoreError("no space.")
-
-
-def create(client, text=TEXT, status=202, **fields):
-    """The answer to a new text."""
-    made = client.post("/v1/contexts", json={"text": text, **fields})
-    assert made.status_code == status, made.text
-    return made.json()
-
-
-def delete(client, name, status=200):
-    assert client.delete(f"/v1/contexts/{name}").status_code == status
+from tests.security.vllm_fakes import NAME, TURN, app_of, fail_to_write, start
+from tests.serving.server import TEXT
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
@@ -181,92 +70,11 @@ def test_a_context_in_a_field_that_vllm_ignores_is_refused(body):
     assert split_name({"model": "tiny", "metadata": {"context": "a"}}, ["tiny"]) is None
 
 
-def test_the_deletion_of_a_failed_text_deletes_what_another_server_stored(contexts, routes, store, client):
-    name = store()
-    routes.registry._jobs.append(Job(name, "", contexts.compression, time.time(), error="failed."))
-    delete(client, name)
-    assert contexts.store.describe(name) is None
-
-
-def test_a_full_store_gives_what_it_has(contexts, routes, store, client):
-    store()
-    contexts.store.max_bytes = 10
-    create(client, status=200)
-    full = create(client, f"{TEXT} again", status=507)
-    assert "the store is full" in full["error"]["message"]
-    assert routes.registry.jobs() == []
-
-
-def test_a_file_is_checked_once_for_all_who_ask_about_it(contexts, store):
-    name, opened, open_store = store(), [], contexts.open_store
-    contexts.open_store = lambda memory: opened.append(memory) or open_store(memory)
-    with ThreadPoolExecutor(8) as pool:
-        assert {*pool.map(contexts.tokens, [name] * 8)} == {contexts.store.get(name).tokens} and len(opened) == 1
-
-
-def test_a_request_that_was_just_checked_asks_the_store_no_more(contexts, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(contexts, "tokens", lambda name: 1)
-    contexts.remember_tokens(NAME, 7)
-    assert contexts.recent_tokens(NAME) == 7
-    now[0] += 6
-    assert contexts.recent_tokens(NAME) == 1
-    contexts.remember_tokens("other", 3)
-    assert [*contexts._remembered_tokens] == ["other"]
-
-
 @pytest.mark.parametrize(("error", "says"), [(None, "is still being compressed; ask again"), ("too short.", "too sh")])
 def test_a_context_that_is_being_compressed_cannot_be_asked_yet(routes, client, error, says):
     routes.registry._jobs.append(Job(NAME, "", None, 0.0, error=error))
     answer = client.post("/v1/chat/completions", json={"model": f"tiny:{NAME}", "messages": TURN})
     assert answer.status_code == 409 and says in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("is_sent_again", [False, True])
-def test_a_text_sent_again_while_its_deleted_context_is_made_keeps_it(contexts, routes, client, is_sent_again):
-    routes.engine.is_done = False
-    name = create(client)["id"]
-    until(lambda: routes.engine.started)
-    delete(client, name)
-    if is_sent_again:
-        create(client)
-    routes.engine.has_read = routes.engine.is_done = True
-    until(lambda: not routes._tasks)
-    assert client.get(f"/v1/contexts/{name}").status_code == (200 if is_sent_again else 404)
-    assert (contexts.store.describe(name) is not None) == is_sent_again
-
-
-def test_a_deletion_that_fails_can_be_repeated(contexts, store, client):
-    name = store()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contexts.store, "delete", fail_to_write)
-        delete(client, name, 507)
-        assert client.get(f"/v1/contexts/{name}").status_code == 200
-    delete(client, name)
-    delete(client, name, 404)
-
-
-def start(routes, monkeypatch, engines=1, **options):
-    """Have the routes take an engine and the options of vLLM's server, as vLLM does."""
-    monkeypatch.setattr(http, "REGISTRY", CollectorRegistry())
-    monkeypatch.setitem(sys.modules, "vllm.v1.engine.exceptions", SimpleNamespace(EngineDeadError=RuntimeError))
-    model, parallel = SimpleNamespace(max_model_len=2048), SimpleNamespace(data_parallel_size=engines)
-    engine = Engine(None)
-    engine.shutdown = engine.input_processor = None
-    engine.has_read = True
-    engine.vllm_config = SimpleNamespace(additional_config={}, model_config=model, parallel_config=parallel)
-    arguments = {"model": "m", "served_model_name": None, "chat_template": None, "default_chat_template_kwargs": None}
-    asyncio.run(routes.init_state(engine, None, SimpleNamespace(**arguments | options)))
-    return engine
-
-
-@pytest.mark.parametrize(("engines", "expected"), [(1, {}), (2, {"data_parallel_rank": 0})])
-def test_of_several_engines_the_first_reads_texts(contexts, routes, monkeypatch, engines, expected):
-    """The outcome is that of the first one, whichever has fewer requests."""
-    engine = start(routes, monkeypatch, engines)
-    asyncio.run(routes._read(contexts.encode(TEXT, contexts.compression)))
-    assert engine.options == expected
 
 
 @pytest.mark.parametrize(
@@ -280,43 +88,6 @@ def test_templates_of_the_server_are_not_left_out_unnoticed(monkeypatch, options
         answer = client.post(f"/v1/{path}", json=body)
         assert answer.status_code == 400
         assert "put the template into the tokenizer's files." in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("error", [PolicyMismatchError, PolicyFileError])
-def test_a_policy_that_does_not_fit_is_a_conflict(routes, client, monkeypatch, error):
-    async def fail():
-        raise error("there is no policy for this model yet; make one with `lkv fit`.")
-
-    monkeypatch.setattr(routes, "contexts", fail)
-    assert create(client, status=409)["error"]["type"] == "conflict_error"
-
-
-def test_a_deleted_text_is_not_read_on(routes, client):
-    name = create(client)["id"]
-    until(lambda: routes.engine.started)
-    delete(client, name)
-    until(lambda: not routes._tasks)
-    assert routes.engine.cancelled == 1 and routes._readings == {} and routes.registry._jobs == []
-
-
-def test_deleted_texts_count_until_the_engine_is_done_with_them(routes, client, monkeypatch):
-    monkeypatch.setattr(routes.registry, "_max_unfinished", 2)
-    routes.engine.is_done = False
-    for number in range(2):
-        delete(client, create(client, f"{TEXT} {number}")["id"])
-    create(client, status=429)
-    routes.engine.is_done = True
-    until(lambda: not routes._tasks)
-    create(client)
-
-
-def test_the_store_is_not_filled_beyond_its_limit_by_texts_that_wait(contexts, tmp_path):
-    new_context = contexts.encode(TEXT, contexts.compression)
-    compression = Compression(contexts, new_context)
-    contexts.store.max_bytes = 10
-    (tmp_path / "other.kv").write_bytes(b"x" * 100)
-    with pytest.raises(StoreError, match="the store is full"):
-        compression._store(new_context.ids)
 
 
 def test_bodies_without_end_are_not_kept(client, monkeypatch):

@@ -4,9 +4,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import openai
@@ -15,69 +13,7 @@ import pytest
 
 from lkv.context.compression import compress
 from lkv.utils.prompts import encode, render_messages
-from tests.serving.server import until
-from tests.vllm.servers import serving
-
-KEY = "sesame"
-
-
-def squash(text: str) -> str:
-    """Without white space: this tokenizer's pieces are joined by some, and not at the edges of a stream."""
-    return "".join(text.split())
-
-
-class Server:
-    """A running server."""
-
-    def __init__(self, url: str, process: subprocess.Popen):
-        self.process = process
-        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-    def create(self, text: str, **fields) -> str:
-        """Create a context, and wait until it is ready."""
-        made = self.http.post("/v1/contexts", json={"text": text, **fields})
-        assert made.status_code in (200, 202), made.text
-        name = made.json()["id"]
-
-        def finished():
-            state = self.http.get(f"/v1/contexts/{name}").json()
-            return state["status"] != "compressing" and state
-
-        state = until(finished, 60)
-        assert state["status"] == "ready", state
-        return name
-
-    def metrics(self) -> dict[str, float]:
-        """The plugin's part of /metrics."""
-        lines = self.http.get("/metrics").text.splitlines()
-        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("lkv_")}
-
-    def memory(self) -> tuple[float, float]:
-        """Contexts in the workers' memory, and their bytes, as /metrics gives them."""
-        values = self.metrics()
-        return values["lkv_contexts_resident"], values["lkv_context_bytes"]
-
-    def ask(self, question: str, model: str = "tiny", **options) -> str:
-        """One greedy answer."""
-        options = {"max_tokens": 12, "temperature": 0, **options}
-        messages = [{"role": "user", "content": question}]
-        answer = self.client.chat.completions.create(model=model, messages=messages, **options)
-        return squash(answer.choices[0].message.content)
-
-
-@contextmanager
-def serving_lab(lab, *options: str, length: int = 1024):
-    """The lab's model behind a server."""
-    arguments = [
-        *("serve", "--engine", "vllm", "--model", str(lab.folder), "--name", "tiny", "--store", str(lab.store)),
-        *("--policy", lab.settings["policy"], "--retention", str(lab.settings["retention"]), "--contexts-memory", "64"),
-        *("--max-upload", "1", "--max-tokens", "16"),
-        *("--dtype", "float32", "--max-requests", "8", "--vllm-args", f"--enforce-eager --max-model-len {length}"),
-        *options,
-    ]
-    with serving(arguments, lab.store.parent / "server.log", LKV_API_KEY=KEY) as (url, process):
-        yield Server(url, process)
+from tests.vllm.servers import serving_lab, squash
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from lkv.methods.request import CompressionRequest
 from lkv.utils.prompts import encode, encode_context, render_messages
 from tests.serving.server import until
 from tests.vllm import test_http
-from tests.vllm.test_http import serving_lab
+from tests.vllm.servers import serving_lab
 
 # Tools before the turns, and an empty thought where the model must not think.
 TEMPLATE = (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import read_json_lines
+from lkv.utils.files import file_digest
 
 _CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
@@ -133,15 +134,9 @@ def match_dataset(path: Path) -> str:
     return next((name for name, dataset in PUBLIC_DATASETS.items() if any(map(path.match, dataset.files))), "")
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, 64 hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def digest_of(paths: Iterable[Path]) -> str:
     """16 hexadecimal digits over the contents of all files."""
-    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in paths)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(bytes.fromhex(file_digest(path)) for path in paths)).hexdigest()[:16]
 
 
 def _join_names(folder: Path, paths: Iterable[Path]) -> str:
