@@ -154,8 +154,7 @@ def _check_kernels() -> Iterator[Finding]:
         expected = content_formula(exact_key, exact_value, ContentWeights(*exact))
         return _distance(content_scores(ContentWeights(*weights), key, value), expected)
 
-    def soft_topk_error() -> float:
-        """Return the mask must sum to k."""
+    def soft_topk_error() -> float:  # the mask must sum to k
         return _distance(soft_topk(random(4, 500), 75.0, 0.1).mask.double().sum(-1) / 75, torch.ones(4))
 
     checks: dict[str, Callable[[], float]] = {

@@ -191,10 +191,15 @@ def compress_ids(
         cache = RaggedCache.from_config(model, config)
         _prefill(model, cache, input_ids, chunk, progress, images)
     cache.history.ids = input_ids
-    digest = hashlib.sha256((str(tokenizer.decode(ids)) if text is None else text).encode())
+    digest = _digest(str(tokenizer.decode(ids)) if text is None else text, images)
+    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest, kind))
+
+
+def _digest(text: str, images: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
     for _, values in sorted(images.items()):
         digest.update(values.double().cpu().numpy().tobytes())
-    return Context(model, tokenizer, ids, cache, describe_compression(cache, digest.hexdigest(), kind))
+    return digest.hexdigest()
 
 
 def _read_in_full(model: PreTrainedModel, input_ids: Tensor, chunk: int | None, images: dict[str, Tensor]) -> FullCache:

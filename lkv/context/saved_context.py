@@ -114,32 +114,25 @@ def save(
 def load(
     path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: Policy | None
 ) -> tuple[list[int], RaggedCache, dict[str, Any]]:
-    """Read the ids of a saved text, its cache and its metadata. Raises ContextFileError like `Context.load`."""
+    """Read a saved context.
+
+    Args:
+        path: The file.
+        model: The model that compressed the text.
+        tokenizer: Its tokenizer.
+        policy: The policy of the compression, to check that it is; None for any.
+
+    Returns:
+        The ids of the text, its cache and its metadata.
+
+    Raises:
+        ContextFileError: As `Context.load`.
+    """
     if policy is not None and not isinstance(policy, Policy):
         raise ContextFileError(f"policy is {policy!r}; give the Policy of the compression, or leave it out.")
     tensors, header = tensor_file.read(path, CONTEXT_FILE)
-    weights = read_weights(model)
-    spec = patch_attention(model).spec
     try:
-        if difference := model_difference(from_dict(ModelSpec, header["model"]), spec):
-            raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
-        for part, value in header.get("weights", {}).items():
-            if weights.get(part, value) != value:
-                what = "other weights, such as before fine-tuning"
-                if part.startswith(SETTING):
-                    what = f"{part} {value[:80]}, but the model given has {weights[part][:80]}"
-                raise ContextFileError(
-                    f"{path} was saved by a model with {what}; load it with that model, or compress the text again."
-                )
-        if (version := header.get("states_of", _transformers())) != _transformers():
-            raise ContextFileError(
-                f"{path} has recurrent states of transformers {version}, which {_transformers()} may lay out in "
-                "another way; load it with that version, or compress the text again."
-            )
-        if policy is not None and policy.digest() != header["policy"]:
-            raise ContextFileError(
-                f"{path} was compressed under another policy; load it without a policy, or compress the text again."
-            )
+        _check_origin(path, header, model, policy)
         metadata: dict[str, Any] = {name: header[name] for name in _METADATA}
         if metadata["kind"] not in get_args(ContextKind):
             raise ValueError(f"its kind is {str(metadata['kind'])[:80]!r}")
@@ -154,7 +147,7 @@ def load(
         offset = tensors.pop("image_offset", None)
         cache = _restored_cache(model, metadata, ids.tolist(), tensors)
         if offset is not None:
-            if offset.shape != (1, 1) or offset.dtype != torch.long or abs(int(offset)) >= spec.max_positions:
+            if offset.shape != (1, 1) or offset.dtype != torch.long or abs(int(offset)) >= cache.spec.max_positions:
                 raise ValueError("its positions after the images are not those of this model")
             cache.image_offset = ImageOffset(offset.to(input_device(model)), len(ids))
         if header.get("adapters", cache.adapters) != cache.adapters:
@@ -175,6 +168,30 @@ def load(
                 f"{path} takes more memory than is free; free some, or load it for a model on another device."
             ) from error
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
+
+
+def _check_origin(path: Path, header: dict[str, Any], model: PreTrainedModel, policy: Policy | None) -> None:
+    """Raise ContextFileError for a context of another model, policy or version of transformers."""
+    weights = read_weights(model)
+    if difference := model_difference(from_dict(ModelSpec, header["model"]), patch_attention(model).spec):
+        raise ContextFileError(f"{path} was saved by a model with {difference}; load it with that model.")
+    for part, value in header.get("weights", {}).items():
+        if weights.get(part, value) != value:
+            what = "other weights, such as before fine-tuning"
+            if part.startswith(SETTING):
+                what = f"{part} {value[:80]}, but the model given has {weights[part][:80]}"
+            raise ContextFileError(
+                f"{path} was saved by a model with {what}; load it with that model, or compress the text again."
+            )
+    if (version := header.get("states_of", _transformers())) != _transformers():
+        raise ContextFileError(
+            f"{path} has recurrent states of transformers {version}, which {_transformers()} may lay out in "
+            "another way; load it with that version, or compress the text again."
+        )
+    if policy is not None and policy.digest() != header["policy"]:
+        raise ContextFileError(
+            f"{path} was compressed under another policy; load it without a policy, or compress the text again."
+        )
 
 
 def _transformers() -> str:

@@ -1,9 +1,11 @@
 """Cut and pack real texts to a length, draw their continuations, and hide invented facts in them."""
 
+import json
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from typing import NamedTuple, TypeVar
 
 from lkv.training.data.documents import Passage
@@ -20,36 +22,8 @@ _LONG_WORD_CHARS, _REPEATED_CHARS, _OPENING_CHARS = 30, 300, 24
 _LINE_CHARS, _WORD_CHARS = 200, 40  # how far a cut moves back to the end of a line or a word
 _MAX_ITEMS = 256  # in one context
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-
-# Of invented facts.
-_NAMES = """
-Alma Boris Chiara Dmitri Elena Farid Greta Hugo Ines Jonas Kenji Lucia Marek Nadia Omar Petra Quentin Rosa
-Sven Tara Ulla Viktor Wanda Yusuf Zoe
-""".split()
-_SURNAMES = """
-Abbot Bergman Castillo Dorsey Ekholm Farrow Grimaldi Hashimoto Iversen Jankovic Keller Lindqvist Moreau Novak
-Okafor Petrov Quimby Rossi Sandoval Takeda Unger Varga Whitlock Yilmaz Zeman
-""".split()
-_ADJECTIVES = """
-amber brass copper crimson dusty emerald faded golden hollow ivory jagged narrow oaken pale quiet rusty
-scarlet silver tangled velvet wooden yellow
-""".split()
-_OBJECTS = """
-archive barn bridge cabinet canoe cellar chapel clock compass drawer engine ferry garden harbour kettle
-lantern ledger library locker mill orchard piano quarry safe tower trunk vault violin wagon windmill
-""".split()
-_CITIES = """
-Aarhus Bergen Cadiz Debrecen Esch Fez Ghent Haifa Izmir Jena Kyoto Lima Malaga Nantes Oslo Porto Quito Riga
-Seville Tartu Utrecht Varna Wroclaw York Zadar
-""".split()
-_JOBS = """
-architect baker botanist carpenter chemist dentist editor geologist jeweller librarian locksmith mason nurse
-painter pilot plumber sculptor surveyor tailor translator
-""".split()
-_FOODS = """
-apricots barley beetroot cardamom chestnuts figs ginger hazelnuts lentils mulberries olives parsnips plums
-quinces radishes rhubarb saffron turnips walnuts
-""".split()
+# The words of invented facts, by kind.
+_WORDS: dict[str, list[str]] = json.loads(files(__package__).joinpath("words.json").read_text(encoding="utf-8"))
 _SERIALS = 0.35  # share of the facts: long random values are lost first, because all of their tokens must be kept
 
 
@@ -220,15 +194,15 @@ def fill_continuations(
 
 def make_fact(rng: random.Random) -> tuple[str, str, str]:
     """Invent a fact, as (sentence, question, answer)."""
-    person = f"{rng.choice(_NAMES)} {rng.choice(_SURNAMES)}"
-    item = f"the {rng.choice(_ADJECTIVES)} {rng.choice(_OBJECTS)}"
+    person = f"{rng.choice(_WORDS['names'])} {rng.choice(_WORDS['surnames'])}"
+    item = f"the {rng.choice(_WORDS['adjectives'])} {rng.choice(_WORDS['objects'])}"
     # Numbers of three to five digits, sometimes up to ten; serials are groups of hexadecimal digits.
     digits = 0 if rng.random() < 0.6 else rng.randint(6, 10)
     number = str(rng.randint(10 ** (digits - 1), 10**digits - 1) if digits else rng.randint(100, 99999))
     code = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ23456789") for _ in range(rng.choice([4, 5, 6, 7, 12, 16])))
     sizes = rng.choice([*[(8, 4, 4, 4, 12)] * 4, (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
     serial = "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
-    city, job, food = rng.choice(_CITIES), rng.choice(_JOBS), rng.choice(_FOODS)
+    city, job, food = rng.choice(_WORDS["cities"]), rng.choice(_WORDS["jobs"]), rng.choice(_WORDS["foods"])
     variable = f"{code[:7].lower()}_{job}"
     year = str(rng.randint(1650, 2020))
     the_item = item.capitalize()
