@@ -44,11 +44,6 @@ class Subject:
     policy: Policy
     name: str
 
-    def results(self, kind: str) -> Path:
-        """Where results of this `kind` go: each model but the demo model has files of its own."""
-        short = self.name.rpartition("/")[2].lower()
-        return RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
-
 
 def parse_options(
     doc: str | None, name: str, data: str = "", arguments: list[str] | None = None, /, **defaults: Any
@@ -104,13 +99,18 @@ def row_label(method: str) -> str:
 SUBJECT: dict[str, Any] = {"model": str, "policy": Path, "dtype": "float32"}
 
 
-def subject_of(options: argparse.Namespace) -> Subject:
-    """The model and policy that the options name; `options.model` becomes what the hub calls it."""
+def subject_of(options: argparse.Namespace, kind: str) -> Subject:
+    """The model and policy that the options name; `options.model` becomes what the hub calls it.
+
+    Without --out, results of this `kind` go to a file of the model's own, but for the demo model.
+    """
     model, tokenizer = load_model(options.model or DEFAULT, getattr(torch, options.dtype))
     policy = load_policy(options.policy) if options.policy else default_policy(model)
     hub_names = policy.card.get("hub") or [Path(options.model or DEFAULT).name]
     if options.model:
         options.model = hub_names[0]
+    short = hub_names[0].rpartition("/")[2].lower()
+    options.out = options.out or RESULTS / (f"{kind}.json" if short == DEFAULT else f"{kind}-{short}.json")
     return Subject(model, tokenizer, policy, hub_names[0])
 
 

@@ -48,16 +48,9 @@ def main() -> None:
                 evaluate(model, tokenizer, examples, config, lines)
                 samples = read_samples(lines)[1]
             parts = ("prefill", "methods", "full")
-            seconds = np.array(
-                [
-                    [
-                        sample["seconds"]["prefill"],
-                        sample["seconds"]["methods"],
-                        full_seconds(model, tokenizer, example),
-                    ]
-                    for sample, example in zip(samples, examples, strict=True)
-                ]
-            )
+            for sample, example in zip(samples, examples, strict=True):
+                sample["seconds"]["full"] = full_seconds(model, tokenizer, example)
+            seconds = np.array([[sample["seconds"][part] for part in parts] for sample in samples])
             total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
             resamples = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
             low, high = np.quantile(resamples[0] / resamples[1], [0.025, 0.975])

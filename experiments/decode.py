@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from experiments.common import command_of, interleaved, paired_ratio, parse_options
-from experiments.result_file import write_results
+from experiments.common import interleaved, paired_ratio, parse_options, save_rows
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_default
@@ -29,7 +28,6 @@ from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
 from lkv.utils.devices import dtype_name
-from lkv.utils.provenance import collect_provenance
 
 FORMS = ("grouped", "repeated", "rows")
 
@@ -140,9 +138,7 @@ def main() -> None:
             about = {"dtype": dtype_name(dtype), "threads": threads}
             for tokens in options.tokens:
                 rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    write_results(
-        options.out, "decode", rows, 0, command_of("experiments.decode", options), measured=collect_provenance()
-    )
+    save_rows(options, "decode", rows)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.threads == 1:
         fitting.clock = time.process_time
-    subject = subject_of(options)
-    options.out = options.out or subject.results("fit")
+    subject = subject_of(options, "fit")
     policies = {fit: fitted(subject, fit, options) for fit in options.fits}
     names = [f"lkv@{name}" for name in (*policies, SHIPPED)] + ["kvzip"]
     grid = MethodGrid(

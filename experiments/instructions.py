@@ -79,8 +79,7 @@ def main() -> None:
         __doc__, "instructions", **SUBJECT, methods=METHODS, memory=[0.1, 0.05], prompts=3, sentences=20, seed=0,
         out=Path,
     )  # fmt: skip
-    subject = subject_of(options)
-    options.out = options.out or subject.results("instructions")
+    subject = subject_of(options, "instructions")
     cases = {f"{number}-{'-'.join(names)}": (number, names) for number in range(options.prompts) for names in SETS}
 
     def measure_case(number: int, names: Sequence[str]) -> Sample:

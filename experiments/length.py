@@ -27,8 +27,7 @@ def main() -> None:
         retention=[0.3, 0.15, 0.1, 0.05], contexts=[3], tasks=TASKS, seed=0, name="length", out=Path,
     )  # fmt: skip
     contexts = per_length(options.tokens, options.contexts)
-    subject = subject_of(options)
-    options.out = options.out or subject.results(options.name)
+    subject = subject_of(options, options.name)
     grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     cases = cases_by_length(options.tasks, contexts)

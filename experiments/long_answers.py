@@ -40,8 +40,7 @@ def main() -> None:
         __doc__, "long_answers", "of evaluation files", **SUBJECT, methods=METHODS, tasks=tuple(REQUESTS), prompt=400,
         answer=700, memory=[0.25, 0.125], contexts=1, seed=0, out=Path,
     )  # fmt: skip
-    subject = subject_of(options)
-    options.out = options.out or subject.results("long_answers")
+    subject = subject_of(options, "long_answers")
     heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     cases = {f"{task}-{number}": (task, number) for number in range(options.contexts) for task in options.tasks}
     rows = [(method, memory) for memory in options.memory for method in options.methods]

@@ -40,8 +40,7 @@ def main() -> None:
         memory=[0.3, 0.15, 0.1, 0.05, 0.03], contexts=[2], tasks=TASKS, seed=0, full_table=False, tiers_only=False,
         out=Path,
     )  # fmt: skip
-    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
-    options.out = options.out or subject.results("memory")
+    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options, "memory")
     dtype, tables = subject.model.dtype, {"": DEFAULT_TABLE} if options.tiers_only else TABLES
     shares = [share * own_share(name, dtype) for name in ("", UNQUANTIZED_ROW) for share in options.memory]
     shares = [share for share in shares if share <= 1]

@@ -15,13 +15,13 @@ import torch
 
 from experiments.bootstrap import bootstrap
 from experiments.common import SUBJECT, method_grids, parse_options, per_length, rows_of, run_cases, subject_of
-from experiments.heldout import make_needles
+from experiments.heldout import cases_by_length, make_needles
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
 from lkv.utils.prompts import encode_question
 
 METHODS = ["lkv", "kvzip", "lkv-h+expected", "snapkv"]
-NEEDLES = (1, 4)  # hidden in a text; the question is about one of them
+NEEDLES = ("1", "4")  # hidden in a text; the question is about one of them
 
 
 def main() -> None:
@@ -31,9 +31,8 @@ def main() -> None:
         name="needles",
     )  # fmt: skip
     counts = per_length(options.tokens, options.samples)
-    subject = subject_of(options)
+    subject = subject_of(options, options.name)
     model, tokenizer = subject.model, subject.tokenizer
-    options.out = options.out or subject.results(options.name)
     if options.by_memory:
         tables = {"": None}
         grids = {
@@ -43,16 +42,10 @@ def main() -> None:
         grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
-    cases = {
-        f"{tokens}-{needles}-{number}": (tokens, needles, number)
-        for number in range(max(counts.values()))
-        for tokens in sorted(counts)
-        for needles in NEEDLES
-        if number < counts[tokens]
-    }
+    cases = cases_by_length(NEEDLES, counts)
 
-    def measure(tokens: int, needles: int, number: int) -> dict:
-        item = make_needles(tokenizer, prose, tokens, needles, options.seed * 100_000 + number)
+    def measure(needles: str, number: int, tokens: int) -> dict:
+        item = make_needles(tokenizer, prose, tokens, int(needles), options.seed * 100_000 + number)
         prompt = read_prompt(model, torch.tensor([item.ids]), queries=True)
         rows = rows_of(grids, item.ids, prompt)
         question, found, kept = encode_question(tokenizer, item.question), [], []
@@ -66,9 +59,9 @@ def main() -> None:
     def summarise(samples: dict[str, dict]) -> list[dict]:
         groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
         for key, sample in samples.items():
-            tokens, needles, _ = cases[key]
+            hidden, _, tokens = cases[key]
             for row, found, kept in zip(sample["rows"], sample["found"], sample["realised"], strict=True):
-                groups.setdefault((*row, tokens, needles), []).append((found, kept))
+                groups.setdefault((*row, tokens, int(hidden)), []).append((found, kept))
         rows = []
         for (method, retention, tokens, needles), members in groups.items():
             mean = bootstrap([[float(found)] for found, _ in members])

@@ -92,6 +92,7 @@ def ratio_row(
     about: dict[str, Any], what: str, unit: str, baseline: str, ratios: Sequence[float], **more: Any
 ) -> dict[str, Any]:
     mean = bootstrap([[ratio] for ratio in ratios])._asdict()
+    print(f"{what} {more}: {mean}", flush=True)
     return {**about, "what": what, "unit": unit, "baseline": baseline, **mean, **more}
 
 

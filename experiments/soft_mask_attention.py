@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.common import interleaved, paired_ratio, parse_options, wall_clock
-from experiments.result_file import write_results
+from experiments.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.devices import dtype_name
 
@@ -48,7 +47,7 @@ def main() -> None:
     )  # fmt: skip
     on_cuda = options.device.startswith("cuda")
     shape = LLAMA_8B if on_cuda else SMOLLM2
-    tokens = options.tokens or (8192 if on_cuda else 2048)
+    options.tokens = tokens = options.tokens or (8192 if on_cuda else 2048)
     if options.tune:
         return tune(shape, tokens, options.repeats)
     names = ("triton", "sdpa") if on_cuda else ("sdpa",)
@@ -62,10 +61,7 @@ def main() -> None:
         print(
             f"{row['method']:20} {row['value']:.3f} of the time, {row['seconds'] * 1e3:.1f} ms, {row['peak_bytes']} B"
         )
-    write_results(
-        options.out, "soft_mask_attention", rows, 0,
-        f"python -m experiments.soft_mask_attention --tokens {tokens} --repeats {options.repeats}",
-    )  # fmt: skip
+    save_rows(options, "soft_mask_attention", rows)
 
 
 def inputs(shape: Shape, tokens: int, device: str) -> list[Tensor]:

@@ -96,8 +96,7 @@ def main() -> None:
     )  # fmt: skip
     if options.write and options.policy is None:
         raise LkvError("--write puts the table into a policy's folder; name that folder with --policy.")
-    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options)
-    options.out = options.out or subject.results("tiers")
+    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options, "tiers")
     bounds = {tokens: (int(tokens * (1 - SPREAD)), int(tokens * (1 + SPREAD))) for tokens in contexts}
     mixtures = {tokens: Mixture(options.data, own).held_out(options.seed) for tokens, own in bounds.items()}
     cases = {f"{tokens}-{number}": (tokens, number) for tokens, count in contexts.items() for number in range(count)}

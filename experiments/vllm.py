@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from experiments.bootstrap import bootstrap
 from experiments.common import command_of, interleaved, parse_options
 from experiments.result_file import write_results
-from experiments.serving import make_text
+from experiments.serving import make_text, ratio_row
 from lkv.hf.loading import DEFAULT, cache_folder, load_tokenizer
 from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.provenance import collect_provenance
@@ -118,12 +117,6 @@ def run_engine(settings: dict[str, Any]) -> None:
         print("\n" + json.dumps({"result": result}), flush=True)
 
 
-def ratio_row(about: dict[str, Any], what: str, unit: str, ratios: list[float], **more: Any) -> dict[str, Any]:
-    mean = bootstrap([[ratio] for ratio in ratios])._asdict()
-    print(f"{what} {more}: {mean}", flush=True)
-    return {**about, "what": what, "unit": unit, "baseline": "full", **mean, **more}
-
-
 def compare_throughput(
     ours: Engine, full: Engine, numbers: Sequence[int], clients: int, options: argparse.Namespace
 ) -> tuple[list[float], dict[str, float]]:
@@ -150,12 +143,8 @@ def measure(options: argparse.Namespace, runner: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as store:
         common = {
             "model": str(cache_folder() / DEFAULT) if options.model == DEFAULT else options.model,
-            "dtype": options.dtype,
-            "texts": texts,
-            "tokens": options.tokens,
-            "retention": options.retention,
-            "store": store,
-            "runner": runner,
+            **{key: getattr(options, key) for key in ("dtype", "tokens", "retention")},
+            **{"texts": texts, "store": store, "runner": runner},
         }
         ours = Engine(**common, pages=pages + _SPARE)
         names = [ours.ask("make", number=number) for number in range(options.contexts)]
@@ -178,7 +167,7 @@ def measure(options: argparse.Namespace, runner: str) -> list[dict[str, Any]]:
         }
         took = interleaved(runs, 4 * options.repeats, warmups=1)
         unit = "time to read and compress a text by time to read it, mean of pairs"
-        rows.append(ratio_row(about, "compression", unit, [*map(truediv, took["lkv"], took["full"])]))
+        rows.append(ratio_row(about, "compression", unit, "full", [*map(truediv, took["lkv"], took["full"])]))
         equal = pages + _SPARE + int(sum(sizes) / page_bytes)
         for memory, full_pages in (("unlimited", (pages + _SPARE) * (options.contexts + 1)), ("equal", equal)):
             full = Engine(**common, pages=full_pages)
@@ -191,7 +180,7 @@ def measure(options: argparse.Namespace, runner: str) -> list[dict[str, Any]]:
                 unit = "tokens a second by those of full contexts in vLLM's prefix cache, mean of pairs"
                 ratios, rates = compare_throughput(ours, full, numbers, clients, options)
                 more = {"memory": memory, "concurrency": clients, "rate": rates["lkv"], "full_rate": rates["full"]}
-                rows.append(ratio_row(about, "throughput", unit, ratios, **more))
+                rows.append(ratio_row(about, "throughput", unit, "full", ratios, **more))
             if memory == "unlimited":
                 runs = {
                     name: partial(engine.ask, "answer", numbers=[0], length=1, is_full=engine is full)
@@ -199,7 +188,7 @@ def measure(options: argparse.Namespace, runner: str) -> list[dict[str, Any]]:
                 }
                 took = interleaved(runs, 4 * options.repeats)
                 unit = "time to the first token by that of a full context in vLLM's prefix cache, mean of pairs"
-                rows.append(ratio_row(about, "first token", unit, [*map(truediv, took["lkv"], took["full"])]))
+                rows.append(ratio_row(about, "first token", unit, "full", [*map(truediv, took["lkv"], took["full"])]))
             full.close()
         ours.close()
     return rows

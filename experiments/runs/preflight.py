@@ -178,17 +178,21 @@ def _model(options: argparse.Namespace, api: Any) -> Iterator[str]:
         yield f"OUT: {options.out} has {free:.0f} GiB free, but about {space:.0f} are needed; set OUT to a larger disk."
 
 
+def _shape(model: str) -> Shape | None:
+    """The model's shape; None where `_model` names what is wrong with it."""
+    try:
+        return Shape.of(load_config(model))
+    except ModelLoadError:
+        return None
+
+
 def _pattern(options: argparse.Namespace) -> Iterator[str]:
     if options.pattern is None:
         yield "not set; give DuoAttention's full_attention_heads.tsv, or a long text to estimate it on."
     elif options.pattern.suffix != ".tsv":
         if not read_document(str(options.pattern)).strip():
             yield f"{options.pattern} is empty; give a long text file."
-    else:
-        try:
-            shape = Shape.of(load_config(options.model))
-        except ModelLoadError:  # named above
-            return
+    elif shape := _shape(options.model):
         read_pattern(options.pattern, shape.layers, shape.kv_heads)
 
 
@@ -197,9 +201,7 @@ def _policy(options: argparse.Namespace) -> Iterator[str]:
     if options.policy is None:
         return
     spec = load_policy(options.policy).spec
-    try:
-        shape = Shape.of(load_config(options.model))
-    except ModelLoadError:  # named above
+    if not (shape := _shape(options.model)):
         return
     has, needs = ((s.layers, s.kv_heads, s.head_dim) for s in (spec, shape))
     if has != needs:

@@ -78,14 +78,8 @@ def steps(options: argparse.Namespace, text: Path) -> Iterator[list[str]]:
     on_ruler = shared + pattern if any(PATTERN in find_needs(name) for name in options.methods) else shared
     samples = ["--lengths", *LENGTHS, "--samples", str(options.samples)]
     yield ["eval", "ruler", *source, *samples, "--methods", *options.methods, *on_ruler, "--out", ruler]
-    for table, more in (
-        ("ruler", ["--min-full", "50"]),
-        ("main", []),
-        ("tasks", []),
-        ("ablation", []),
-        ("fidelity", []),
-    ):
-        yield from _report(options.out, "ruler", ruler, table, more)
+    for table in ("ruler", "main", "tasks", "ablation", "fidelity"):
+        yield from _report(options.out, "ruler", ruler, table, ["--min-full", "50"] if table == "ruler" else [])
     samples = ["--lengths", LENGTHS[0], "--samples", str(options.swept_samples)]
     swept_at = ["--retention", *RETENTIONS, "--dtype", options.dtype]
     yield ["eval", "ruler", *source, *samples, "--methods", *options.swept, *swept_at, "--out", swept]

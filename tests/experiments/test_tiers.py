@@ -43,7 +43,7 @@ def test_the_divergence_is_that_of_the_stock_model():
 
 
 def test_a_table_without_a_policy_to_write_it_into_is_refused_at_once(monkeypatch, tmp_path):
-    def measured(_):
+    def measured(*_):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(tiers, "subject_of", measured)
