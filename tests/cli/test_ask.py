@@ -51,7 +51,7 @@ def test_the_weights_bytes_are_reported_beside_a_cache_of_less_than_a_tenth(fold
     ("words", "told"),
     [
         (("--memory", "100%"), "100.0% of the KV entries, quantised (nearly everything: "),
-        (("--memory", "1500B"), "a head: too few for most answers); KV cache"),
+        (("--memory", "1200B"), "a head: too few for most answers); KV cache"),
         (("--retention", "0.02"), f"(requested: 0.02) (about {len(TEXT) // 50} a head: too few for most answers); KV"),
         (("--memory", "30%"), " of the KV entries, quantised; KV cache"),
     ],
