@@ -38,7 +38,7 @@ from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
 from tests.context.test_images import NoRecord
 from tests.families import HYBRIDS, MIXED, Family
-from tests.hf.masked_hybrids import PROMPT, assert_close, masked, method_of, read, turns
+from tests.hf.masked_models import PROMPT, assert_close, masked, method_of, read, turns
 from tests.hf.test_families import check_training, scorer_inputs
 from tests.serving.server import KNORM, serving, tiny
 from tests.serving.server import TEXT as SERVED

@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compress_prefill import compress_prefill
 from lkv.errors import CacheError, PromptError
 from lkv.hf.attention import patch_attention, unpatch_attention
-from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds, full_attention_modules
-from lkv.methods.budgets import PerHead
 from lkv.methods.method import Method
 from lkv.methods.selectors import ExpectedAttention
 from lkv.policy.policy import Policy
 from lkv.policy.scorer_inputs import ScorerInputs
-from tests.cache.helpers import RATIOS, OwnScores, score
 from tests.conftest import present
+from tests.hf.masked_models import assert_close, hide, method_of, read, replace_attention
 from tests.hf.test_families import check_training
 from tests.vision import IS_NEW, PARAMS, TOKENS, VisionFamily, exact_states, picture
 
@@ -47,12 +44,6 @@ def model(family: VisionFamily) -> Any:
         yield family.build()
 
 
-def method_of(model: Any) -> Method:
-    spec = patch_attention(model).spec
-    ratios = [[RATIOS[layer % 3][head % 2] for head in range(spec.kv_heads)] for layer in range(spec.layers)]
-    return Method("own", PerHead(ratios), OwnScores())
-
-
 class Masked:
     """The stock model, whose heads hide from rows beyond each of `places` all but the best floor(r t) of t tokens."""
 
@@ -64,11 +55,7 @@ class Masked:
             self._layers[model.get_decoder().layers[reader].self_attn] = index
         self._budget, self._places = method.budget, places
         is_eager = model.config.get_text_config()._attn_implementation.endswith("eager")
-        self._stock = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if is_eager:
-            monkeypatch.setattr(own, "eager_attention_forward", self)
-        else:
-            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", self)
+        self._stock = replace_attention(own, is_eager, self, monkeypatch)
 
     def __call__(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
@@ -83,10 +70,7 @@ class Masked:
             visible = visible.expand(-1, heads, -1, -1).clone()
             gone = torch.zeros(key.shape[:3], dtype=torch.bool)
             for place in self._places:
-                table = score(key[:, :, :place], value[:, :, :place]).masked_fill(gone[:, :, :place], -torch.inf)
-                for head, ratio in enumerate(self._budget.ratios(self._layers[module], heads, place)):
-                    worst = table[:, head].argsort(-1)[:, : place - int(ratio * place + 1e-6)]
-                    gone[:, head].scatter_(1, worst, True)
+                hide(gone[:, :, :place], key, value, self._budget.ratios(self._layers[module], heads, place))
                 visible[:, :, place:] &= ~gone[:, :, None]
             visible = visible.repeat_interleave(query.shape[1] // heads, 1)
             mask = torch.zeros(visible.shape, dtype=query.dtype).masked_fill(~visible, -torch.inf)
@@ -114,18 +98,8 @@ def masked(model: Any, method: Method, inputs: Any, more: Tensor, monkeypatch, p
 
 
 @torch.no_grad()
-def read(model: Any, cache: Any, more: Tensor, chunks: Sequence[int] = (1, 4, 1)) -> Tensor:
-    parts = more.split([*chunks], 1)
-    return torch.cat([model(part, **pass_arguments(cache, part)).logits for part in parts], 1)
-
-
-@torch.no_grad()
 def prefill(model: Any, cache: Any, inputs: Any) -> None:
     model(**inputs, past_key_values=cache, use_cache=True)
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
 
 
 def test_turns_forks_and_rewinds_equal_the_masked_model(family, model, monkeypatch):

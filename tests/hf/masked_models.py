@@ -1,4 +1,4 @@
-"""The stock model of any kinds of layers, with a -inf mask on what a method evicts."""
+"""The stock model of any kinds of layers, with a -inf mask on what a method evicts, and parts of it for others."""
 
 import sys
 from collections.abc import Sequence
@@ -21,14 +21,34 @@ PROMPT = 40
 
 def method_of(model: Any) -> Method:
     spec = patch_attention(model).spec
-    ratios = [[RATIOS[layer % 2][head % 2] for head in range(spec.kv_heads)] for layer in range(spec.layers)]
+    ratios = [[RATIOS[layer % 3][head % 2] for head in range(spec.kv_heads)] for layer in range(spec.layers)]
     return Method("own", PerHead(ratios), OwnScores())
 
 
 @torch.no_grad()
-def read(model: Any, cache: Any, text: Tensor, chunks: Sequence[int]) -> Tensor:
+def read(model: Any, cache: Any, text: Tensor, chunks: Sequence[int] = (1, 4, 1)) -> Tensor:
     """Logits of `text`, fed in parts of `chunks` tokens."""
     return torch.cat([model(part, **pass_arguments(cache, part)).logits for part in text.split([*chunks], 1)], 1)
+
+
+def replace_attention(module: Any, is_eager: bool, attend: Any, monkeypatch) -> Any:
+    """Have models of `module` attend by `attend`; returns what they did before."""
+    if is_eager:
+        stock = module.eager_attention_forward
+        monkeypatch.setattr(module, "eager_attention_forward", attend)
+    else:
+        stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    return stock
+
+
+def hide(gone: Tensor, key: Tensor, value: Tensor, ratios: Sequence[float]) -> None:
+    """Mark in `gone` [B, H, t] what heads that keep their best floor(r t) of t tokens lose."""
+    tokens = gone.shape[2]
+    table = score(key[:, :, :tokens], value[:, :, :tokens]).masked_fill(gone, -torch.inf)
+    for head, ratio in enumerate(ratios):
+        worst = table[:, head].argsort(-1)[:, : tokens - int(ratio * tokens + 1e-6)]
+        gone[:, head].scatter_(1, worst, True)
 
 
 class Masked:
@@ -47,11 +67,7 @@ class Masked:
         self._hidden: dict[int, Tensor] = {}  # of each layer, [B, H, T]
         self._calls = 0
         is_eager = model.config._attn_implementation.endswith("eager")
-        self._stock = own.eager_attention_forward if is_eager else ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if is_eager:
-            monkeypatch.setattr(own, "eager_attention_forward", self)
-        else:
-            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", self)
+        self._stock = replace_attention(own, is_eager, self, monkeypatch)
 
     def __call__(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         if getattr(module, "layer_idx", None) in self._windows:
@@ -65,10 +81,7 @@ class Masked:
         gone = self._hidden.get(layer, torch.zeros(batch, heads, 0, dtype=torch.bool))
         gone = torch.cat([gone, torch.zeros(batch, heads, tokens - gone.shape[2], dtype=torch.bool)], 2)
         if start in self._places:
-            table = score(key[:, :, :start], value[:, :, :start]).masked_fill(gone[:, :, :start], -torch.inf)
-            for head, ratio in enumerate(self._ratios.ratios(layer, heads, start)):
-                worst = table[:, head].argsort(-1)[:, : start - int(ratio * start + 1e-6)]
-                gone[:, head].scatter_(1, worst, True)
+            hide(gone[:, :, :start], key, value, self._ratios.ratios(layer, heads, start))
         self._hidden[layer] = gone
         return self._stock(module, query, key, value, self._mask(gone, query), **kwargs)
 
