@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lkv.context.flow_text import operand_text
+from lkv.context.pdf_fields import Box
 from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_words import WORD_GAP, Glyph
 
@@ -16,6 +17,7 @@ _AXIS, _MIN_AXIS, _MAX_AXIS = 0.25, 0.1, 0.45  # of a rule above the base line o
 _MIN_SCRIPT_AXIS, _MAX_SCRIPT_AXIS = -0.3, 1.1  # of a fraction that is a script
 _SCRIPT = 0.8  # the size of such a fraction, at most
 _MAX_THICKNESS = 0.2  # of a rule
+_THIN, _FLAT = 0.01, 0.4  # the least thickness, in points, and the most, by the length
 _MAX_GAP = 0.6  # between a rule and what is nearest to it, by the largest text there or beside it
 _MAX_RISE = 0.6  # of scripts
 _MAX_OVERHANG, _MAX_MARGIN = 0.25, 0.8  # of glyphs beyond a rule, and of a rule beyond glyphs
@@ -29,7 +31,7 @@ _MAX_RULES = 1000  # of a page; charts have more
 _NO_FRACTION = re.compile(r"[^\W\d_]{3}|\d[.,]\d")  # words and amounts, unless text is beside their rule
 
 
-class Rule(NamedTuple):
+class _Rule(NamedTuple):
     """A thin horizontal line, in a frame where text runs from left to right."""
 
     x: float
@@ -50,8 +52,10 @@ class _Part(NamedTuple):
     glyph: Glyph
 
 
-def join_fractions(glyphs: Sequence[Glyph], rules: list[Rule]) -> list[Glyph]:
+def join_fractions(glyphs: Sequence[Glyph], shapes: Sequence[Box]) -> list[Glyph]:
     """Put one glyph, such as 3/4, in the place of what is above and below a rule, on the line that is beside it."""
+    # Of a shape that is thinner still, two edges meet.
+    rules = [_Rule(x, (y + top) / 2, end, top - y) for x, y, end, top in shapes if _THIN < top - y < _FLAT * (end - x)]
     if not rules or not glyphs:
         return [*glyphs]
     parts = sorted(_Part(each.y - _DEPTH * each.size, each.y + _HEIGHT * each.size, each) for each in glyphs)
@@ -74,7 +78,7 @@ def join_fractions(glyphs: Sequence[Glyph], rules: list[Rule]) -> list[Glyph]:
     return [glyph._replace(order=order) for order, glyph in enumerate(ordered)]
 
 
-def _side(rule: Rule, parts: list[_Part], sign: int, rules: list[Rule]) -> list[_Part]:
+def _side(rule: _Rule, parts: list[_Part], sign: int, rules: list[_Rule]) -> list[_Part]:
     """Return what is next to a rule, with no other rule between: above it for a sign of 1, below it for -1."""
     gaps = [
         (gap, part)
@@ -90,7 +94,7 @@ def _side(rule: Rule, parts: list[_Part], sign: int, rules: list[Rule]) -> list[
     return [part for other, part in gaps if other < gap + _MAX_RISE * size]
 
 
-def _fits(rule: Rule, sides: list[list[Glyph]]) -> bool:
+def _fits(rule: _Rule, sides: list[list[Glyph]]) -> bool:
     """Return whether a rule is as long as what is above and below, which has no wide gaps and is in its middle."""
     if not all(sides):
         return False
@@ -107,7 +111,9 @@ def _fits(rule: Rule, sides: list[list[Glyph]]) -> bool:
     return rule.end - rule.x - max(widths) < _MAX_MARGIN * size and rule.thickness < _MAX_THICKNESS * size
 
 
-def _fraction(rule: Rule, gap: float, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> list[Glyph]:
+def _fraction(
+    rule: _Rule, gap: float, sides: list[list[Glyph]], others: list[Glyph], rules: list[_Rule]
+) -> list[Glyph]:
     """Return the glyph of a fraction and the spaces beside it, or nothing if the parts are none."""
     size = max(glyph.size for side in sides for glyph in side)
     texts = [" ".join(lines_of(side)) for side in sides]
@@ -129,7 +135,7 @@ def _fraction(rule: Rule, gap: float, sides: list[list[Glyph]], others: list[Gly
     return [*spaces[: bool(is_left)], fraction, *spaces[2 - bool(is_right) :]]
 
 
-def _is_beside(rule: Rule, glyph: Glyph, gap: float, size: float) -> bool:
+def _is_beside(rule: _Rule, glyph: Glyph, gap: float, size: float) -> bool:
     """Return whether a rule is as high as the signs of the line of a glyph that is this far from it, or in a script."""
     rise = (rule.y - glyph.y) / (glyph.size or 1)
     if not -_MAX_OVERHANG * size < gap < _BESIDE * glyph.size:
@@ -139,7 +145,7 @@ def _is_beside(rule: Rule, glyph: Glyph, gap: float, size: float) -> bool:
     return _MIN_AXIS < rise < _MAX_AXIS and glyph.size > _SCRIPT * size
 
 
-def _is_in_column(rule: Rule, sides: list[list[Glyph]], others: list[Glyph], rules: list[Rule]) -> bool:
+def _is_in_column(rule: _Rule, sides: list[list[Glyph]], others: list[Glyph], rules: list[_Rule]) -> bool:
     """Return whether what has no text beside its rule is underlined, in a row of cells or in a column of numbers."""
     base, size = min((glyph.y, glyph.size) for glyph in sides[0])
     if base - rule.y < _MIN_RISE * size:

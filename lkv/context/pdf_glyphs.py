@@ -13,7 +13,7 @@ import pypdfium2
 import pypdfium2.raw as pdfium
 
 from lkv.context.pdf_fields import Box, Field, place_fields
-from lkv.context.pdf_fractions import Rule, join_fractions
+from lkv.context.pdf_fractions import join_fractions
 from lkv.context.pdf_layout import lines_of
 from lkv.context.pdf_objects import Objects, address, outermost, read_objects
 from lkv.context.pdf_tables import join_tables
@@ -143,9 +143,8 @@ def _directions(
         frames.setdefault((rotation, False), (rotation, []))
     for key in sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360):
         angle, frame = frames[key]
-        rules, shapes = ([_turn_box(box, angle) for box in boxes] for boxes in (objects.rules, objects.shapes))
-        turned = (Rule(x, (y + top) / 2, end, top - y) for x, y, end, top in rules)
-        joined = join_fractions(frame, [rule for rule in turned if rule.thickness < rule.end - rule.x])
+        shapes = [_turn_box(box, angle) for box in objects.shapes]
+        joined = join_fractions(frame, shapes)
         placed = [(_turn_box(field.box, angle), field) for field in fields if field.box]
         yield join_tables(place_fields(joined, placed if key == (rotation, False) else []), shapes)
 

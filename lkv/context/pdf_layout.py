@@ -2,9 +2,9 @@
 
 from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, pairwise
-from typing import NamedTuple
+from itertools import chain, dropwhile, groupby, pairwise
 
+from lkv.context.pdf_cells import CELL_GAP, Cell, Segment, align, join_cells, overlap, segment_of
 from lkv.context.pdf_words import (
     ROW_OFFSET,
     SAME_BASE,
@@ -19,7 +19,6 @@ from lkv.context.pdf_words import (
 from lkv.context.reading_order import in_reading_order
 
 # Shares of the font's size.
-_CELL_GAP = 1.0  # between cells or columns, at least
 _COLUMN_GAP = 0.5  # between columns that are not drawn line by line, at least
 _MAX_RAISE, _MAX_DROP = 0.7, 0.55  # of superscripts and of subscripts
 _MAX_OFFSET = 0.35  # of glyphs that a font draws lower or higher than others
@@ -30,26 +29,15 @@ _MIN_WIDTH = 4  # of a line whose last word is broken
 _MIN_LETTERS = 5  # that are different from each other, of code
 _MAX_SKIP = 8  # between lines that are drawn one after the other
 _MAX_RUNS, _MAX_JUMPS = 60, 0.4  # upwards: in all, and by the number of segments, of pages with an order of drawing
-_NEIGHBOURS = 40  # segments that are compared with each one
 
 _Run = list[Glyph]  # in the order in which they are drawn, next to each other
-
-
-class _Segment(NamedTuple):
-    """Glyphs of one line without a wide gap, from left to right."""
-
-    glyphs: list[Glyph]
-    x: float
-    y: float
-    end: float
-    size: float
-    order: int  # that of its first glyph
 
 
 def lines_of(glyphs: Sequence[Glyph]) -> list[str]:
     """Return the lines that glyphs form, as seen."""
     lines = _attach_scripts(_base_lines(attach_capitals(attach_accents(glyphs))))
-    blocks = _blocks([segment for line in lines for segment in _segments(line)])
+    segments = (segment for line in lines for segment in _segments(line))
+    blocks = _blocks(join_cells([each for each in segments if any(glyph.text != " " for glyph in each.glyphs)]))
     return [line for block in blocks for line in _block_lines([*_by_columns(_rows(block))])]
 
 
@@ -113,34 +101,31 @@ def _is_inserted(run: _Run, line: list[_Run]) -> bool:
     return False
 
 
-def _segments(line: list[_Run]) -> Iterator[_Segment]:
+def _segments(line: list[_Run]) -> Iterator[Segment]:
     """Divide a line at wide gaps."""
     glyphs: _Run = []
     for run in line:
-        gap = _CELL_GAP if glyphs and run[0].order == glyphs[-1].order + 1 else _COLUMN_GAP
+        gap = CELL_GAP if glyphs and run[0].order == glyphs[-1].order + 1 else _COLUMN_GAP
         if glyphs and run[0].x - max(glyph.end for glyph in glyphs[-3:]) > gap * run[0].size:
-            yield _segment(glyphs)
+            yield segment_of(glyphs)
             glyphs = []
         glyphs += run
-    yield _segment(glyphs)
+    yield segment_of(glyphs)
 
 
-def _segment(glyphs: list[Glyph]) -> _Segment:
-    largest = max(glyphs, key=lambda glyph: glyph.size)
-    start, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
-    return _Segment(glyphs, start, largest.y, end, largest.size, min(glyph.order for glyph in glyphs))
-
-
-def _blocks(segments: list[_Segment]) -> list[list[_Segment]]:
+def _blocks(segments: list[Segment]) -> list[list[Segment]]:
     """Divide a page into blocks in the order of reading, which is that of drawing if text is drawn downwards."""
-    runs: list[list[_Segment]] = []
+    runs: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda segment: segment.order):
-        if not runs or not -_MAX_SKIP * segment.size < segment.y - runs[-1][-1].y < segment.size:
+        last = runs[-1][-1] if runs else segment
+        is_next = -_MAX_SKIP * segment.size < segment.y - last.y < segment.size and segment.block == last.block
+        if not runs or not is_next:
             runs.append([])
         runs[-1].append(segment)
-    if len(runs) > min(_MAX_RUNS, 1 + _MAX_JUMPS * len(segments)):
+    jumps = len(runs) - 2 * len({segment.block for segment in segments} - {0})
+    if jumps > min(_MAX_RUNS, 1 + _MAX_JUMPS * len(segments)):
         return [segments]
-    blocks: list[list[_Segment]] = []
+    blocks: list[list[Segment]] = []
     for block in runs:
         places = [i for i, other in enumerate(blocks) if _is_above(block, other)]
         while joined := [i for i, other in enumerate(blocks) if _are_rows(other, block)]:
@@ -150,24 +135,24 @@ def _blocks(segments: list[_Segment]) -> list[list[_Segment]]:
     return blocks
 
 
-def _extent(block: list[_Segment]) -> tuple[float, float, float, float]:
+def _extent(block: list[Segment]) -> tuple[float, float, float, float]:
     """Return the left, right, lower and upper ends."""
     ys = [each.y for each in block]
     return min(each.x for each in block), max(each.end for each in block), min(ys), max(ys)
 
 
-def _is_above(block: list[_Segment], other: list[_Segment]) -> bool:
+def _is_above(block: list[Segment], other: list[Segment]) -> bool:
     """Return whether a block is above another one of the same column, or of which one is a title or a page's number."""
     (x, end, low, high), (other_x, other_end, other_low, other_high) = map(_extent, (block, other))
     is_short = min(high - low, other_high - other_low) < 3 * block[0].size
     return low > other_high and (is_short or min(end, other_end) > max(x, other_x))
 
 
-def _are_rows(*blocks: list[_Segment]) -> bool:
+def _are_rows(*blocks: list[Segment]) -> bool:
     """Return whether two blocks interleave, or are the cells of a table that is drawn column by column."""
     lows, highs = zip(*(_extent(block)[2:] for block in blocks), strict=True)
     low, high = max(lows), min(highs)
-    if low > high + SAME_BASE * blocks[0][0].size:
+    if any(block[0].block for block in blocks) or low > high + SAME_BASE * blocks[0][0].size:
         return False
     within = [
         [each for each in block if low - SAME_BASE * each.size < each.y < high + SAME_BASE * each.size]
@@ -187,7 +172,7 @@ def _are_rows(*blocks: list[_Segment]) -> bool:
     return common > 0.7 * len(fewer) and (all(are_cells) or (any(are_cells) and not is_longer))
 
 
-def _are_cells(side: list[_Segment]) -> bool:
+def _are_cells(side: list[Segment]) -> bool:
     """Return whether lines are short, in several columns, or mostly shorter than the longest, as not those of prose."""
     if max(len(each.glyphs) for each in side) <= _MIN_COLUMN:
         return True
@@ -197,7 +182,7 @@ def _are_cells(side: list[_Segment]) -> bool:
     return columns > 0.5 * len(rows) or sum(width > 0.7 * max(widths) for width in widths) < 0.5 * len(rows)
 
 
-def _by_columns(rows: list[list[_Segment]]) -> Iterator[list[_Segment]]:
+def _by_columns(rows: list[list[Segment]]) -> Iterator[list[Segment]]:
     """Yield rows; if they are those of two columns of prose that are drawn line by line, one after the other."""
     for second, group in groupby(rows, key=lambda row: len(row) == 2 and round(row[1].x)):
         part = list(group)
@@ -205,7 +190,7 @@ def _by_columns(rows: list[list[_Segment]]) -> Iterator[list[_Segment]]:
         yield from chain(*columns) if second and all(map(_is_prose, columns)) else part
 
 
-def _is_prose(lines: list[list[_Segment]]) -> bool:
+def _is_prose(lines: list[list[Segment]]) -> bool:
     """Return whether lines are long, and those behind the first go on in the middle of a sentence."""
     length = sum(len(segment.glyphs) for line in lines for segment in line)
     first, *others = (line[0].glyphs[0].text for line in lines)
@@ -213,15 +198,15 @@ def _is_prose(lines: list[list[_Segment]]) -> bool:
     return goes_on and len(lines) > 2 and length >= _MIN_COLUMN * len(lines)
 
 
-def _rows(segments: list[_Segment]) -> list[list[_Segment]]:
+def _rows(segments: list[Segment]) -> list[list[Segment]]:
     """Group the segments of one block into rows, from top to bottom, each from left to right."""
-    rows: list[list[_Segment]] = []
-    top: _Segment | None = None
-    for segment in _merge_cells(sorted(segments, key=lambda segment: -segment.y)):
+    rows: list[list[Segment]] = []
+    top: Segment | None = None
+    for segment in sorted(segments, key=lambda segment: -segment.y):
         row = rows[-1] if rows else []
         place = bisect(row, segment.x, key=lambda other: other.x)
         is_near = top is not None and top.y - segment.y < ROW_OFFSET * max(top.size, segment.size)
-        if is_near and not any(_overlap(segment, other) for other in row[max(0, place - 2) : place + 2]):
+        if is_near and not any(overlap(segment, other) for other in row[max(0, place - 2) : place + 2]):
             row.insert(place, segment)
         else:
             rows.append([segment])
@@ -229,47 +214,20 @@ def _rows(segments: list[_Segment]) -> list[list[_Segment]]:
     return rows
 
 
-def _overlap(one: _Segment, other: _Segment) -> bool:
-    """Return whether two segments are above each other, not side by side."""
-    return min(one.end, other.end) - max(one.x, other.x) > 0.5 * min(one.size, other.size, one.end - one.x)
-
-
-def _merge_cells(segments: list[_Segment]) -> list[_Segment]:
-    """Join the two lines of a cell whose row has its base line between them; `segments` are from top to bottom."""
-    merged: dict[int, _Segment | None] = {}
-    for i, top in enumerate(segments):
-        near = [each for each in segments[i + 1 : i + _NEIGHBOURS] if 0 < top.y - each.y < 1.4 * top.size]
-        bottom = next((each for each in near if _overlap(top, each)), None)
-        if bottom is None or id(top) in merged:
-            continue
-        leading = top.y - bottom.y
-        for between in near[: near.index(bottom)]:
-            is_beside = not _overlap(between, top) and not _overlap(between, bottom)
-            if is_beside and abs(between.y - bottom.y - leading / 2) < SAME_BASE * between.size:
-                around = segments[max(0, i - _NEIGHBOURS) : i + 2 * _NEIGHBOURS]
-                rows = [abs(each.y - between.y) for each in around if each is not between and _overlap(each, between)]
-                if min(rows, default=2 * leading) > 1.4 * leading:
-                    space = Glyph(" ", top.end, top.y, top.end, top.size, top.order)
-                    merged[id(top)] = _segment([*top.glyphs, space, *bottom.glyphs])._replace(y=between.y)
-                    merged[id(bottom)] = None
-                    break
-    cells = (merged.get(id(segment), segment) for segment in segments)
-    return sorted((cell for cell in cells if cell), key=lambda cell: -cell.y)
-
-
-def _block_lines(rows: list[list[_Segment]]) -> Iterator[str]:
+def _block_lines(rows: list[list[Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
     usual_gap = word_gap([segment.glyphs for row in rows for segment in row], default=WORD_GAP)
-    lines = in_reading_order([_line_texts(row, usual_gap) for row in rows])
+    lines = in_reading_order([_line_texts(cells, usual_gap) for cells in align(rows)])
     texts = [*(line.strip(" ") for line in lines), 8 * "?"]  # where the text goes on is not known yet
     for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):
         text, width, word = texts[number], row[-1].end - row[0].x, texts[number + 1].partition(" ")[0]
         edge = max(each[-1].end for each in rows[max(0, number - 2) : number + 3])
         is_full = row[-1].end + width / max(1, len(text)) * len(word) > edge and width > _MIN_WIDTH * row[-1].size
-        yield indent * bool(text) + text + "\N{SOFT HYPHEN}" * (is_full and text[-1:] in ("-", "\N{HYPHEN}"))
+        text = text if text[:1] in ("", "\t") else indent + text
+        yield text + "\N{SOFT HYPHEN}" * (is_full and text[-1:] in ("-", "\N{HYPHEN}"))
 
 
-def _indents(rows: list[list[_Segment]]) -> Iterator[str]:
+def _indents(rows: list[list[Segment]]) -> Iterator[str]:
     """Yield the spaces at the beginning of each row, where letters have one width as in code."""
     lines = [[each for segment in row for each in segment.glyphs if each.text != " "] or row[0].glyphs for row in rows]
     for width, group in groupby(lines, key=_letter_width):
@@ -285,12 +243,15 @@ def _letter_width(line: list[Glyph]) -> float:
     return round(widths[0], 1) * (max(widths) - min(widths) < 0.02 * size and widths[0] < 0.7 * size)
 
 
-def _line_texts(row: list[_Segment], usual_gap: float) -> list[str]:
+def _line_texts(cells: list[Cell], usual_gap: float) -> list[str]:
     """Return a row's texts from left to right, with a tab between cells, and superscripts and subscripts as such."""
     texts: list[str] = []
-    for last, segment in zip([None, *row], row, strict=False):
-        part = texts_of(segment.glyphs, usual_gap)
-        if last is not None and texts[-1] != " " != part[0]:
-            texts.append("\t" if segment.x - last.end > _CELL_GAP * segment.size else " ")
-        texts += part
+    for number, cell in enumerate(cells):
+        part: list[str] = []
+        for segment in cell:
+            own = texts_of(segment.glyphs, usual_gap)
+            part += [" "] * (bool(part) and part[-1] != " " != own[0]) + own
+        while part and part[-1] == " ":
+            part.pop()
+        texts += ["\t"] * bool(number) + [*dropwhile(" ".__eq__, part)]
     return texts

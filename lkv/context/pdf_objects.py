@@ -15,7 +15,6 @@ from lkv.context.pdf_fields import Box
 _MIN_WIDTH = 0.02  # of an object, in points
 _MAX_DEPTH = 40  # of forms within forms
 _MAX_SEGMENTS = 200  # of a path with rules
-_MAX_RULE = 0.4  # the thickness of a rule by its length
 _EVERYWHERE = -math.inf, -math.inf, math.inf, math.inf
 _MAX_COVERS = 300  # of a page
 
@@ -27,7 +26,6 @@ class Objects(NamedTuple):
     draws_image: bool
     has_hidden: bool  # text of hidden layers
     has_invisible: bool  # text without ink that is not over an image, as recognised text is
-    rules: list[Box]
     shapes: list[Box]  # what is seen of them
     views: dict[int, tuple[Box, list[Box]]]  # by a text object's address: what is seen of it, and what covers it
 
@@ -56,7 +54,6 @@ def read_objects(page: pypdfium2.PdfPage) -> Objects:
         draws_image=any(drawn.type == pdfium.FPDF_PAGEOBJ_IMAGE for drawn in shown),
         has_hidden=any(is_hidden and drawn.type == pdfium.FPDF_PAGEOBJ_TEXT for drawn, is_hidden in objects),
         has_invisible=_has_invisible(shown),
-        rules=[*filter(_is_rule, shapes)],
         shapes=shapes,
         views=views,
     )
@@ -113,12 +110,6 @@ def _parts(drawn: pypdfium2.PdfObject) -> Iterator[Box]:
         x, y, right, top = matrix.on_rect(min(xs), min(ys), max(xs), max(ys))
         edge = half if stroke.value else 0.0
         yield x - edge, y - edge, right + edge, top + edge
-
-
-def _is_rule(box: Box) -> bool:
-    """Return whether a box is long and thin, but not so thin that two edges meet there."""
-    thickness, length = sorted((box[2] - box[0], box[3] - box[1]))
-    return _MIN_WIDTH / 2 < thickness < _MAX_RULE * length
 
 
 def _is_cover(drawn: pypdfium2.PdfObject) -> bool:

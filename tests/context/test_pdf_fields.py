@@ -1,5 +1,7 @@
 """Values of form fields are read at their places, beside their labels."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,7 +63,8 @@ def test_values_follow_the_labels_on_their_lines(rows, columns, gap, lift, angle
         shown.append(" ".join(f"{label}: {text}".strip() for label, (_, text) in row[:columns]))
     content = f"q 0 1 -1 0 800 0 cm {content} Q" if angle else content
     page = "/MediaBox [0 0 800 800] " + f"/Rotate {angle}"
-    assert read(content, widgets, page).replace("\t", " ").split("\n") == shown
+    lines = read(content, widgets, page).split("\n")
+    assert [re.sub("\t+", " ", line.rstrip("\t")) for line in lines] == shown  # two tabs around an empty field
 
 
 @given(labels=st.lists(WORDS, min_size=1, max_size=4), ticks=st.lists(st.booleans(), min_size=4, max_size=4))

@@ -1,4 +1,4 @@
-"""Tables of random cells, with the rules of several programs, are read as their cells with tabs in between."""
+"""Tables of random cells, with the rules of several programs or none, are read as their cells with tabs in between."""
 
 import textwrap
 from itertools import pairwise
@@ -16,6 +16,7 @@ COURIER = f"/Resources << /Font << /F1 {TYPE1.replace('Helvetica', 'Courier')} /
 LENGTH = 16  # letters of a line of a cell
 WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
 CELLS = st.lists(WORDS, min_size=1, max_size=7).map(" ".join)
+TEXTS = st.lists(st.text("abcdefghKLMN", min_size=2, max_size=6), min_size=1, max_size=9).map(" ".join)
 
 
 def read(content: str) -> str:
@@ -92,3 +93,66 @@ def test_rules_without_a_grid_make_no_table(rows):
     content = "40 600 500 160 re S\n" + "".join(f"40 {730 - 20 * i} m 540 {730 - 20 * i} l S\n" for i in range(6))
     content += "".join(text_at(50, 736 - 20 * i, " ".join(row)) for i, row in enumerate(rows))
     assert read(content) == "\n".join(map(" ".join, rows))
+
+
+@given(
+    header=st.lists(WORDS, min_size=3, max_size=6),
+    cells=st.lists(st.lists(WORDS, min_size=6, max_size=6), min_size=1, max_size=8),
+    holes=st.lists(st.sets(st.integers(1, 5), max_size=2), min_size=8, max_size=8),
+    sides=st.lists(st.sampled_from([0, 0.5, 1]), min_size=6, max_size=6),
+    leading=st.floats(11, 30),
+)
+def test_empty_cells_of_a_table_without_rules_are_seen(header, cells, holes, sides, leading):
+    """Columns are to the left, in the middle or to the right; at most half of a row's cells are empty."""
+    columns = len(header)
+    rows = [
+        ["" if column in [*hole][: (columns - 1) // 2] else cell for column, cell in enumerate(row[:columns])]
+        for row, hole in zip(cells, holes, strict=False)
+    ]
+    content = ""
+    for number, row in enumerate([header, *rows]):
+        for column, cell in enumerate(row):
+            x = 40 + 70 * column + sides[column] * (48 - WIDTH * len(cell))
+            content += text_at(x, 740 - leading * number, cell) * bool(cell)
+    lines = [line.lstrip(" ") for line in read(content).split("\n")]  # letters of one width are indented as code
+    assert lines == ["\t".join(row) for row in [header, *rows]]
+
+
+@given(
+    table=st.integers(2, 4).flatmap(
+        lambda count: st.lists(st.lists(TEXTS, min_size=count, max_size=count), min_size=2, max_size=5)
+    ),
+    height=st.sampled_from([0, 0.5, 1]),
+)
+def test_wrapped_cells_of_a_table_without_rules(table, height):
+    """Cells are drawn one by one, with their lines at the top, in the middle or at the bottom."""
+    content, y = "", 740.0
+    for row in table:
+        wrapped = [textwrap.wrap(cell, LENGTH) for cell in row]
+        most = max(map(len, wrapped))
+        for column, lines in enumerate(wrapped):
+            top = y - 12 * height * (most - len(lines))
+            place = 50 + (LENGTH + 2) * WIDTH * column
+            content += "".join(text_at(place, top - 12 * i, line) for i, line in enumerate(lines))
+        y -= 12 * most + 6
+    assert read(content).split("\n") == ["\t".join(row) for row in table]
+
+
+@given(
+    texts=st.lists(
+        st.lists(st.tuples(st.integers(1, 199), st.text("abcdKLMN", min_size=2, max_size=9)), min_size=2, max_size=6),
+        min_size=2,
+        max_size=3,
+    ),
+    offset=st.floats(0, 12),
+)
+def test_addresses_side_by_side_are_read_one_after_the_other(texts, offset):
+    texts = [[f"{number} {name} street" for number, name in lines] for lines in texts]
+    content = "".join(
+        text_at(50 + 180 * column, 700 - 12 * i - offset * column, line)
+        for column, lines in enumerate(texts)
+        for i, line in enumerate(lines)
+    )
+    around = text_at(50, 740, "A line before the addresses"), text_at(50, 560, "and one behind them")
+    shown = [line for lines in texts for line in lines]
+    assert read(content.join(around)).split("\n") == ["A line before the addresses", *shown, "and one behind them"]

@@ -1,0 +1,195 @@
+"""Cells of PDF pages without rules: lines that are drawn one by one, and columns. Does not import torch."""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from lkv.context.pdf_words import ROW_OFFSET, WORD_GAP, Glyph
+
+# Shares of the font's size.
+CELL_GAP, _SPACED_GAP = 1.0, 3.0  # between cells, at least; behind a character for a space
+_MIN_LEADING, _MAX_LEADING = 0.7, 1.6  # between the lines of a cell
+_LEVEL = 0.4  # between the first lines, the last ones or the middles of the cells of a row, at most
+_ROW_GAP = 1.05  # between rows of cells of several lines, at least, by the distance of these lines
+_MAX_ROW_GAP = 4.0  # between rows of one table
+_MARKER = 3.0  # the width of a column of marks of a list, at most
+_MAX_LINES = 8  # of a cell, or of texts side by side, such as addresses
+_MIN_WORDS = 1.5  # of a line of text, on average
+_FULL = 0.9  # of the width of a cell, which a line and the next word are longer than
+_MIN_FILLED = 0.35  # of the cells of a table; less in drawings
+_MAX_COLUMNS, _MAX_ROWS = 60, 1000  # that are aligned
+
+
+class Segment(NamedTuple):
+    """Glyphs of one line without a wide gap, from left to right."""
+
+    glyphs: list[Glyph]
+    x: float
+    y: float
+    end: float
+    size: float
+    order: int  # that of its first glyph
+    block: int = 0  # the number of a text that is drawn beside another one
+
+
+Cell = list[Segment]  # its lines, or the parts of its line; none if it is empty
+
+
+class _Column(NamedTuple):
+    x: float
+    end: float
+    rows: int  # a bit for each row that has a cell there
+
+
+def segment_of(glyphs: list[Glyph]) -> Segment:
+    """Return the segment of glyphs; its base line is that of the largest."""
+    largest = max(glyphs, key=lambda glyph: glyph.size)
+    start, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
+    return Segment(glyphs, start, largest.y, end, largest.size, min(glyph.order for glyph in glyphs))
+
+
+def overlap(one: Segment, other: Segment) -> bool:
+    """Return whether two segments are above each other, not side by side."""
+    return min(one.end, other.end) - max(one.x, other.x) > 0.5 * min(one.size, other.size, one.end - one.x)
+
+
+def join_cells(segments: Sequence[Segment]) -> list[Segment]:
+    """Put the lines of cells that are drawn one by one on one line, and number texts that are drawn side by side."""
+    joined: list[Segment] = []
+    for table, _ in _grids(_drawn_rows(segments)):
+        is_table = _is_table([row for row in table if len(row) > 1])
+        for row in table:
+            if is_table and len(row) > 1:
+                joined += (_joined(cell, max(cell[0].y for cell in row)) for cell in row)
+            else:
+                are_apart = len(row) > 1 and all(1 < len(cell) <= _MAX_LINES and _is_text(cell) for cell in row)
+                joined += (line._replace(block=(cell[0].order + 1) * are_apart) for cell in row for line in cell)
+    return joined
+
+
+def _drawn_rows(segments: Sequence[Segment]) -> list[list[Cell]]:
+    """Group segments in the order of drawing: lines below each other are a cell, cells beside each other are a row."""
+    cells: list[Cell] = []
+    for segment in sorted(segments, key=lambda segment: segment.order):
+        last, size = cells[-1][-1] if cells else None, segment.size
+        if last and _MIN_LEADING * size < last.y - segment.y < _MAX_LEADING * size and overlap(segment, last):
+            cells[-1].append(segment)
+        else:
+            cells.append([segment])
+    rows: list[list[Cell]] = []
+    for cell in cells:
+        before, reach = rows[-1][-1] if rows else [], ROW_OFFSET * cell[0].size
+        is_level = before and cell[-1].y - reach < before[0].y and before[-1].y < cell[0].y + reach
+        if is_level and min(line.x for line in cell) > max(line.end for line in before):
+            rows[-1].append(cell)
+        else:
+            rows.append([cell])
+    return rows
+
+
+def _is_table(rows: list[list[Cell]]) -> bool:
+    """Return whether rows below each other have cells of several lines."""
+    gaps = [min(cell[-1].y for cell in row) - max(cell[0].y for cell in below) for row, below in pairwise(rows)]
+    has_several = any(len(cell) > 1 for row in rows for cell in row)
+    return has_several and min(gaps, default=0.0) >= 0 and all(_is_row(row, min(gaps, default=0.0)) for row in rows)
+
+
+def _is_row(row: list[Cell], gap: float) -> bool:
+    """Return whether cells are wrapped and lie at one level; `gap` is that to the other rows, 0 if there are none."""
+    several, leading = [cell for cell in row if len(cell) > 1], sum(one.y - other.y for one, other in pairwise(row[-1]))
+    levels = zip(*((cell[0].y, cell[-1].y, (cell[0].y + cell[-1].y) / 2) for cell in row), strict=True)
+    top, low, middle = (max(level) - min(level) < _LEVEL * row[0][0].size for level in levels)
+    if max(map(len, row)) > _MAX_LINES:
+        return False
+    if middle and not top and not low and len(several) < len(row):
+        return all(map(_is_full, several))
+    # Below the last cell of a row may be one of the next.
+    is_apart = gap > _ROW_GAP * leading / max(1, len(row[-1]) - 1)
+    return (top or low or middle) and is_apart and all(_is_text(cell) and _is_full(cell) for cell in several)
+
+
+def _is_text(cell: Cell) -> bool:
+    """Return whether lines have several words, mostly of letters."""
+    glyphs = [glyph for line in cell for glyph in line.glyphs if glyph.text != " "]
+    is_long = sum(len(_word_ends(line)) for line in cell) >= _MIN_WORDS * len(cell)
+    return is_long and 2 * sum(glyph.text[0].isalpha() for glyph in glyphs) > len(glyphs)
+
+
+def _is_full(cell: Cell) -> bool:
+    """Return whether lines end where the next word does not fit."""
+    width = max(line.end for line in cell) - min(line.x for line in cell)
+    lengths = (one.end - one.x + _word_ends(other)[0] - other.x + WORD_GAP * one.size for one, other in pairwise(cell))
+    return min(lengths) > _FULL * width
+
+
+def _word_ends(line: Segment) -> list[float]:
+    pairs = ((a, b.text == " " or b.x - a.end > WORD_GAP * a.size) for a, b in pairwise(line.glyphs) if a.text != " ")
+    return [*(a.end for a, is_last in pairs if is_last), line.end]
+
+
+def _joined(cell: Cell, y: float) -> Segment:
+    """Return the lines of a cell on one base line."""
+    glyphs: list[Glyph] = []
+    for line in cell:
+        if glyphs and (last := glyphs[-1]).text != " ":
+            is_broken = last.text in ("-", "\N{HYPHEN}")
+            glyphs.append(last._replace(text="\N{SOFT HYPHEN}" * is_broken + " ", x=last.end))
+        glyphs += (glyph._replace(y=glyph.y - line.y + y) for glyph in line.glyphs)
+    return segment_of(glyphs)
+
+
+def align(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Cell]]:
+    """Yield the cells of each row; where rows have columns in common, with empty ones."""
+    for table, columns in _grids([_cells(row) for row in rows]):
+        has_labels = len(columns) > 2 or columns[0].end - columns[0].x > _MARKER * table[0][0][0].size
+        others = [len(row) - 1 for row in table if len(row) > 1]  # cells beside the first
+        if not has_labels or len(others) < 2 or sum(others) < _MIN_FILLED * len(table) * (len(columns) - 1):
+            yield from table
+            continue
+        # The first row may have its cells beside those below them.
+        joined = _merge(columns, lambda one, other: 1 in (one.rows, other.rows) and not one.rows & other.rows)
+        starts = [column.x for column in (joined if all(column.rows & 1 for column in joined) else columns)]
+        for row in table:
+            placed = {bisect(starts, cell[0].x): cell for cell in row}
+            yield [placed.get(i, []) for i in range(1, 1 + (len(starts) if len(row) > 1 else max(placed)))]
+
+
+def _cells(row: Sequence[Segment]) -> list[Cell]:
+    """Divide a row at wide gaps."""
+    cells = [[*row[:1]]]
+    for last, segment in pairwise(row):
+        is_spaced = last.glyphs[-1].text == " "  # as in justified text
+        if segment.x - last.end > (_SPACED_GAP if is_spaced else CELL_GAP) * segment.size:
+            cells.append([])
+        cells[-1].append(segment)
+    return cells
+
+
+def _grids(rows: Sequence[list[Cell]]) -> Iterator[tuple[list[list[Cell]], list[_Column]]]:
+    """Yield rows below each other whose cells form columns, with these columns."""
+    table, columns = list[list[Cell]](), list[_Column]()
+    for row in rows:
+        bit, (first, *_) = 1 << len(table), row[0]
+        own = [_Column(min(part.x for part in cell), max(part.end for part in cell), bit) for cell in row]
+        wider = _merge([*columns, *own], lambda column, other: other.x < column.end)
+        is_next = table and 0 < table[-1][0][-1].y - first.y < _MAX_ROW_GAP * first.size
+        if table and (not (wider and is_next) or len(table[0]) == 1 < len(row) or len(table) == _MAX_ROWS):
+            yield table, columns
+            table, wider = [], [column._replace(rows=1) for column in own]
+        table.append(row)
+        columns = wider or own
+    if table:
+        yield table, columns
+
+
+def _merge(columns: list[_Column], are_one: Callable[[_Column, _Column], bool]) -> list[_Column]:
+    """Join neighbouring columns; none if a row has several of them."""
+    merged: list[_Column] = []
+    for column in sorted(columns):
+        if merged and are_one(last := merged[-1], column):
+            if last.rows & column.rows:
+                return []
+            column = _Column(last.x, max(last.end, column.end), merged.pop().rows | column.rows)
+        merged.append(column)
+    return merged if len(merged) <= _MAX_COLUMNS else []
