@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator
 from difflib import get_close_matches
 from functools import cache
-from importlib import resources
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as short
@@ -22,6 +21,7 @@ from lkv.errors import DataError
 from lkv.evaluation.example import Example
 from lkv.evaluation.metrics import require_rouge
 from lkv.utils.data_files import Row, read_member, read_records, replace_lone_surrogates, require_texts, split_lines
+from lkv.utils.files import package_json
 
 # The columns of the paper's Table 1 (tab:longbench), with the tasks of its appendix.
 CATEGORIES = {
@@ -76,8 +76,7 @@ def check_task(task: str) -> None:
 
 @cache
 def _definitions() -> dict[str, dict[str, Any]]:
-    text = resources.files("lkv.evaluation").joinpath("longbench.json").read_text(encoding="utf-8")
-    return json.loads(text)["tasks"]
+    return package_json("lkv.evaluation", "longbench.json")["tasks"]
 
 
 def _download() -> Path:

@@ -1,7 +1,11 @@
-"""Output files, written atomically: a reader finds the old file or the new one, never a part of it."""
+"""Output files, written atomically: a reader finds the old file or the new one, never a part of it.
+
+Also digests of files, and files that LKV ships.
+"""
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import stat
@@ -11,6 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +48,11 @@ def strip_parent_dirs(model: str) -> str:
 def short_name(model: str) -> str:
     """Return the last part of a model's name, by which it is served."""
     return Path(strip_parent_dirs(model)).name
+
+
+def package_json(package: str, name: str) -> Any:
+    """Return the content of a JSON file that a package of LKV ships."""
+    return json.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def file_digest(path: Path) -> str:

@@ -4,7 +4,6 @@ The prompts (NVIDIA/RULER, Apache-2.0) are in ruler.json. Each function makes an
 have any number of units: noise lines, words, documents.
 """
 
-import json
 import math
 import random
 import re
@@ -12,11 +11,11 @@ import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from importlib import resources
 from itertools import pairwise
 from typing import NamedTuple
 
 from lkv.utils.extras import optional_import
+from lkv.utils.files import package_json
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -50,12 +49,7 @@ class PromptTemplate(NamedTuple):
     metric: str
 
 
-def _read_prompts() -> dict[str, PromptTemplate]:
-    text = resources.files("lkv.evaluation").joinpath("ruler.json").read_text(encoding="utf-8")
-    return {name: PromptTemplate(**fields) for name, fields in json.loads(text).items()}
-
-
-_PROMPTS = _read_prompts()
+_PROMPTS = {name: PromptTemplate(**fields) for name, fields in package_json("lkv.evaluation", "ruler.json").items()}
 NIAH, VARIABLE_TRACKING = _PROMPTS["niah"], _PROMPTS["variable_tracking"]
 COMMON_WORDS, FREQUENT_WORDS = _PROMPTS["common_words"], _PROMPTS["frequent_words"]
 QUESTIONS = _PROMPTS["questions"]

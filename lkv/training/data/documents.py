@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from hashlib import blake2b
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +18,7 @@ from lkv.errors import DataError, DocumentError, MissingPackageError
 from lkv.training.data.public_datasets import DOCUMENT_SUFFIXES
 from lkv.utils.data_files import Row, read_records, read_text, replace_lone_surrogates, require_field, require_texts
 from lkv.utils.extras import install_command
+from lkv.utils.files import package_json
 from lkv.utils.qa_readers import SquadQuestion, hotpot_questions, read_squad, squad_questions
 
 _PIECE_CHARS = 12_000
@@ -299,7 +299,7 @@ def read_own_articles() -> Iterator[MultiHopQuestion]:
 
 @cache
 def _own_texts() -> dict[str, list[dict[str, Any]]]:
-    return json.loads(resources.files("lkv.training.data").joinpath("texts.json").read_text(encoding="utf-8"))
+    return package_json("lkv.training.data", "texts.json")
 
 
 ROW_READERS: dict[str, Callable[[LocatedRows], Iterable[Item]]] = {

@@ -1,15 +1,14 @@
 """Cut and pack real texts to a length, draw their continuations, and hide invented facts in them."""
 
-import json
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import NamedTuple, TypeVar
 
 from lkv.training.data.documents import Passage
 from lkv.training.data.samples import Continuation
+from lkv.utils.files import package_json
 
 T = TypeVar("T")
 CHARS_PER_TOKEN = 3.9
@@ -23,7 +22,7 @@ _LINE_CHARS, _WORD_CHARS = 200, 40  # how far a cut moves back to the end of a l
 _MAX_ITEMS = 256  # in one context
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 # The words of invented facts, by kind.
-_WORDS: dict[str, list[str]] = json.loads(files(__package__).joinpath("words.json").read_text(encoding="utf-8"))
+_WORDS: dict[str, list[str]] = package_json("lkv.training.data", "words.json")
 _SERIALS = 0.35  # share of the facts: long random values are lost first, because all of their tokens must be kept
 
 

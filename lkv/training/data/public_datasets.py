@@ -5,16 +5,14 @@ error, because training on partial data would go unnoticed.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import read_json_lines
-from lkv.utils.files import file_digest
+from lkv.utils.files import file_digest, package_json
 
 _CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
@@ -31,12 +29,8 @@ class PublicDataset(NamedTuple):
     files: list[str]
 
 
-def _read_datasets() -> dict[str, PublicDataset]:
-    text = resources.files("lkv.training.data").joinpath("public_datasets.json").read_text(encoding="utf-8")
-    return {name: PublicDataset(**fields) for name, fields in json.loads(text).items()}
-
-
-PUBLIC_DATASETS = _read_datasets()
+_SETS = package_json("lkv.training.data", "public_datasets.json")
+PUBLIC_DATASETS = {name: PublicDataset(**fields) for name, fields in _SETS.items()}
 
 
 class DatasetIndex(NamedTuple):
