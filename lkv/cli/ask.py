@@ -74,7 +74,8 @@ class Ask(PolicyOptions, RunOptions):
     @property
     def _documents(self) -> list[str]:
         """The words before the first question: files and folders."""
-        return [] if self.load else [*self.words[:1], *takewhile(exists, self.words[1:])]
+        others = takewhile(lambda word: word == "-" or exists(word), self.words[1:])
+        return [] if self.load else [*self.words[:1], *others]
 
     @property
     def _questions(self) -> list[str]:
@@ -124,7 +125,7 @@ class Ask(PolicyOptions, RunOptions):
         if not self.load and not self.words:
             raise LkvError("give a file to read (or - for stdin), or --load with a file written by --save.")
         questions = self._questions
-        if self._documents[:1] == ["-"] and not questions and not self.save:
+        if "-" in self._documents and not questions and not self.save:
             raise LkvError("a chat cannot be typed while the text comes from stdin; give the question as well.")
         if not self.load and (others := [word for word in questions if isfile(word)]):
             raise LkvError(f"{others[0]} is a file, and not a question; give all files before the first question.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lkv.cache.cache_config import CacheConfig
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.generation import effective_option, requested_option
 from lkv.errors import CacheError
 from lkv.hf.attention import read_weights
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
@@ -71,7 +72,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         An object whose `cache` is the cache of the last call.
 
     Raises:
-        CacheError: For `prompt_tokens`, and in the block for `use_cache=False`.
+        CacheError: For `prompt_tokens`, and in the block for `use_cache=False` and another `cache_implementation`.
         LkvError: As RaggedCache raises for its arguments.
     """
     if unfit := sorted(options.keys() & {"prompt_tokens", "chunk", "protected"}):
@@ -87,6 +88,12 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
         if find_cache(kwargs) is None and compression._applies():
             if kwargs.get("use_cache") is False:
                 raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
+            if other := requested_option(kwargs, "cache_implementation"):
+                raise CacheError(
+                    f"cache_implementation={other!r} is another cache; leave it out, or end the block before."
+                )
+            if effective_option(model, kwargs, "cache_implementation"):  # set for the model
+                kwargs["cache_implementation"] = None
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
             tokens = ids.shape[-1] if isinstance(ids, Tensor) else None
             # transformers warns of two caches even if the one under the other name is None.

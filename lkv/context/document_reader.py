@@ -17,6 +17,9 @@ from lkv.utils.text_decoding import decode_text
 STDIN = "-"
 _MAX_BYTES = 2**29  # far more text than models read
 _HTML_SUFFIXES = (".html", ".htm", ".xhtml", ".xht")
+# What is text even if it begins as a page does: Markdown, data and code by their suffix, and a server's code in pages.
+_TEXT_SUFFIXES = tuple(".md .rst .csv .tsv .json .jsonl .yaml .yml .js .jsx .ts .tsx .py .c .cpp .java".split())
+_SERVER_CODE = re.compile(r"<\?(?:php\b|=)|<%[=@-]?\s")
 _PAGE_START = re.compile(
     r"\s*(?:<\?.*?\?>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body|title)\b", re.DOTALL | re.IGNORECASE
 )
@@ -55,7 +58,7 @@ class Document(NamedTuple):
 
 
 def read_document(name: str | os.PathLike[str]) -> str:
-    """Read the text of a file: text, Markdown, HTML or PDF, recognised by its first bytes, then its suffix.
+    """Read the text of a file: text, Markdown, HTML or PDF, recognised by its suffix and its first bytes.
 
     Skipped content, such as scripts and scanned pages, is reported on stderr.
 
@@ -103,7 +106,9 @@ def read_documents(names: Sequence[str]) -> str:
     texts: dict[str, str] = {}
     skipped: list[str] = []
     for name in names:
-        for path in _list_files(Path(name)) if os.path.isdir(name) else [name]:
+        files, others = _list_files(Path(name)) if os.path.isdir(name) else ([name], [])
+        skipped += map(str, others)
+        for path in files:
             try:
                 texts[str(path)] = read_document(path)
             except DocumentError:
@@ -111,16 +116,29 @@ def read_documents(names: Sequence[str]) -> str:
                     raise
                 skipped.append(str(path))
     if skipped:
-        print(f"skipped, as they have no text that can be read: {', '.join(skipped)}", file=sys.stderr)
+        print(
+            "skipped, as they are links to folders or have no text that can be read: " + ", ".join(skipped),
+            file=sys.stderr,
+        )
     if not texts:
         raise DocumentError(f"no file in {names[0]} has text that can be read; give text, Markdown, HTML or PDF.")
     return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
 
 
-def _list_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` and the folders below it, sorted, without hidden ones."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files in `folder` and the folders below it, sorted, without hidden ones, and what cannot be read.
+
+    The latter are broken links, links to folders, pipes, and folders that may not be listed.
+    """
+    files, others = [], []
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if os.path.isfile(path):
+            files.append(path)
+        elif not os.path.isdir(path) or os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
+            others.append(path)
+    return files, others
 
 
 def parse_document(data: bytes, name: str) -> Document:
@@ -162,7 +180,8 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
     declared = _CHARSET.search(_NO_DECLARATION.sub("", start)) if is_declaring else None
     text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None)
-    if not is_html and not _PAGE_START.match(text[:4096]):
+    is_code = name.lower().endswith(_TEXT_SUFFIXES) or _SERVER_CODE.search(text)
+    if not is_html and (is_code or not _PAGE_START.match(text[:4096])):
         return text, skipped
     require("documents", "reading HTML", ["selectolax"])
     from lkv.context.html_text import html_text

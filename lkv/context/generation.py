@@ -80,20 +80,20 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
         raise CacheError(
             f"generation_config is a {type(config).__name__}; give a GenerationConfig of transformers, or options."
         )
-    temperature = _requested(options, "temperature")
+    temperature = requested_option(options, "temperature")
     is_positive = isinstance(temperature, int | float) and temperature > 0
-    if _requested(options, "do_sample") and temperature is not None and not is_positive:
+    if requested_option(options, "do_sample") and temperature is not None and not is_positive:
         raise CacheError(
             f"temperature is {temperature!r}, but sampling divides by it: give one above 0, or leave do_sample out for "
             "the most probable answer."
         )
     ignored = [name for name in _SAMPLING if options.get(name) not in (None, _NEUTRAL_SAMPLING.get(name))]
-    if ignored and _requested(options, "do_sample") is None:
+    if ignored and requested_option(options, "do_sample") is None:
         raise CacheError(
             f"{' and '.join(ignored)} would change nothing, because answers are greedy by default: add do_sample=True, "
             f"or leave {'them' if ignored[1:] else 'it'} out."
         )
-    counts = [_requested(options, name) for name in _COUNTS]
+    counts = [requested_option(options, name) for name in _COUNTS]
     if any(count is not None and (type(count) is not int or count != 1) for count in counts):
         raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
     if isinstance(cache, FullCache) and is_assisted(model, options):
@@ -113,7 +113,7 @@ def _is_list(value: object, kind: type) -> bool:
 
 def is_assisted(model: PreTrainedModel, options: dict[str, Any]) -> bool:
     """Return whether generate would use assisted decoding."""
-    return any(_effective(model, options, name) for name in _ASSISTED)
+    return any(effective_option(model, options, name) for name in _ASSISTED)
 
 
 def answer_length(
@@ -131,7 +131,7 @@ def answer_length(
         PromptError: If the model has no positions for them.
     """
     if max_new_tokens is None:
-        max_new_tokens = _requested(options or {}, "max_new_tokens")
+        max_new_tokens = requested_option(options or {}, "max_new_tokens")
     if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
         raise PromptError(f"max_new_tokens is {max_new_tokens!r}; give a whole number of tokens, 1 or more.")
     length, free = max_new_tokens or 1, longest_answer(model, tokens)
@@ -180,7 +180,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     mask = ((positions < padding_at) | (positions >= padding_at + missing)).long()
     settings = {
         # The model's generation_config may enable sampling; `ask` samples only on request.
-        "do_sample": bool(_requested(options, "do_sample")),
+        "do_sample": bool(requested_option(options, "do_sample")),
         "num_beams": 1,
         "return_dict_in_generate": False,
         "pad_token_id": tokenizer.pad_token_id,
@@ -192,7 +192,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     if has_image_positions(model):
         # Otherwise transformers continues the text that the model read last, in any cache.
         settings["position_ids"] = following_positions(cache.image_offset, mask, 0, mask)
-    if _effective(model, options, "stop_strings"):
+    if effective_option(model, options, "stop_strings"):
         settings["tokenizer"] = tokenizer
     # None means "not set" for counts.
     settings |= {name: value for name, value in options.items() if value is not None or name not in _COUNTS}
@@ -215,10 +215,10 @@ def without_padding(model: PreTrainedModel, tokenizer: Any, ids: list[int], opti
     ends = end_tokens(model, options)
     end = next((index for index, token in enumerate(ids) if token in ends), None)
     if end is None:
-        pad = _requested(options, "pad_token_id")
+        pad = requested_option(options, "pad_token_id")
         pad = tokenizer.pad_token_id if pad is None else pad
         return ids[: max((index + 1 for index, token in enumerate(ids) if token != pad), default=0)]
-    stops = _effective(model, options, "stop_strings") or ()
+    stops = effective_option(model, options, "stop_strings") or ()
     answer = tokenizer.decode(ids[:end])
     # Many models pad with their end token.
     is_stopped = any(stop in answer for stop in ((stops,) if isinstance(stops, str) else stops))
@@ -227,7 +227,7 @@ def without_padding(model: PreTrainedModel, tokenizer: Any, ids: list[int], opti
 
 def end_tokens(model: PreTrainedModel, options: dict[str, Any]) -> set[int]:
     """Return the ids that end an answer generated with `options`."""
-    ends = _effective(model, options, "eos_token_id")
+    ends = effective_option(model, options, "eos_token_id")
     ends = ends.tolist() if isinstance(ends, Tensor) else ends
     return {ends} if isinstance(ends, int) else set(ends or ())
 
@@ -244,14 +244,14 @@ def is_truncated(model: PreTrainedModel, answer: list[int], length: int, options
     return len(answer) >= length and answer[-1] not in end_tokens(model, options)
 
 
-def _requested(options: dict[str, Any], name: str) -> Any:
+def requested_option(options: dict[str, Any], name: str) -> Any:
     """Return the value of `name` in the caller's options, or in a generation_config among them."""
     return options[name] if name in options else getattr(options.get("generation_config"), name, None)
 
 
-def _effective(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
+def effective_option(model: PreTrainedModel, options: dict[str, Any], name: str) -> Any:
     """Return the effective value of `name` in generate: the caller's, None included, else the model's."""
-    value = _requested(options, name)
+    value = requested_option(options, name)
     return value if value is not None or name in options else getattr(model.generation_config, name, None)
 
 

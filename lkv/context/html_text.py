@@ -299,10 +299,14 @@ class _Renderer:
         return [begin, *steps, end]
 
     def _write_image(self, attributes: dict[str, str | None]) -> None:
-        """Add an image's alternative text; an empty one marks decoration."""
+        """Add an image's alternative text, apart from what is beside the image; an empty one marks decoration."""
         if attributes.get("alt") is None and "alt" not in attributes:
             self.left_out["image"] += 1
-        self._write(attributes.get("alt") or "")
+        text = attributes.get("alt") or ""
+        width = float(not re.fullmatch(r"[^\W\d]?", text))  # an initial begins a word
+        self.text.add_gap(width)
+        self._write(text)
+        self.text.add_gap(width)
 
     def _render_quote(self, children: list[_Step]) -> list[_Step]:
         opening, closing = ("\N{LEFT DOUBLE QUOTATION MARK}", "\N{RIGHT DOUBLE QUOTATION MARK}")

@@ -47,6 +47,10 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 # those of other splits. Files without the setting are read as GPT-2's, and SmolLM as in all its measurements here.
 _LIKE_GPT2 = frozenset("gpt-2 gpt2 default smollm mpt olmo jais phi-2 trillion exaone4 gigachat mellum".split())
 _SINGLE_DIGITS = frozenset("starcoder refact command-r codeshell exaone minerva-7b".split())
+# Those for which llama.cpp takes a word of the vocabulary whole, whatever its merges give, and begins texts with BOS.
+_WHOLE_WORDS = frozenset(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken".split()
+)
 
 
 class UnreadPartError(ValueError):
@@ -64,8 +68,8 @@ def apply_tokenizer_settings(tokenizer: Any, reader: Any) -> None:
         UnreadPartError: For a way to split that neither transformers nor this function knows.
     """
     backend = tokenizer.backend_tokenizer
-    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("pre", "add_space_prefix"))
-    split, has_space = (None if field is None else field.contents() for field in fields)
+    fields = (reader.get_field(f"tokenizer.ggml.{name}") for name in ("pre", "add_space_prefix", "add_bos_token"))
+    split, has_space, has_bos = (None if field is None else field.contents() for field in fields)
     if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and has_space is False:
         backend.pre_tokenizer.prepend_scheme = "never"
         backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -75,6 +79,9 @@ def apply_tokenizer_settings(tokenizer: Any, reader: Any) -> None:
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
         elif split is not None and split not in _LIKE_GPT2:
             raise UnreadPartError(f"tokenizer.ggml.pre {str(split)[:80]!r}")
+    elif split in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
+        tokenizer.add_bos_token = has_bos is not False and tokenizer.bos_token is not None
 
 
 def apply_settings(config: Any, reader: Any) -> None:

@@ -1,6 +1,7 @@
 """lkv ask with several files, folders, standard input and several questions, with the full cache beside, and typed."""
 
 import io
+import os
 import re
 import signal
 import sys
@@ -95,6 +96,11 @@ def test_a_text_comes_from_stdin_and_questions_are_typed(folder, asked, monkeypa
 
     monkeypatch.setattr(sys, "stdin", Input())
     _, piped, _ = asked("-", "When?")
+    Input.buffer.seek(0)
+    _, both, _ = asked(folder / "text.md", "-", "When?")
+    text = f"# {folder / 'text.md'}\n\n{TEXT.strip()}\n\n# -\n\n{TEXT.strip()}"
+    own = compress(*load_model(str(folder / "model")), text, method="knorm")
+    assert both.strip() == own.ask("When?", 4)
     monkeypatch.setattr(sys, "stdin", io.StringIO("When?\n\nWhere?\n"))
     status, out, _ = asked(folder / "text.md")
     assert status == 0 and piped.strip() == answer(folder, "When?")
@@ -125,6 +131,9 @@ def documents(tmp_path, monkeypatch):
         (tmp_path / "docs" / name).write_text("hidden")
     (tmp_path / "docs" / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
     (tmp_path / "docs" / "empty.txt").write_text(" ")
+    (tmp_path / "docs" / "linked.txt").symlink_to(tmp_path / "docs" / "nowhere")
+    (tmp_path / "docs" / "shared").symlink_to(tmp_path / "docs" / "below")
+    os.mkfifo(tmp_path / "docs" / "pipe")
     return f"# docs/a.md\n\n{TEXT.strip()}\n\n# docs/below/b.html\n\nA page\n\n# docs/z.txt\n\nThe last file."
 
 
@@ -135,7 +144,8 @@ def test_folders_and_files_are_one_text_with_names_as_headings(folder, asked, tm
     own = compress(model, tokenizer, documents, method="knorm")
     assert status == 0 and Context.load("all.kv", model, tokenizer).metadata == own.metadata
     assert out == "".join(f"\n> {question}\n{own.ask(question, 4)}\n" for question in ("When?", "Where?"))
-    skipped = "skipped, as they have no text that can be read: docs/empty.txt, docs/picture.png\n"
+    unread = ", ".join(f"docs/{name}" for name in "linked.txt pipe shared empty.txt picture.png".split())
+    skipped = f"skipped, as they are links to folders or have no text that can be read: {unread}\n"
     assert (skipped in said) == (words == ["docs"])
 
 

@@ -44,6 +44,19 @@ def test_generate_compresses_in_the_block_and_nowhere_else(model, policy):
     assert not torch.equal(whole, expected)
 
 
+def test_a_block_takes_the_place_of_a_cache_that_the_model_s_settings_name(model):
+    prompt, options = ids(1, 40), {"max_new_tokens": 6, "do_sample": False}
+    cache = lkv.RaggedCache(model, method="knorm", retention=0.3)
+    expected = model.generate(prompt, past_key_values=cache, **options)
+    model.generation_config.cache_implementation = "static"
+    with lkv.compress_prefill(model, method="knorm", retention=0.3) as compression:
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert compression.cache.kept_counts() == cache.kept_counts()
+        with pytest.raises(CacheError, match="cache_implementation='dynamic' is another cache"):
+            model.generate(prompt, cache_implementation="dynamic", **options)
+    assert model.generation_config.cache_implementation == "static"
+
+
 def test_generate_reads_in_chunks_in_the_block(model, policy):
     prompt = ids(1, 60)
     options = {"max_new_tokens": 8, "do_sample": False}

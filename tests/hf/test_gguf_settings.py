@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 from transformers import GPT2Tokenizer, LlamaTokenizer
 
 from lkv.errors import ModelLoadError
@@ -172,6 +173,22 @@ def test_texts_are_split_as_llama_cpp_splits_them(split, tokens):
     tokenizer = _byte_level()
     apply_tokenizer_settings(tokenizer, _Fields(pre=split))
     assert tokenizer.tokenize("1234 a") == tokens and tokenizer.decode(tokenizer("1234 a").input_ids) == "1234 a"
+
+
+@pytest.mark.parametrize(("split", "has_bos", "begins"), [("llama-bpe", None, True), ("tekken", False, False)])
+def test_words_of_the_vocabulary_are_whole_where_llama_cpp_ignores_merges(tmp_path, split, has_bos, begins):
+    """No merge gives "abcd"; llama.cpp looks for the whole word first, and begins texts with BOS unless told not to."""
+    letters = [*"Ġabcd", "ab", "cd", "abcd", "<s>"]
+    tokenizer = GPT2Tokenizer(
+        vocab={token: number for number, token in enumerate(letters)}, merges=[("a", "b"), ("c", "d")], bos_token="<s>"
+    )
+    words = pre_tokenizers.Split(Regex(r" ?\p{L}+"), "isolated")
+    pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])
+    assert tokenizer.tokenize("abcd abcd") == ["ab", "cd", "Ġ", "ab", "cd"]
+    apply_tokenizer_settings(tokenizer, _Fields(pre=split, add_bos_token=has_bos))
+    assert tokenizer.tokenize("abcd abcd") == ["abcd", "Ġ", "ab", "cd"]
+    assert tokenizer.convert_ids_to_tokens(tokenizer("abcd").input_ids) == ["<s>"] * begins + ["abcd"]
 
 
 def test_an_unknown_split_is_refused_by_name():

@@ -365,3 +365,13 @@ def by_short_factors(x: Tensor, start: int) -> Tensor:
     cos, sin = angles.double().cos(), angles.double().sin()
     first, second = x[..., :4], x[..., 4:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize("kept", [{"memory": "1GB"}, {"retention": 1.0, "slack": 0}], ids=str)
+def test_a_budget_for_the_whole_text_changes_no_value(kept):
+    model, whole = tiny_llama(), ids(1, 46)
+    cache = RaggedCache(model, method="knorm+compensation", **kept)
+    with torch.no_grad():
+        model(whole[:, :40], past_key_values=cache)
+        found = model(whole[:, 40:], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(whole).logits[:, 40:], rtol=0, atol=1e-5)
