@@ -107,14 +107,14 @@ def read_documents(names: Sequence[str]) -> str:
     skipped: list[str] = []
     for name in names:
         files, others = _list_files(Path(name)) if os.path.isdir(name) else ([name], [])
-        skipped += map(str, others)
+        skipped += others
         for path in files:
             try:
-                texts[str(path)] = read_document(path)
+                texts[path] = read_document(path)
             except DocumentError:
                 if path == name:
                     raise
-                skipped.append(str(path))
+                skipped.append(path)
     if skipped:
         print(
             "skipped, as they are links to folders or have no text that can be read: " + ", ".join(skipped),
@@ -125,19 +125,20 @@ def read_documents(names: Sequence[str]) -> str:
     return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
 
 
-def _list_files(folder: Path) -> tuple[list[Path], list[Path]]:
+def _list_files(folder: Path) -> tuple[list[str], list[str]]:
     """Return the files in `folder` and the folders below it, sorted, without hidden ones, and what cannot be read.
 
     The latter are broken links, links to folders, pipes, and folders that may not be listed.
     """
-    files, others = [], []
+    files: list[str] = []
+    others: list[str] = []
     for path in sorted(folder.rglob("*")):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
         if os.path.isfile(path):
-            files.append(path)
+            files.append(str(path))
         elif not os.path.isdir(path) or os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
-            others.append(path)
+            others.append(str(path))
     return files, others
 
 
