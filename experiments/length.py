@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.common import SUBJECT, method_grids, parse_options, per_length, row_label, run_cases, subject_of
 from experiments.fidelity import measure, summarise
 from experiments.heldout import HeldOut, cases_by_length, cut_targets
-from experiments.report.figures import finish_figure, method_styles, new_figure, save_figure
+from experiments.report.figures import draw_kl, finish_figure, method_styles, new_figure, save_figure, scale_by_factors
 from lkv.methods.registry import FULL
 
 TASKS = ("code", "LongBench text", "multi-hop QA", "meetings", "stories")
@@ -59,24 +59,14 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     for method, style in method_styles(list(dict.fromkeys(row["method"] for row in means))).items():
         for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
-            line = sorted((r for r in means if r["method"] == method and r[fixed] == at), key=lambda r: r[x])
-            if line:
-                low, high = ([abs(r[end] - r["kl"]) for r in line] for end in ("low", "high"))
-                axes.errorbar(
-                    [r[x] for r in line], [r["kl"] for r in line], yerr=(low, high), label=row_label(method),
-                    color=style.colour, marker=style.marker, linewidth=style.width, linestyle=style.line, capsize=2,
-                    zorder=style.order,
-                )  # fmt: skip
+            if line := [row for row in means if row["method"] == method and row[fixed] == at]:
+                draw_kl(axes, line, x, row_label(method), style)
     for axes, x, name in (
         (left, "tokens", f"context length (tokens), at R = {middle:g}"),
         (right, "retention", f"retention R, at {longest:,} tokens"),
     ):
         axes.set_xlabel(name)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        measured = sorted({row[x] for row in means})
-        axes.set_xticks(measured, [f"{value:,g}" for value in measured])
-        axes.minorticks_off()
+        scale_by_factors(axes, sorted({row[x] for row in means}), ",g")
     left.set_ylabel("KL(full || compressed), nats a token")
     model, most = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in means)
     caption = f"{model}; n = {most} continuations a point at most; 95% intervals"

@@ -19,7 +19,7 @@ from experiments.common import SUBJECT, Subject, parse_options, per_length, run_
 from experiments.fidelity import fidelity_row
 from experiments.heldout import Continuations, HeldOut, cases_by_length, cut_targets
 from experiments.length import TASKS
-from experiments.report.figures import finish_figure, method_styles, new_figure, save_figure
+from experiments.report.figures import draw_kl, finish_figure, method_styles, new_figure, save_figure, scale_by_factors
 from experiments.report.names import method_label
 from lkv.evaluation.comparison import MethodComparison, MethodGrid
 from lkv.hf.prompt_kv import read_prompt
@@ -155,22 +155,12 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     figure = new_figure(6.4, 4.4)
     axes = figure.subplots()
     for method, style in styles.items():
-        line = sorted((row for row in lines if row["method"] == method), key=lambda row: row["memory"])
-        low, high = ([abs(row[end] - row["kl"]) for row in line] for end in ("low", "high"))
-        axes.errorbar(
-            [row["held"] for row in line], [row["kl"] for row in line], yerr=(low, high),
-            label=method_label(method), color=style.colour, marker=style.marker,
-            linewidth=style.width, linestyle=style.line, capsize=2, zorder=style.order,
-        )  # fmt: skip
+        draw_kl(axes, [row for row in lines if row["method"] == method], "held", method_label(method), style)
     line = sorted((row for row in here if row["method"] == "lkv (16 bits)"), key=lambda row: row["memory"])
     axes.plot([r["held"] for r in line], [r["kl"] for r in line], label="LKV, 16 bits", color="0.5", linestyle=":")
     axes.set_xlabel("share of the full 16-bit cache's bytes")
     axes.set_ylabel("KL(full || compressed), nats a token")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    measured = sorted({row["memory"] for row in here})
-    axes.set_xticks(measured, [f"{value:.0%}" for value in measured])
-    axes.minorticks_off()
+    scale_by_factors(axes, sorted({row["memory"] for row in here}), ".0%")
     model, count = rows[0]["model"].rpartition("/")[2], max(row["n"] for row in here)
     caption = f"{model}, {tokens:,} tokens; each in its best of the precisions that all have at a budget"
     caption += f"; n = {count} continuations a point; 95% intervals"

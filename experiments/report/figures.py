@@ -107,6 +107,24 @@ def finish_figure(figure: "Figure", all_axes: Sequence["Axes"], title: str, capt
     figure.suptitle("\n".join([title, *lines]), fontsize=11)
 
 
+def draw_kl(axes: "Axes", rows: Sequence[Mapping[str, Any]], x: str, label: str, style: Style) -> None:
+    """A line of KL with its intervals over the rows' `x`."""
+    rows = sorted(rows, key=lambda row: row[x])
+    low, high = ([abs(row[end] - row["kl"]) for row in rows] for end in ("low", "high"))
+    axes.errorbar(
+        [row[x] for row in rows], [row["kl"] for row in rows], yerr=(low, high), label=label, color=style.colour,
+        marker=style.marker, linewidth=style.width, linestyle=style.line, capsize=2, zorder=style.order,
+    )  # fmt: skip
+
+
+def scale_by_factors(axes: "Axes", places: Sequence[float], form: str) -> None:
+    """Logarithmic scales, with ticks at the `places` along x alone."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(places, [f"{place:{form}}" for place in places])
+    axes.minorticks_off()
+
+
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write `figure` as PNG, PDF or SVG, by the name's suffix, to a temporary name first. Raises ReportError."""
     files.save_figure(figure, path, ReportError)
