@@ -181,8 +181,8 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
     declared = _CHARSET.search(_NO_DECLARATION.sub("", start)) if is_declaring else None
     text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None)
-    is_code = name.lower().endswith(_TEXT_SUFFIXES) or _SERVER_CODE.search(text)
-    if not is_html and (is_code or not _PAGE_START.match(text[:4096])):
+    is_page = _PAGE_START.match(text[:4096]) and not name.lower().endswith(_TEXT_SUFFIXES)
+    if not is_html and (not is_page or _SERVER_CODE.search(_NO_DECLARATION.sub("", text))):
         return text, skipped
     require("documents", "reading HTML", ["selectolax"])
     from lkv.context.html_text import html_text
