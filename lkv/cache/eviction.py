@@ -16,7 +16,7 @@ from lkv.cache.tiered_store import TieredStore
 from lkv.cache.tiers import count_tiers
 from lkv.errors import CacheError
 from lkv.hf.prompt_kv import LayerKV, to_fp32
-from lkv.kernels.selection import kernels_for, ranking_for
+from lkv.kernels.selection import RecentTokens, kernels_for, ranking_for
 from lkv.methods import compensation
 from lkv.methods.base import check_shape, contains_nan, tier_counts
 from lkv.methods.budgets import Budget, FixedBudget, drop_tokens
@@ -101,8 +101,9 @@ def entry_limits(context: LayerContext, heads: int, lengths: Sequence[int]) -> T
 
 
 def evict_entries(
-    context: LayerContext, store: KVStore, limits: Tensor, free_slots: int, score: Callable[[RaggedStore], Tensor]
-) -> KVStore:
+    context: LayerContext, store: KVStore, limits: Tensor, free_slots: int, score: Callable[[RaggedStore], Tensor],
+    end: int = 0,
+) -> KVStore:  # fmt: skip
     """Make a store of the best entries of `store`, appended ones included; raises CacheError for NaN scores.
 
     Args:
@@ -113,26 +114,30 @@ def evict_entries(
         free_slots: As in `gather_best`.
         score: `score(entries)` returns the current scores [B * H, n] of an unquantised store, -inf beyond a head's
             last entry; it may write scores and positions to the store.
+        end: The position after the text, by which decode eviction knows recent tokens.
     """
     entries = store.restore()
     counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
     table = score(entries)
-    shared, is_tiered = context.shared, context.config.is_tiered
-    check_scores = partial(shared.check_scores, context.index, context.config.method.selector, device)
+    shared, is_tiered, selector = context.shared, context.config.is_tiered, context.config.method.selector
+    window = selector.recent_window if context.config.request.decode_eviction else 0
+    recent = RecentTokens(end, window) if window else None
+    check_scores = partial(shared.check_scores, context.index, selector, device)
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
         kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
         every = kernels.Entries.of_pools(*entries.attention_view()[:4], table.shape[1])
         extras = entries.scores, entries.positions
-        _move_best(kernels, every, table, kept_entries, lens, *extras, has_nan=shared.nan_flag(device))
+        _move_best(kernels, every, table, kept_entries, lens, *extras, has_nan=shared.nan_flag(device), recent=recent)
         check_scores()
         return kept_entries
     if table.numel():
         shared.pending_nan_checks.append(contains_nan(table))
     if device.type == "cpu":
         check_scores()
+    assert entries.positions is not None
     (present,) = stack_to_device(device, counts.flatten())
-    is_best, numbers = _rank(table, lens)
+    is_best, numbers = _rank(table, lens, recent, entries.positions, *entries.attention_view()[2:4])
     is_entry = torch.arange(table.shape[1], device=device) < present[:, None]
     kept_entries = RaggedStore(lens[-1], 0 if is_tiered else free_slots, entries.k, entries.v, has_scores=True)
     origin = is_best[is_entry].nonzero()[:, 0]
@@ -174,10 +179,7 @@ def score_entries(context: LayerContext, new: NewEntries, entries: RaggedStore) 
         new.padding, new.scale, context.prompt_rotation, context.softmax_options.softcap, context.softmax_options.sinks,
         new.queries,
     )  # fmt: skip
-    selector = context.config.method.selector
-    scores = selector.score_stored(context.index, stored)
-    is_windowed = context.config.request.decode_eviction and selector.recent_window
-    return stored.rank_recent_first(scores, selector.recent_window) if is_windowed else scores
+    return context.config.method.selector.score_stored(context.index, stored)
 
 
 def gather_best(
@@ -225,7 +227,7 @@ def gather_best(
 def _move_best(
     kernels: ModuleType, entries: Any, scores: Tensor, store: RaggedStore, lens: Tensor,
     arrival_scores: Tensor | None = None, positions: Tensor | None = None, order: Tensor | None = None,
-    has_nan: Tensor | None = None,
+    has_nan: Tensor | None = None, recent: RecentTokens | None = None,
 ) -> None:  # fmt: skip
     """Fill `store` with the best `lens` `entries` by `scores`, with arrival scores and positions, in one launch."""
     k_pool, v_pool, starts, kept, *_ = store.compressed_view()
@@ -236,18 +238,22 @@ def _move_best(
     extra = None if store.scores is None or store.positions is None else (store.scores, store.positions)
     pools = k_pool, v_pool, starts
     by_tier = None if order is None else (order, order_starts)
-    kernels.move(entries, pools, scores, keep, arrival_scores, positions, extra, order=by_tier, has_nan=has_nan)
+    kernels.move(entries, pools, scores, keep, arrival_scores, positions, extra, None, by_tier, has_nan, recent)
 
 
-def _rank(scores: Tensor, lens: Tensor) -> tuple[Tensor, Tensor | None]:
+def _rank(
+    scores: Tensor, lens: Tensor, recent: RecentTokens | None = None, *places: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """Return a mask of the best `lens` [tiers, B, H] of `scores` [N, T] in each row, and the tier indices.
 
-    The tier indices, int8 [N, T], are None for one tier.
+    The tier indices, int8 [N, T], are None for one tier. `places`: as in `recent.rank_first`.
     """
     limits = stack_to_device(scores.device, *lens.flatten(1))
     if scores.shape[1] and (kernels := ranking_for(scores)) is not None:
-        tiers = kernels.rank(scores[None], limits[:, None])[0]
+        tiers = kernels.rank(scores[None], limits[:, None], None, recent, *places)[0]
         return tiers < len(lens), None if len(lens) == 1 else tiers
+    if recent is not None:
+        scores = recent.rank_first(scores, *places)
     masks = [best_mask(scores, counts, int(most)) for counts, most in zip(limits, lens.flatten(1).amax(1), strict=True)]
     if len(masks) == 1:
         return masks[0], None

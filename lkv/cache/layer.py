@@ -306,12 +306,12 @@ class RaggedLayer(AttentionCacheLayer):
     def _evict(self, limits: Tensor, free_slots: int, scale: float) -> KVStore:
         """Keep the best `limits` [tiers, B, H] entries of each head, by their completed stored scores."""
         assert self.store is not None
-        appended = self.store.appended_tokens
+        appended, end = self.store.appended_tokens, self.get_seq_length()
         new = NewEntries(appended, self.base_length, self._padding, scale, self._last_queries)
         score = partial(score_entries, self._context, new)
-        self.store = store = evict_entries(self._context, self.store, limits, free_slots, score)
+        self.store = store = evict_entries(self._context, self.store, limits, free_slots, score, end)
         self.real_tokens = [real + appended for real in self.real_tokens]
-        self.base_length += appended
+        self.base_length = end
         return store
 
     def fill(self, prompt: LayerKV) -> None:

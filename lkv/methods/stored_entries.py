@@ -87,14 +87,6 @@ class StoredEntries(NamedTuple):
             kv = LayerKV(key, value, self.scale, length=length, rotation=rotation, softcap=softcap)
             yield number % heads, ArrivedEntries(kv, self.positions[slots] - padding, self.scores[slots])
 
-    def rank_recent_first(self, scores: Tensor, window: int) -> Tensor:
-        """Return `scores` [B * H, n] with the last `window` tokens first, at most a third of each head's entries."""
-        steps = torch.arange(scores.shape[1], device=scores.device)
-        starts, counts = self.pool_starts.flatten()[:, None], self.counts.flatten()[:, None]
-        age = self.end - self.positions[(starts + steps).clamp_(max=len(self.positions) - 1)]
-        is_recent = (age <= (counts // 3).clamp(max=window)) & (steps < counts)
-        return torch.where(is_recent, torch.finfo(scores.dtype).max / age, scores)
-
     def as_prompts(self) -> Iterator[tuple[Tensor, LayerKV]]:
         """Yield the entries as prompts of their own, together if all heads have equally many, else head by head.
 

@@ -203,9 +203,9 @@ def eviction_rows(dim: int, dtype: torch.dtype) -> None:
     options = {"scores": extra[0], "positions": extra[1]}
     selection.score(stored, weights, (back, back), None, 7, 107, dim**-0.5, eviction=False, **options)
     scores = selection.score(stored, weights, None, (ahead, ahead), 0, 107, dim**-0.5, arrival=False, **options)
-    selection.rank(scores, keep[None], keep)
+    selection.rank(scores, keep[None], counts=keep)
     selection.move(stored, pools, None, None, *extra, extra)
-    selection.move(stored, pools, scores, keep[None], *extra, extra)
+    selection.move(stored, pools, scores, keep[None], *extra, extra, recent=selection.RecentTokens(107, 32))
 
 
 def quantise_rows(dim: int, dtype: torch.dtype) -> None:

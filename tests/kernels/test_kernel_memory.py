@@ -243,8 +243,8 @@ def test_no_offset_of_eviction_overflows(layout):
         limits = torch.full((1, spans), tokens, dtype=torch.int32)
         kernels.select_kernel[(-(-tokens // 64), spans)](
             scores, limits, counts, None, None, order, starts[None], tokens, 64, heads, key, value, scores, positions,
-            where, *strides, *strides, key, value, scores, positions, starts, TIERS=1, BLOCK=2**16, MOVED=64,
-            BLOCK_T=1, DIM=dim, VALUE_DIM=dim, BLOCK_D=dim, BLOCK_V=dim,
+            where, tokens, *strides, *strides, key, value, scores, positions, starts, RECENT=32 * (layout == "pools"),
+            TIERS=1, BLOCK=2**16, MOVED=64, BLOCK_T=1, DIM=dim, VALUE_DIM=dim, BLOCK_D=dim, BLOCK_V=dim,
         )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_the_highest_are_kept_and_of_equal_ones_the_earlier(kind, monkeypatch):
     counts = torch.tensor([[700, 0, 513, 512]], dtype=torch.int32)
     last = torch.tensor([[700, 0, 257, 1]], dtype=torch.int32)
     keep = torch.stack([last // 9, last // 2, last])
-    tiers = selection.rank(scores, keep, counts)
+    tiers = selection.rank(scores, keep, counts=counts)
     for head, count in enumerate(counts[0].tolist()):
         for number, own in enumerate(keep[:, 0, head].tolist()):
             found = (tiers[0, head, :count] <= number).nonzero()[:, 0].tolist()
@@ -72,8 +72,37 @@ def test_ranking_notes_what_is_no_number(place):
     has_nan = torch.zeros(1, dtype=torch.uint8)
     selection.rank(scores[:, :1], keep[..., :1], has_nan=has_nan)
     assert not has_nan.any()
-    selection.rank(scores, keep, torch.full((1, 2), 2500, dtype=torch.int32), has_nan)
+    selection.rank(scores, keep, has_nan, counts=torch.full((1, 2), 2500, dtype=torch.int32))
     assert int(has_nan) == (place < 2500)
+
+
+@pytest.mark.parametrize("block", [256, 2**15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_tokens_come_first_the_newest_foremost(block, dtype, monkeypatch):
+    """At most a third of a head's entries, in any order of positions; also in PyTorch's operators."""
+    monkeypatch.setattr(selection, "_LARGEST_BLOCK", block)
+    torch.manual_seed(7)
+    counts = torch.tensor([[400, 30, 0], [9, 2, 300]], dtype=torch.int32)
+    starts, end, window = counts.cumsum(1).int() - counts + torch.tensor([[3], [450]], dtype=torch.int32), 900, 32
+    positions, scores = torch.zeros(800, dtype=torch.int32), (torch.randn(2, 3, 400) * 1e4).round().to(dtype)
+    keep = torch.stack([counts // 20 + 1, counts // 2]).clamp(max=counts)
+    own = []
+    for start, count in zip(starts.flatten().tolist(), counts.flatten().tolist(), strict=True):
+        own.append((900 - 1 - torch.randperm(500)[:count]).tolist())
+        positions[start : start + count] = torch.tensor(own[-1], dtype=torch.int32)
+    recent = selection.RecentTokens(end, window)
+    found = selection.rank(scores, keep, None, recent, positions, starts, counts)
+    first = recent.rank_first(scores.flatten(0, 1), positions, starts, counts)
+    by_operators = selection.rank(first.view_as(scores), keep, counts=counts)
+    for head, places in enumerate(own):
+        row, column = divmod(head, 3)
+        limit = min(window, len(places) // 3)
+        by_age = sorted((e for e, place in enumerate(places) if end - place <= limit), key=lambda e: -places[e])
+        table = [math.inf if e in by_age else float(scores[row, column, e]) for e in range(len(places))]
+        order = by_age + [e for e in sorted(range(len(places)), key=lambda e: (-table[e], e)) if e not in by_age]
+        for tier, number in enumerate(keep[:, row, column].tolist()):
+            for tiers in (found, by_operators):
+                assert (tiers[row, column, : len(places)] <= tier).nonzero()[:, 0].tolist() == sorted(order[:number])
 
 
 def spans_of(lens: list[list[int]], *dims: int):

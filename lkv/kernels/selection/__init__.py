@@ -17,6 +17,28 @@ from lkv.utils import devices
 LARGEST_SCORED_DIM = 128  # larger heads would take more shared memory than some GPUs have
 
 
+class RecentTokens(NamedTuple):
+    """The last `window` tokens before position `end`; of a head at most a third of its entries."""
+
+    end: int
+    window: int
+
+    def rank_first(self, scores: Tensor, positions: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        """Return `scores` [B * H, n] with these tokens first, the newest before all others.
+
+        Args:
+            scores: The scores of the entries, in any order.
+            positions: Pool of positions, int32 [P].
+            starts: Where each head begins in it, int32 [B, H].
+            counts: The entries of each head, int32 [B, H].
+        """
+        starts, counts = starts.flatten()[:, None], counts.flatten()[:, None]
+        steps = torch.arange(scores.shape[1], device=scores.device)
+        age = self.end - positions[(starts + steps).clamp_(max=len(positions) - 1)]
+        is_recent = (age <= (counts // 3).clamp(max=self.window)) & (steps < counts)
+        return torch.where(is_recent, torch.finfo(scores.dtype).max / age, scores)
+
+
 class ScoreWeights(NamedTuple):
     """The weights of LKV-T in the heads of one layer, with token-independent factors pre-multiplied.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import lkv.kernels.selection.quantise_kernels as quantise_kernels
 import lkv.kernels.selection.triton_kernels as kernels
 from lkv.kernels import triton_helpers
-from lkv.kernels.selection import ScoreWeights
+from lkv.kernels.selection import RecentTokens, ScoreWeights
 from lkv.kernels.triton_helpers import padded
 from lkv.utils import devices
 
@@ -63,19 +63,25 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dim: int, value
     return triton_helpers.unsupported_reason(device, dtype)
 
 
-def rank(scores: Tensor, keep: Tensor, counts: Tensor | None = None, has_nan: Tensor | None = None) -> Tensor:
+def rank(
+    scores: Tensor, keep: Tensor, has_nan: Tensor | None = None, recent: RecentTokens | None = None,
+    positions: Tensor | None = None, starts: Tensor | None = None, counts: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the tier index of each entry, int8 [B, H, T]; the number of tiers if it is evicted.
 
     Args:
         scores: [B, H, T]; the highest are kept, of equal ones the earlier.
         keep: The number of entries to keep, cumulative over the tiers from the best on, int32 [tiers, B, H].
-        counts: The entries of each span, int32 [B, H]; T by default.
         has_nan: uint8 [1], set to 1 if one of the scores is NaN.
+        recent: The tokens that come first, the newest before all others, by their `positions` from `starts` on.
+        positions: As in `recent.rank_first`, as the next one.
+        starts: Where each span begins in it.
+        counts: The entries of each span, int32 [B, H]; T by default.
     """
     numbers = scores.new_empty(scores.shape, dtype=torch.int8)
     none = scores.new_empty(1, 1, 1, 1)
-    entries = Entries(none, none, 1, numbers[..., 0].numel(), scores.shape[-1], None, counts)
-    move(entries, None, scores, keep, numbers=numbers, has_nan=has_nan)
+    entries = Entries(none, none, 1, numbers[..., 0].numel(), scores.shape[-1], starts, counts)
+    move(entries, None, scores, keep, positions=positions, numbers=numbers, has_nan=has_nan, recent=recent)
     return numbers
 
 
@@ -90,6 +96,7 @@ def move(
     numbers: Tensor | None = None,
     order: tuple[Tensor, Tensor] | None = None,
     has_nan: Tensor | None = None,
+    recent: RecentTokens | None = None,
 ) -> None:
     """Copy the best entries, in order, to the pools of k and v: one launch of as many programs as a GPU runs at once.
 
@@ -105,11 +112,13 @@ def move(
         order: Gets the places of the entries in the pools by tier, int32 [sum of kept]; and where those of each tier
             and span begin in it, int32 [tiers, B, H].
         has_nan: As in `rank`.
+        recent: As in `rank`, for entries in pools, with `positions`.
     """
     key, value, width, spans = entries.key, entries.value, entries.width, entries.spans
     dim, value_dim = key.shape[-1], value.shape[-1]
     new_key, new_value, new_starts = pools or (None, None, None)
     new_scores, new_positions = extra or (None, None)
+    end, window = recent or (0, 0)
     if ranked is not None:
         ranked = (ranked.float() if ranked.dtype == torch.float64 else ranked).contiguous()
     tiers = 1 if keep is None else len(keep)
@@ -125,9 +134,9 @@ def move(
     with devices.device_guard(key.device):
         kernels.select_kernel[(max(1, -(-width // share)), spans)](
             ranked, keep, entries.counts, has_nan, numbers, *(order or (None, None)), width, share,
-            entries.heads, key, value, scores, positions, entries.starts, *entries.arguments, new_key, new_value,
-            new_scores, new_positions, new_starts, TIERS=tiers, BLOCK=block, MOVED=moved,
-            BLOCK_T=triton.next_power_of_2(tiers), DIM=dim, VALUE_DIM=value_dim, **blocks, num_warps=warps,
+            entries.heads, key, value, scores, positions, entries.starts, end, *entries.arguments, new_key,
+            new_value, new_scores, new_positions, new_starts, RECENT=window, TIERS=tiers, BLOCK=block,
+            MOVED=moved, BLOCK_T=triton.next_power_of_2(tiers), DIM=dim, VALUE_DIM=value_dim, **blocks, num_warps=warps,
         )  # fmt: skip
 
 

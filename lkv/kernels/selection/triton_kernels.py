@@ -12,11 +12,19 @@ from lkv.kernels.triton_helpers import IS_INTERPRETED, load_rows, split_heads, s
 
 
 @triton.jit
-def _load_keys(scores, entry, inside):
-    """Load scores as uint32 of the same order, 0 where not `inside`; 0 and -0 are equal."""
+def _load_keys(scores, entry, inside, recent, RECENT: tl.constexpr):
+    """Load scores as uint32 of the same order, 0 where not `inside`; 0 and -0 are equal.
+
+    `recent`: positions, the first of the span's, the end of the text, and how many of its last tokens are above all
+    scores, the newest first, if RECENT > 0.
+    """
     score = tl.load(scores + entry, mask=inside, other=0.0).to(tl.float32) + 0.0
     bits = score.to(tl.int32, bitcast=True)
     key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) ^ -2147483648).to(tl.uint32, bitcast=True)
+    if RECENT > 0:
+        positions, start, end, window = recent
+        age = end - tl.load(positions + start + entry, mask=inside, other=0)
+        key = tl.where(age <= window, (-age).to(tl.uint32, bitcast=True), key)
     return tl.where(inside, key, 0), score
 
 
@@ -26,31 +34,31 @@ def _count(is_counted):
 
 
 @triton.jit
-def _find_thresholds(scores, count, first, limits, BLOCK: tl.constexpr):
+def _find_thresholds(scores, count, first, limits, recent, RECENT: tl.constexpr, BLOCK: tl.constexpr):
     """Find the lowest kept key of each tier, bit by bit from the highest one on.
 
     The first BLOCK of the `count` scores stay in registers, others are loaded again for each bit. `limits` [tiers, at
-    most `count`] says how many entries a tier and all better ones have.
+    most `count`] says how many entries a tier and all better ones have. `recent`: as in `_load_keys`.
 
     Returns four tensors of that shape: the keys; how many of the entries of equal key are kept; and how many entries
     before `first` have greater and equal keys.
     """
     entry = tl.arange(0, BLOCK)[:, None]
-    keys, _ = _load_keys(scores, entry, entry < count)
+    keys, _ = _load_keys(scores, entry, entry < count, recent, RECENT)
     least = (limits * 0).to(tl.uint32)
     number, shift = limits * 0 + count, 31  # `number` of the keys are not below `least`
     while shift >= 0:
         candidate = least | ((limits * 0 + 1).to(tl.uint32) << shift)
         total = _count(keys >= candidate[None, :])
         for at in range(BLOCK, count, BLOCK):
-            more, _ = _load_keys(scores, at + entry, at + entry < count)
+            more, _ = _load_keys(scores, at + entry, at + entry < count, recent, RECENT)
             total += _count(more >= candidate[None, :])
         least = tl.where(total >= limits, candidate, least)
         number = tl.where(total >= limits, total, number)
         shift = tl.where(tl.max(number - limits, 0) > 0, shift - 1, -1)
     above, greater, equal = limits * 0, limits * 0, limits * 0
     for at in range(0, count, BLOCK):
-        keys, _ = _load_keys(scores, at + entry, at + entry < count)
+        keys, _ = _load_keys(scores, at + entry, at + entry < count, recent, RECENT)
         above += _count(keys > least[None, :])
         greater += _count((keys > least[None, :]) & (at + entry < first))
         equal += _count((keys == least[None, :]) & (at + entry < tl.minimum(first, count)))
@@ -110,18 +118,19 @@ def _store_order(order, next_in_order, tier, number, inside, place):
     return next_in_order + tl.sum(is_own, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end"])
 def select_kernel(
     ranked, keep, counts, has_nan, numbers, order, order_starts, width, share, heads, key, value, scores, positions,
-    starts, k_batch, k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions,
-    new_starts, TIERS: tl.constexpr, BLOCK: tl.constexpr, MOVED: tl.constexpr, BLOCK_T: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    starts, end, k_batch, k_head, k_token, v_batch, v_head, v_token, new_key, new_value, new_scores, new_positions,
+    new_starts, RECENT: tl.constexpr, TIERS: tl.constexpr, BLOCK: tl.constexpr, MOVED: tl.constexpr,
+    BLOCK_T: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """Keep the entries of a span with the highest scores `ranked` [spans, width], of equal ones the earlier.
 
-    `keep` [TIERS, spans] says how many the tiers have, each with all better ones. Without `ranked` all entries are
-    kept. Each program finds the thresholds of the whole span, and moves `share` of its entries: programs of a span
-    need not wait for each other, and a GPU has more of them than there are spans.
+    The last RECENT tokens before position `end`, at most a third of the entries, come before all scores. `keep`
+    [TIERS, spans] says how many the tiers have, each with all better ones. Without `ranked` all entries are kept. Each
+    program finds the thresholds of the whole span, and moves `share` of its entries: programs of a span need not wait
+    for each other, and a GPU has more of them than there are spans.
 
     A span has `counts` entries (None: `width`). They lie in pools from `starts` on, or, where that is None, in
     [B, H, width, .] of the strides given. Their k and v go in order to new pools, and with `new_scores` their `scores`
@@ -130,18 +139,16 @@ def select_kernel(
     `numbers` [spans, width] has all tiers, TIERS of evicted entries. `has_nan` [1] (or None) is set to 1 by NaN scores.
     """
     span = tl.program_id(1)
-    first, count = tl.program_id(0) * share, width
-    if counts is not None:
-        count = tl.load(counts + span)
+    first, count = tl.program_id(0) * share, width if counts is None else tl.load(counts + span)
     if first >= count:
         return
-    row, new_start = span.to(tl.int64) * width, 0
-    if new_key is not None:
-        new_start = tl.load(new_starts + span).to(tl.int64)
+    row, new_start = span.to(tl.int64) * width, 0 if new_key is None else tl.load(new_starts + span).to(tl.int64)
+    start = row if RECENT == 0 else tl.load(starts + span).to(tl.int64)
+    recent = positions, start, end, tl.minimum(count // 3, RECENT)
     if ranked is not None:
         tier = tl.arange(0, BLOCK_T)
         limits = tl.load(keep + tier * tl.num_programs(1) + span, mask=tier < TIERS, other=0)
-        least, missing, greater, equals = _find_thresholds(ranked + row, count, first, limits, BLOCK)
+        least, missing, greater, equals = _find_thresholds(ranked + row, count, first, limits, recent, RECENT, BLOCK)
         earlier = greater + tl.minimum(equals, missing)  # entries before `first` in each tier and all better ones
         next_place = tl.sum(tl.where(tier == TIERS - 1, earlier, 0), 0)
         if order is not None:
@@ -151,7 +158,7 @@ def select_kernel(
         inside = entry < tl.minimum(first + share, count)
         place = entry
         if ranked is not None:
-            keys, score = _load_keys(ranked + row, entry, inside)
+            keys, score = _load_keys(ranked + row, entry, inside, recent, RECENT)
             if has_nan is not None:
                 tl.store(has_nan, 1, mask=_count(score != score) > 0)
             is_equal = (inside[:, None] & (keys[:, None] == least[None, :])).to(tl.int32)
