@@ -44,7 +44,6 @@ constexpr int64_t kBlock = 64;                // entries that pass through the c
 constexpr int64_t kTogether = 8;              // entries whose products are computed side by side
 constexpr int64_t kGroup = 16;                // entries whose codes are
 constexpr int64_t kMinSharedBytes = 1 << 18;  // of keys and values, below which a second thread saves nothing
-constexpr int64_t kMaxCodes = 2;              // parts of codes a span
 constexpr int64_t kSlicesPerThread = 2;       // a thread that was interrupted leaves slices to the others
 constexpr int64_t kMinSharedProducts = 1 << 17;  // of a rotation, below which a second thread saves nothing
 constexpr int64_t kMaxRows = 4;               // rows whose sums are in registers together
@@ -158,16 +157,10 @@ struct Step {
   int64_t entries, spans, rows, tokens, dim, value_dim, added, slices, slice_size;
   float scale, softcap;     // in base 2; softcap is 0 for none
   bool causal;
-  Codes codes[kMaxCodes];   // the first entries of a span are those of codes[0], the next those of codes[1]
-  int64_t code_count;
+  std::vector<Codes> codes;  // the first entries of a span are those of codes[0], the next those of codes[1], ...
   float *sums, *extremes, *scratch;  // [slices + S, R, Dv], [slices + S, R, 2], [slices, scratch_size()]
 
   int64_t length(int64_t span) const { return int64_t(lens[span]) + added; }
-  int64_t coded(int64_t span) const {
-    int64_t total = 0;
-    for (int64_t i = 0; i < code_count; ++i) total += codes[i].count[span];
-    return total;
-  }
   // Scores of a block, and a block of k or v in float32 (or of norms).
   int64_t scratch_size() const { return kBlock * (rows + max(dim, value_dim)); }
 };
@@ -436,15 +429,13 @@ void attend_part(const Step& s, float* scores, int64_t slot, int64_t span, int64
   for (int64_t row = 0; row < s.rows; ++row) extremes[2 * row] = kNegInf, extremes[2 * row + 1] = 0;
   const T *k_span = static_cast<T*>(s.k) + s.starts[span] * s.dim;
   const T *v_span = static_cast<T*>(s.v) + s.starts[span] * s.value_dim;
-  int64_t length = s.length(span), part = 0, part_begin = 0, part_end = s.code_count ? s.codes[0].count[span] : length;
+  int64_t length = s.length(span), earlier = 0;  // entries of parts before this one
+  auto part = s.codes.begin();
   for (int64_t first = begin, count; first < end; first += count) {
-    while (first >= part_end && part < s.code_count) {
-      part_begin = part_end;
-      part_end = ++part < s.code_count ? part_end + s.codes[part].count[span] : length;
-    }
-    count = min({kBlock, part_end - first, end - first});
-    const Codes* codes = part < s.code_count ? &s.codes[part] : nullptr;
-    int64_t entry = codes ? codes->first[span] + first - part_begin : first;
+    for (; part != s.codes.end() && first >= earlier + part->count[span]; ++part) earlier += part->count[span];
+    const Codes* codes = part == s.codes.end() ? nullptr : &*part;
+    count = min({kBlock, end - first, codes ? earlier + codes->count[span] - first : kBlock});
+    int64_t entry = codes ? codes->first[span] + first - earlier : first;
     const float* q = s.q + span * s.rows * s.dim;
     if (codes && count >= kGroup && can_expand(codes->key_bits, s.dim, s.rows)) {
       const uint8_t* code = codes->key + entry * (s.dim * std::abs(codes->key_bits) / 8);
@@ -541,19 +532,23 @@ void attend_slices(const Step& s, int64_t threads) {
   });
 }
 
-// What starts, lens and tables say is checked before anything is read or written by it.
-void check_spans(const Step& s) {
+// The entries of all spans. What starts, lens and tables say is checked before anything is read or written by it.
+int64_t check_spans(const Step& s) {
+  int64_t total = 0;
   for (int64_t span = 0; span < s.spans; ++span) {
-    int64_t start = s.starts[span], length = s.length(span), coded = s.coded(span);
-    bool fits = 0 <= coded && coded <= s.lens[span] &&
-                (length == coded || (start + coded >= 0 && start + length <= s.entries));
-    for (int64_t i = 0; i < s.code_count; ++i) {
-      int64_t count = s.codes[i].count[span], first = s.codes[i].first[span];
-      fits = fits && count >= 0 && (count == 0 || (first >= 0 && first + count <= s.codes[i].entries));
+    int64_t start = s.starts[span], length = s.length(span), coded = 0;
+    bool fits = true;
+    for (const Codes& part : s.codes) {
+      int64_t count = part.count[span], first = part.first[span];
+      fits = fits && count >= 0 && (count == 0 || (first >= 0 && first + count <= part.entries));
+      coded += count;
     }
+    fits = fits && coded <= s.lens[span] && (length == coded || (start + coded >= 0 && start + length <= s.entries));
     TORCH_CHECK_VALUE(fits, "Span ", span, " of starts and lens reaches beyond the pools or codes: it must lie within "
                       "them, new entries included.");
+    total += length;
   }
+  return total;
 }
 
 // A storage may have been shrunk below what its tensor's shape says.
@@ -585,12 +580,11 @@ struct Basis {
   }
   // k' of keys [B, Hkv, T, D], in their dtype.
   Tensor enter_keys(const Tensor& key) const {
-    auto centre = [&](float x, int64_t channel) { return (x - mean[channel]) / scale[channel]; };
-    return rotate(key.to(at::kFloat).contiguous(), key_rotation, centre).to(key.scalar_type());
+    return rotate(key, key_rotation, [&](float x, int64_t channel) { return (x - mean[channel]) / scale[channel]; });
   }
   // v' of values [B, Hkv, T, Dv], in their dtype.
   Tensor enter_values(const Tensor& value) const {
-    return rotate(value.to(at::kFloat).contiguous(), value_rotation, [](float x, int64_t) { return x; }).to(value.scalar_type());
+    return rotate(value, value_rotation, [](float x, int64_t) { return x; });
   }
   // Outputs [B, Hq, Tq, Dv] from those over v', in place.
   void leave_outputs(Tensor& out) const {
@@ -614,19 +608,19 @@ struct Basis {
   }
 
  private:
-  // prepare(x, channel of [S, dim]) . rotation for each row x of float32 [B, H, T, dim].
+  // prepare(x, channel of [S, dim]) . rotation for each row x of [B, H, T, dim], in its dtype.
   template <typename F>
   Tensor rotate(const Tensor& x, const float* rotation, F prepare) const {
-    Tensor result = at::empty(x.sizes(), x.options());
+    Tensor input = x.to(at::kFloat).contiguous(), result = at::empty(x.sizes(), input.options());
     int64_t dim = x.size(3), all = x.numel() / dim, rows = max(int64_t(1), all / spans);
-    const float* source = x.const_data_ptr<float>();
+    const float* source = input.const_data_ptr<float>();
     float* target = result.mutable_data_ptr<float>();
     for_each_row(all, dim, [&](int64_t row, float* buffer) {
       for (int64_t c = 0; c < dim; ++c) buffer[c] = prepare(source[row * dim + c], row / rows * dim + c);
       std::fill_n(target + row * dim, dim, 0.f);
       add_values(buffer, rotation, dim, dim, target + row * dim);
     });
-    return result;
+    return result.to(x.scalar_type());
   }
 };
 
@@ -640,8 +634,8 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
   for (const Tensor* x : {&q, &std::as_const(k_pool), &std::as_const(v_pool), &starts, &std::as_const(lens)})
     check_storage(*x);
   if (key) check_storage(*key), check_storage(*value);
-  for (const Tensor& x : codes) check_storage(x);
-  for (const Tensor& x : basis_tensors) check_storage(x);
+  for (at::TensorList tensors : {codes, basis_tensors})
+    for (const Tensor& x : tensors) check_storage(x);
   Step s{};
   s.entries = k_pool.size(0), s.spans = starts.numel(), s.tokens = q.size(2);
   s.rows = s.tokens * (q.size(1) / starts.size(1));
@@ -656,32 +650,26 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, Tensor& k_pool, Tensor& v_poo
                   basis_tensors[2].const_data_ptr<float>(), basis_tensors[3].const_data_ptr<float>(), s.spans};
   }
   Tensor original = q.to(at::kFloat).contiguous(), query = basis ? basis->enter_queries(original) : original;
-  Tensor new_key, new_value;
-  if (key) {
-    new_key = basis ? basis->enter_keys(*key) : key->contiguous();
-    new_value = basis ? basis->enter_values(*value) : value->contiguous();
-  }
+  Tensor new_key = !key ? Tensor() : basis ? basis->enter_keys(*key) : key->contiguous();
+  Tensor new_value = !key ? Tensor() : basis ? basis->enter_values(*value) : value->contiguous();
   Tensor out = at::empty({q.size(0), q.size(1), s.tokens, s.value_dim}, query.options());
   Tensor lse = with_lse ? at::empty({q.size(0), q.size(1), s.tokens}, query.options()) : Tensor();
   s.q = query.const_data_ptr<float>(), s.out = out.mutable_data_ptr<float>();
   s.lse = with_lse ? lse.mutable_data_ptr<float>() : nullptr;
   s.k = k_pool.mutable_data_ptr(), s.v = v_pool.mutable_data_ptr();
-  s.key = key ? new_key.const_data_ptr() : nullptr, s.value = value ? new_value.const_data_ptr() : nullptr;
+  s.key = key ? new_key.const_data_ptr() : nullptr, s.value = key ? new_value.const_data_ptr() : nullptr;
   s.starts = starts.const_data_ptr<int32_t>(), s.lens = lens.mutable_data_ptr<int32_t>();
   int64_t bytes = k_pool.nbytes() + v_pool.nbytes();
-  TORCH_CHECK_VALUE(codes.size() == 5 * (bits.size() / 2) && bits.size() <= 2 * kMaxCodes, "Too many quantised parts.");
-  for (s.code_count = 0; 2 * s.code_count < int64_t(bits.size()); ++s.code_count) {
-    const Tensor* x = codes.data() + 5 * s.code_count;
+  TORCH_CHECK_VALUE(2 * codes.size() == 5 * bits.size(), "Each quantised part has five tensors and two widths.");
+  for (size_t part = 0; 2 * part < bits.size(); ++part) {
+    const Tensor* x = codes.data() + 5 * part;
     const int32_t* tables = x[4].const_data_ptr<int32_t>();
-    s.codes[s.code_count] = Codes{x[0].const_data_ptr<uint8_t>(), x[2].const_data_ptr<uint8_t>(),
-                                  x[1].const_data_ptr<at::BFloat16>(), x[3].const_data_ptr<at::BFloat16>(),
-                                  tables, tables + s.spans,
-                                  bits[2 * s.code_count], bits[2 * s.code_count + 1], x[0].size(0)};
+    s.codes.push_back({x[0].const_data_ptr<uint8_t>(), x[2].const_data_ptr<uint8_t>(),
+                       x[1].const_data_ptr<at::BFloat16>(), x[3].const_data_ptr<at::BFloat16>(), tables,
+                       tables + s.spans, bits[2 * part], bits[2 * part + 1], x[0].size(0)});
     bytes += x[0].nbytes() + x[2].nbytes();
   }
-  check_spans(s);
-  int64_t total = 0;
-  for (int64_t span = 0; span < s.spans; ++span) total += s.length(span);
+  int64_t total = check_spans(s);
   int64_t threads = bytes < kMinSharedBytes ? 1 : at::get_num_threads();
   s.slices = threads == 1 ? 1 : kSlicesPerThread * threads;
   s.slice_size = max(int64_t(1), (total + s.slices - 1) / s.slices);
