@@ -108,9 +108,7 @@ def read_adapters(model: nn.Module) -> str:
     It covers their weights, their scales and whether they are merged into the base model.
     """
     values = []
-    parts = (name.rpartition(".") for name, _ in model.named_modules())
-    for adapted in sorted(parent for parent, _, name in parts if name == "base_layer"):
-        layer = model.get_submodule(adapted)
+    for _, layer in sorted((name, module) for name, module in model.named_modules() if "base_layer" in module._modules):
         if getattr(layer, "disable_adapters", False) is True:
             continue
         # Merged adapters take effect even if inactive.

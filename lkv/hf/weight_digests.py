@@ -98,7 +98,7 @@ def _tensor_states(model: nn.Module) -> list[str]:
     """Return what changes with the tensors: addresses, versions, and a value of each for writes through `.data`."""
     states, values = [], defaultdict[object, list[Tensor]](list)
     for _, tensor in _tensors(model):
-        local = getattr(tensor, "to_local", tensor.detach)()
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         states.append(f"{local.data_ptr()} {0 if local.is_inference() else local._version}")
         if local.numel() and local.is_contiguous():
             middle = local.as_strided((1,), (1,), local.storage_offset() + local.numel() // 2)
@@ -113,9 +113,10 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     weights, adapted, merged = {}, False, []
     for prefix, module in model.named_modules():
-        adapted = adapted or prefix.endswith(".base_layer")
-        if getattr(module, "merged_adapters", None):
-            merged.append(f"{prefix}.base_layer.")
+        if "base_layer" in module._modules:
+            adapted = True
+            if getattr(module, "merged_adapters", None):
+                merged.append(f"{prefix}.base_layer.")
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 weights[f"{prefix}.{name}"] = tensor
