@@ -80,8 +80,10 @@ def random_basis(lens, dim, value_dim):
     return Basis(torch.randn(*lens.shape, dim), torch.rand(*lens.shape, dim) * 2 + 0.3, *rotations)
 
 
-def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1, has_basis=False):
+def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1, has_basis=False, value_spread=1.0):
     """Random codes and entries: `lens` [tiers + 1, B, H] of each tier of `bits`, then of those that are not quantised.
+
+    Norms of v are between 1 / `value_spread` and `value_spread`, about; those of single entries are 0.
 
     The slack of the pools is NaN, and so are the norms of entries of no span, of which `around` lie before and behind
     those of every tier.
@@ -96,6 +98,8 @@ def coded_pools(lens, bits, slack, dim, value_dim, dtype, around=1, has_basis=Fa
         tensors = []
         for side, size, number in zip(sides, (dim, value_dim), pair, strict=True):
             norms = torch.rand(entries) + 0.5
+            if value_spread > 1 and side is sides[1]:
+                norms *= value_spread ** (2 * torch.rand(entries) - 1) * (torch.rand(entries) < 0.9)
             norms[:around] = norms[entries - around :] = torch.nan
             codes = torch.randint(256, (entries, code_width(number, size)), dtype=torch.uint8)
             tensors += [codes, norms.bfloat16()]

@@ -7,22 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 
-def unpack(words: np.ndarray, is_bf16: bool) -> np.ndarray:
-    """The two 16-bit numbers of each word in float64, [2, n]."""
-    halves = np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16)
-    if is_bf16:
-        return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return halves.view(np.float16).astype(np.float64)
+def unpack(words: np.ndarray) -> np.ndarray:
+    """The two float16 numbers of each word in float64, [2, n]."""
+    return np.stack([words & 0xFFFF, words >> 16]).astype(np.uint16).view(np.float16).astype(np.float64)
 
 
-def pack(numbers: np.ndarray, is_bf16: bool) -> np.ndarray:
-    """Words of pairs of numbers [2, n], rounded."""
-    dtype = torch.bfloat16 if is_bf16 else torch.float16
-    # From float64 by way of float32, which rounds twice; ties of the second rounding that the first one makes are rare.
-    halves = torch.from_numpy(numbers).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+def pack(numbers: np.ndarray) -> np.ndarray:
+    """Words of pairs of numbers [2, n], rounded once."""
+    halves = numbers.astype(np.float16).view(np.uint16).astype(np.uint32)
     return halves[0] | halves[1] << 16
 
 
@@ -43,11 +37,11 @@ def run(code: str, inputs: list[np.ndarray], outputs: int) -> list[np.ndarray]:
         return np.broadcast_to(word, inputs[0].shape)
 
     for name, (out, *operands) in parse(code):
-        operation, is_bf16 = name.split(".")[0], name.endswith("bf16x2")
-        if operation in ("add", "mul", "fma"):
-            assert name in ("add.rn.f16x2", "mul.rn.f16x2", "fma.rn.f16x2", "fma.rn.bf16x2"), name
-            x, y, *z = (unpack(value(operand), is_bf16) for operand in operands)
-            registers[out] = pack(x + y if operation == "add" else x * y + (z[0] if z else 0.0), is_bf16)
+        operation = name.split(".")[0]
+        if operation in ("mul", "fma"):
+            assert name in ("mul.rn.f16x2", "fma.rn.f16x2"), name
+            x, y, *z = (unpack(value(operand)) for operand in operands)
+            registers[out] = pack(x * y + (z[0] if z else 0.0))
             continue
         x = value(operands[0])
         match operation:
@@ -94,12 +88,10 @@ def ptx_interpreted() -> Iterator[None]:
             columns = words.view(np.uint32).T if words.dtype == np.int32 else [words.view(np.uint32)[:, 0]]
             inputs += [np.ascontiguousarray(column) for column in columns]
         assert constraints.count("r") - len(types) == len(inputs)
-        kind = tl.bfloat16 if "bf16x2" in code else tl.float16
-        stored = np.uint16 if kind == tl.bfloat16 else np.float16
         handles = []
         for words in run(code, inputs, len(types)):
             halves = np.stack([words & 0xFFFF, words >> 16], 1).astype(np.uint16)
-            handles.append(interpreter.TensorHandle(halves.view(stored).reshape(shape), kind))
+            handles.append(interpreter.TensorHandle(halves.view(np.float16).reshape(shape), tl.float16))
         return Results(handles)
 
     with pytest.MonkeyPatch.context() as patch:

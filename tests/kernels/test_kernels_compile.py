@@ -77,7 +77,7 @@ def test_attention_over_pools_keeps_everything_in_registers(arch, dim):
 
 
 # Warp instructions of an entry of 256 values, by the bits of k and v; 87 to 156 without restoring in registers.
-MOST = {(8, 8): 45, (FP8, FP8): 31, (8, 4): 36, (4, 4): 36, (4, 3): 36, (3, 3): 36}
+MOST = {(8, 8): 32, (FP8, FP8): 28, (8, 4): 32, (4, 4): 30, (4, 3): 31, (3, 3): 31}
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_codes_are_restored_in_registers(arch, kernels):
         assert len(tiers) == len(row["bits"]) // 2 and pools["instructions"] / 16 <= 24
         assert not any(sum(loop.values()) > loop["instructions"] for loop in row["loops"])
         # Outside the loops.
-        assert row["stack"] <= (0 if arch >= 90 else 144) and row["programs"] >= 2
+        assert row["stack"] <= (0 if arch >= 90 else 96) and row["programs"] >= 2
 
 
 @pytest.mark.slow
@@ -106,7 +106,8 @@ def test_eviction_fits_the_gpu_that_it_is_compiled_for():
     rows = compiled(80, 128, "bfloat16", "eviction")
     assert {row["kernel"] for row in rows} == {"score_kernel", "select_kernel", "measure_kernel", "quantise_kernel"}
     for row in rows:
-        assert row["local"] == row["stack"] == 0
+        # Of the selection's cases the one that ranks the last tokens first keeps a predicate there, once a block.
+        assert row["stack"] <= (8 if row["kernel"] == "select_kernel" else 0) and row["local"] <= row["stack"] / 4
         assert row["kernel"] == "select_kernel" or row["programs"] >= 2
 
 

@@ -267,3 +267,11 @@ def test_a_backend_without_tiers_says_so():
     new = [torch.zeros(1, 1, 1, 8)] * 3
     with pytest.raises(BackendError, match="'loop' cannot run: it reads no codes"):
         append_and_attend(*new, pools.kv, 1.0, "loop")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_v_of_any_size_over_tiers(dtype):
+    """Also where those of a warp's first entries, by which the others are divided, are small or 0."""
+    torch.manual_seed(0)
+    pools = coded_pools([[[300, 70]], [[40, 0]], [[3, 9]]], ((8, 4), (4, 3)), 1, 16, 16, dtype, value_spread=300.0)
+    assert_equals_reference(pools, 2, 1, 0.25)

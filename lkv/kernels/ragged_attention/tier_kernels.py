@@ -12,7 +12,7 @@ import triton.language as tl
 from lkv.kernels import FP8
 from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
 from lkv.kernels.ragged_attention.restore_ptx import CODES, FACTORS, INPUTS, RESULTS
-from lkv.kernels.triton_helpers import IS_INTERPRETED, cap, load_rows, store_rows
+from lkv.kernels.triton_helpers import cap, load_rows, store_rows
 
 _LOWEST = tl.constexpr(-3e38)  # the maximum of a warp without entries; unlike -inf it can be subtracted from itself
 _RESULTS = tl.constexpr(RESULTS)
@@ -33,13 +33,8 @@ def code_width(dim, bits):
 
 
 @triton.constexpr_function
-def _is_bf16(dtype):
-    return dtype == tl.bfloat16
-
-
-@triton.constexpr_function
-def _ptx(bits, dtype):
-    return CODES[bits, dtype == tl.bfloat16]
+def _ptx(bits):
+    return CODES[bits]
 
 
 @triton.constexpr_function
@@ -48,8 +43,8 @@ def _constraints(bits):
 
 
 @triton.constexpr_function
-def _factor(is_ptx, bits, dtype):
-    return FACTORS[bits, dtype == tl.bfloat16] if is_ptx else 1.0
+def _factor(is_ptx, bits):
+    return FACTORS[bits] if is_ptx else 1.0
 
 
 @triton.constexpr_function
@@ -130,7 +125,7 @@ def _restore(
     codes, entry, element, inside, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Return eight tensors in TYPE, one for each code of an element: levels divided by `_factor`.
+    """Return eight tensors in TYPE, float16 or float32, one for each code of an element: levels divided by `_factor`.
 
     They have the shape to which `entry` and `element` broadcast; with WARPS, its first axis is split by warps.
     """
@@ -142,11 +137,7 @@ def _restore(
                 word = words[part]
                 split += (tl.reshape(word, (WARPS, word.shape[0] // WARPS, word.shape[1])),)
             words = split
-        code: tl.constexpr = _ptx(BITS, TYPE)
-        if _is_bf16(TYPE):
-            restored = tl.inline_asm_elementwise(code, _constraints(BITS), words, (tl.bfloat16,) * 8, True, 2)
-        else:
-            restored = tl.inline_asm_elementwise(code, _constraints(BITS), words, (tl.float16,) * 8, True, 2)
+        restored = tl.inline_asm_elementwise(_ptx(BITS), _constraints(BITS), words, (tl.float16,) * 8, True, 2)
     else:
         plain = ()  # type: tuple[tl.tensor, ...]
         for part in tl.static_range(_RESULTS):
@@ -159,12 +150,6 @@ def _restore(
 
 
 @triton.jit
-def as_operand(x):
-    """Return an operand of a product: the interpreter knows bfloat16 as bits, and would multiply those."""
-    return x.to(tl.float32) if IS_INTERPRETED and x.dtype == tl.bfloat16 else x
-
-
-@triton.jit
 def _load_queries(
     q, row_at, is_row, WARPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, TYPE: tl.constexpr,
 ):
@@ -174,12 +159,14 @@ def _load_queries(
     """
     element = tl.arange(0, _block(DIM))
     rows = ()  # type: tuple[tl.tensor, ...]
-    peak = tl.zeros_like(row_at).to(tl.float32)
+    largest = tl.zeros([element.shape[0], row_at.shape[0]], tl.float32)
     for part in tl.static_range(_RESULTS):
         at = row_at[None, :] + _channels(element, part, DIM, BITS)[:, None]
         row = tl.load(q + at, mask=(element < DIM // 8)[:, None] & is_row[None, :], other=0.0).to(tl.float32)
         rows += (row,)
-        peak = tl.maximum(peak, tl.max(tl.abs(row), 0))
+        largest = tl.maximum(largest, tl.abs(row))
+    # Once: what warps exchange keeps a register through all loops.
+    peak = tl.max(largest, 0)
     row_scale = tl.exp2(tl.ceil(tl.log2(tl.where(peak > 0.0, peak, 1.0))))
     queries = ()  # type: tuple[tl.tensor, ...]
     for part in tl.static_range(_RESULTS):
@@ -208,6 +195,40 @@ def sum_channels(DIM: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _products(key, queries):
+    """Return the sum of the eight products."""
+    scores = tl.dot(key[0], queries[0], input_precision="ieee")
+    for part in tl.static_range(1, _RESULTS):
+        scores = tl.dot(key[part], queries[part], scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _add_values(sums, shrink, value, share, norm):
+    """Return `sums` of warps times `shrink` [WARPS, rows], plus the products of `share`, `norm` and v."""
+    if value[0].dtype == tl.float16:
+        norm = tl.minimum(norm, 65504.0)
+    share = (share * norm[:, :, None]).to(value[0].dtype)
+    added = ()  # type: tuple[tl.tensor, ...]
+    for part in tl.static_range(_RESULTS):
+        added += (tl.dot(value[part], share, sums[part] * shrink[:, None, :], input_precision="ieee"),)
+    return added
+
+
+@triton.jit
+def _join_warps(highest, weight, sums, factor, BITS: tl.constexpr):
+    """Return maximum, weight and sums of rows from those of warps, whose sums are multiplied by `factor` [WARPS]."""
+    peak = tl.max(highest, 0)
+    by_warp = tl.exp2(highest - peak[None, :])
+    weight = tl.sum(weight * by_warp, 0)
+    by_warp *= factor[:, None]
+    joined = ()  # type: tuple[tl.tensor, ...]
+    for part in tl.static_range(_RESULTS):
+        joined += (tl.sum(sums[part] * by_warp[:, None, :], 0),)
+    return tl.where(weight > 0.0, peak, float("-inf")), weight, _rows_first(joined, BITS)
+
+
+@triton.jit
 def attend_tier(
     q, row_at, is_row, codes, first, count, visible, scale, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
@@ -216,10 +237,10 @@ def attend_tier(
     """Attend to `count` entries of one tier from number `first` on; each row sees the first `visible` [rows] of them.
 
     `row_at` [rows] are the offsets of packed rows in `q`, of which those of `is_row` exist. `codes` are codes and norms
-    of k, then of v; products with v are in TYPE. Returns maximum and weight [rows], and sums [rows, channels] in the
-    order of `sum_channels`.
+    of k, then of v; products are in float16, but in float32 if that is TYPE. Returns maximum and weight [rows], and
+    sums [rows, channels] in the order of `sum_channels`.
     """
-    key_type: tl.constexpr = tl.float32 if tl.float32 == TYPE else tl.float16
+    number_type: tl.constexpr = tl.float32 if tl.float32 == TYPE else tl.float16
     key_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, DIM, KEY_BITS, TYPE)
     value_ptx: tl.constexpr = _uses_ptx(ALLOWS_PTX, VALUE_DIM, VALUE_BITS, TYPE)
     # Entries of a warp at once: plain operations load a code for each lane, and take more registers.
@@ -227,60 +248,46 @@ def attend_tier(
     is_narrow: tl.constexpr = code_width(8, KEY_BITS) + code_width(8, VALUE_BITS) <= 12
     stages: tl.constexpr = 1 if own_entries == 16 else STAGES if is_narrow else 2
     step: tl.constexpr = WARPS * own_entries
-    k_codes, k_norms, v_codes, v_norms = codes
-    k_norms, v_norms = k_norms + first, v_norms + first
-    k_codes, v_codes = k_codes + first * code_width(DIM, KEY_BITS), v_codes + first * code_width(VALUE_DIM, VALUE_BITS)
+    k_norms, v_norms = codes[1] + first, codes[3] + first
+    k_codes = codes[0] + first * code_width(DIM, KEY_BITS)
+    v_codes = codes[2] + first * code_width(VALUE_DIM, VALUE_BITS)
     element, value_element = tl.arange(0, _block(DIM)), tl.arange(0, _block(VALUE_DIM))
     own = tl.arange(0, WARPS)[:, None] * own_entries + tl.arange(0, own_entries)[None, :]
-    queries, row_scale = _load_queries(q, row_at, is_row, WARPS, DIM, KEY_BITS, key_type)
-    row_scale *= scale * _factor(key_ptx, KEY_BITS, key_type)
+    queries, row_scale = _load_queries(q, row_at, is_row, WARPS, DIM, KEY_BITS, number_type)
+    row_scale *= scale * _factor(key_ptx, KEY_BITS)
     highest = tl.full([WARPS, row_at.shape[0]], _LOWEST, tl.float32)
     weight = tl.zeros([WARPS, row_at.shape[0]], tl.float32)
     zeros = tl.zeros([WARPS, _block(VALUE_DIM), row_at.shape[0]], tl.float32)
     sums = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)  # type: tuple[tl.tensor, ...]
     next_k_norm = tl.load(k_norms + own, mask=own < count, other=0.0)
     next_v_norm = tl.load(v_norms + own, mask=own < count, other=0.0)
+    # Norms of v are divided by the largest of a warp's first block, so that they fit into float16.
+    v_unit = tl.max(next_v_norm.to(tl.float32), 1)
+    v_unit = tl.where(v_unit > 1e-30, v_unit, 1.0)
     for at in tl.range(0, count, step, num_stages=stages):
         entry, flat = at + own, at + tl.arange(0, step)
         # As one axis of entries, which is split into warps after loading: then no two lanes use the same memory bank.
         key = _restore(
             k_codes, flat.to(tl.int64)[:, None], element[None, :],
-            (flat < count)[:, None] & (element < DIM // 8)[None, :], WARPS, DIM, KEY_BITS, key_type, key_ptx,
+            (flat < count)[:, None] & (element < DIM // 8)[None, :], WARPS, DIM, KEY_BITS, number_type, key_ptx,
         )
         value = _restore(
             v_codes, entry.to(tl.int64)[:, None, :], value_element[None, :, None],
             (entry < count)[:, None, :] & (value_element < VALUE_DIM // 8)[None, :, None], 0, VALUE_DIM, VALUE_BITS,
-            TYPE, value_ptx,
+            number_type, value_ptx,
         )
-        k_norm, v_norm = next_k_norm.to(tl.float32), next_v_norm.to(tl.float32)
+        k_norm, v_norm = next_k_norm.to(tl.float32), next_v_norm.to(tl.float32) * (1.0 / v_unit)[:, None]
         # Those of the next block, which arrive while this one is computed.
         next_k_norm = tl.load(k_norms + step + entry, mask=entry + step < count, other=0.0)
         next_v_norm = tl.load(v_norms + step + entry, mask=entry + step < count, other=0.0)
-        scores = tl.zeros([WARPS, own_entries, row_at.shape[0]], tl.float32)
-        for part in tl.static_range(_RESULTS):
-            scores = tl.dot(key[part], queries[part], scores, input_precision="ieee")
         # Norms scale scores and weights rather than all values of k and v.
-        scores = cap(scores * k_norm[:, :, None] * row_scale[None, None, :], SOFTCAP)
+        scores = cap(_products(key, queries) * k_norm[:, :, None] * row_scale[None, None, :], SOFTCAP)
         scores = tl.where(entry[:, :, None] < visible[None, None, :], scores, float("-inf"))
         new = tl.maximum(highest, tl.max(scores, 1))
         shrink, share = tl.exp2(highest - new), tl.exp2(scores - new[:, None, :])
         highest, weight = new, weight * shrink + tl.sum(share, 1)
-        if tl.float16 == TYPE:
-            v_norm = tl.minimum(v_norm, 65504.0)
-        share = as_operand((share * v_norm[:, :, None]).to(TYPE))
-        added = ()  # type: tuple[tl.tensor, ...]
-        for part in tl.static_range(_RESULTS):
-            old = sums[part] * shrink[:, None, :]
-            added += (tl.dot(as_operand(value[part]), share, old, input_precision="ieee"),)
-        sums = added
-    peak = tl.max(highest, 0)
-    by_warp = tl.exp2(highest - peak[None, :])
-    weight = tl.sum(weight * by_warp, 0)
-    by_warp *= _factor(value_ptx, VALUE_BITS, TYPE)
-    joined = ()  # type: tuple[tl.tensor, ...]
-    for part in tl.static_range(_RESULTS):
-        joined += (tl.sum(sums[part] * by_warp[:, None, :], 0),)
-    return tl.where(weight > 0.0, peak, float("-inf")), weight, _rows_first(joined, VALUE_BITS)
+        sums = _add_values(sums, shrink, value, share, v_norm)
+    return _join_warps(highest, weight, sums, v_unit * _factor(value_ptx, VALUE_BITS), VALUE_BITS)
 
 
 @triton.jit
