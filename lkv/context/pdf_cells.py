@@ -2,7 +2,7 @@
 
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import NamedTuple
 
 from lkv.context.pdf_words import ROW_OFFSET, WORD_GAP, Glyph
@@ -90,9 +90,14 @@ def _drawn_rows(segments: Sequence[Segment]) -> list[list[Cell]]:
 
 def _is_table(rows: list[list[Cell]]) -> bool:
     """Return whether rows below each other have cells of several lines."""
-    gaps = [min(cell[-1].y for cell in row) - max(cell[0].y for cell in below) for row, below in pairwise(rows)]
+    gap = min(starmap(_gap, pairwise(rows)), default=0.0)
     has_several = any(len(cell) > 1 for row in rows for cell in row)
-    return has_several and min(gaps, default=0.0) >= 0 and all(_is_row(row, min(gaps, default=0.0)) for row in rows)
+    return has_several and gap >= 0 and all(_is_row(row, gap) for row in rows)
+
+
+def _gap(row: list[Cell], below: list[Cell]) -> float:
+    """Return the distance from the last line of a row to the first of the one below."""
+    return min(cell[-1].y for cell in row) - max(cell[0].y for cell in below)
 
 
 def _is_row(row: list[Cell], gap: float) -> bool:
@@ -173,7 +178,7 @@ def _grids(rows: Sequence[list[Cell]]) -> Iterator[tuple[list[list[Cell]], list[
         bit, (first, *_) = 1 << len(table), row[0]
         own = [_Column(min(part.x for part in cell), max(part.end for part in cell), bit) for cell in row]
         wider = _merge([*columns, *own], lambda column, other: other.x < column.end)
-        is_next = table and 0 < table[-1][0][-1].y - first.y < _MAX_ROW_GAP * first.size
+        is_next = table and table[-1][0][-1].y > first.y and _gap(table[-1], row) < _MAX_ROW_GAP * first.size
         if table and (not (wider and is_next) or len(table[0]) == 1 < len(row) or len(table) == _MAX_ROWS):
             yield table, columns
             table, wider = [], [column._replace(rows=1) for column in own]
