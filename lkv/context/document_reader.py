@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lkv.context.flow_text import UNSEEN
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
-from lkv.utils.files import as_path, error_reason
+from lkv.utils.files import as_path, error_reason, list_files
 from lkv.utils.text_decoding import decode_text
 
 STDIN = "-"
@@ -106,13 +106,14 @@ def read_documents(names: Sequence[str]) -> str:
     texts: dict[str, str] = {}
     skipped: list[str] = []
     for name in names:
-        files, others = _list_files(Path(name)) if os.path.isdir(name) else ([name], [])
-        skipped += others
-        for path in files:
+        is_folder = os.path.isdir(name)
+        files, others = list_files(Path(name)) if is_folder else ([], [])
+        skipped += map(str, others)
+        for path in map(str, files) if is_folder else [name]:
             try:
                 texts[path] = read_document(path)
             except DocumentError:
-                if path == name:
+                if not is_folder:
                     raise
                 skipped.append(path)
     if skipped:
@@ -123,23 +124,6 @@ def read_documents(names: Sequence[str]) -> str:
     if not texts:
         raise DocumentError(f"no file in {names[0]} has text that can be read; give text, Markdown, HTML or PDF.")
     return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
-
-
-def _list_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the files in `folder` and the folders below it, sorted, without hidden ones, and what cannot be read.
-
-    The latter are broken links, links to folders, pipes, and folders that may not be listed.
-    """
-    files: list[str] = []
-    others: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        if any(part.startswith(".") for part in path.relative_to(folder).parts):
-            continue
-        if os.path.isfile(path):
-            files.append(str(path))
-        elif not os.path.isdir(path) or os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
-            others.append(str(path))
-    return files, others
 
 
 def parse_document(data: bytes, name: str) -> Document:

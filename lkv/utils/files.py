@@ -45,6 +45,23 @@ def strip_parent_dirs(model: str) -> str:
     return Path(os.path.abspath(model)).name if os.path.exists(model) else model
 
 
+def list_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files in `folder` and the folders below it, sorted, without hidden ones, and what cannot be read.
+
+    The latter are broken links, links to folders, pipes, and folders that may not be listed.
+    """
+    files: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        if any(part.startswith(".") for part in path.relative_to(folder).parts):
+            continue
+        if os.path.isfile(path):
+            files.append(path)
+        elif not os.path.isdir(path) or os.path.islink(path) or not os.access(path, os.R_OK | os.X_OK):
+            others.append(path)
+    return files, others
+
+
 def short_name(model: str) -> str:
     """Return the last part of a model's name, by which it is served."""
     return Path(strip_parent_dirs(model)).name

@@ -293,9 +293,11 @@ def test_every_file_is_named_taken_or_left(data_folder):
 def test_a_readme_beside_own_documents_is_one_of_them(tmp_path):
     for name in ("README.md", "notes.md", "LICENSE.txt"):
         (tmp_path / name).write_text("The tide table hangs beside the door of the boat house.")
+    (tmp_path / "shared").symlink_to(tmp_path)
     index = index_folder(tmp_path)
     assert index.used == {"text": [tmp_path / "README.md", tmp_path / "notes.md"]}
-    assert index.skipped == {tmp_path / "LICENSE.txt": "a licence"}
+    links = "links to folders, broken links, pipes or folders without access"
+    assert index.skipped == {tmp_path / "shared": links, tmp_path / "LICENSE.txt": "a licence"}
 
 
 def test_documents_that_cannot_be_read_are_left_out_by_name_and_texts_are_decoded(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from lkv.errors import DataError
 from lkv.utils.data_files import read_json_lines
-from lkv.utils.files import file_digest, package_json
+from lkv.utils.files import file_digest, list_files, package_json
 
 _CODE_SUFFIXES = frozenset({".py", ".java", ".cpp", ".cc", ".c", ".h", ".cs", ".js", ".ts", ".go", ".rs"})
 _TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst"})
@@ -71,13 +71,11 @@ def index_folder(
     """
     check_data_folder(folder)
     used: dict[str, list[Path]] = {}
-    skipped: dict[Path, str] = {}
+    files, others = list_files(folder)
+    skipped = dict.fromkeys(others, "links to folders, broken links, pipes or folders without access")
     unknown = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts):
-            continue
-        name, reason = _classify(path, relative)
+    for path in files:
+        name, reason = _classify(path, path.relative_to(folder))
         if name and name in datasets:
             used.setdefault(name, []).append(path)
         elif name or reason:
