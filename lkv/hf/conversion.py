@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
-_VERSION = 2  # of the conversion; folders of other versions are converted again
+_VERSION = 3  # of the conversion; folders of other versions are converted again
 _KEEPS_PACKED = hasattr(transformers, "GgufConfig")
 
 
