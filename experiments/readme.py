@@ -156,9 +156,11 @@ def document(name: str) -> Row:
 def read(name: str, /, **wanted: Any) -> list[Row]:
     """Return the rows of a result file that have these values.
 
-    Rows with compensation are left out: they are of an earlier form, which is gone.
+    Rows with compensation of files before 2026-11-30 are left out: they are of an earlier form, which is gone.
     """
-    rows = [row for row in document(name)["rows"] if "+compensation" not in row.get("method", "")]
+    file = document(name)
+    is_current = file.get("date", "") >= "2026-11-30"
+    rows = [row for row in file["rows"] if is_current or "+compensation" not in row.get("method", "")]
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
