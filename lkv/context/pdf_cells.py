@@ -31,6 +31,7 @@ class Segment(NamedTuple):
     size: float
     order: int  # that of its first glyph
     block: int = 0  # the number of a text that is drawn beside another one
+    depth: float = 0.0  # of the lines that were put on this one
 
 
 Cell = list[Segment]  # its lines, or the parts of its line; none if it is empty
@@ -97,20 +98,20 @@ def _is_table(rows: list[list[Cell]]) -> bool:
 
 def _gap(row: list[Cell], below: list[Cell]) -> float:
     """Return the distance from the last line of a row to the first of the one below."""
-    return min(cell[-1].y for cell in row) - max(cell[0].y for cell in below)
+    return min(cell[-1].y - cell[-1].depth for cell in row) - max(cell[0].y for cell in below)
 
 
 def _is_row(row: list[Cell], gap: float) -> bool:
     """Return whether cells are wrapped and lie at one level; `gap` is that to the other rows, 0 if there are none."""
-    several, leading = [cell for cell in row if len(cell) > 1], sum(one.y - other.y for one, other in pairwise(row[-1]))
+    several = [cell for cell in row if len(cell) > 1]
+    leading = max(((cell[0].y - cell[-1].y) / (len(cell) - 1) for cell in several), default=0.0)
     levels = zip(*((cell[0].y, cell[-1].y, (cell[0].y + cell[-1].y) / 2) for cell in row), strict=True)
     top, low, middle = (max(level) - min(level) < _LEVEL * row[0][0].size for level in levels)
     if max(map(len, row)) > _MAX_LINES:
         return False
     if middle and not top and not low and len(several) < len(row):
         return all(map(_is_full, several))
-    # Below the last cell of a row may be one of the next.
-    is_apart = gap > _ROW_GAP * leading / max(1, len(row[-1]) - 1)
+    is_apart = gap > _ROW_GAP * leading  # else lines below each other may be cells of several rows
     return (top or low or middle) and is_apart and all(_is_text(cell) and _is_full(cell) for cell in several)
 
 
@@ -141,7 +142,7 @@ def _joined(cell: Cell, y: float) -> Segment:
             is_broken = last.text in ("-", "\N{HYPHEN}")
             glyphs.append(last._replace(text="\N{SOFT HYPHEN}" * is_broken + " ", x=last.end))
         glyphs += (glyph._replace(y=glyph.y - line.y + y) for glyph in line.glyphs)
-    return segment_of(glyphs)
+    return segment_of(glyphs)._replace(depth=y - cell[-1].y)
 
 
 def align(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Cell]]:

@@ -122,11 +122,15 @@ def test_empty_cells_of_a_table_without_rules_are_seen(header, cells, holes, sid
     table=st.integers(2, 4).flatmap(
         lambda count: st.lists(st.lists(TEXTS, min_size=count, max_size=count), min_size=2, max_size=5)
     ),
+    holes=st.lists(st.integers(0, 3), min_size=5, max_size=5),
     height=st.sampled_from([0, 0.5, 1]),
 )
-def test_wrapped_cells_of_a_table_without_rules(table, height):
-    """Cells are drawn one by one, with their lines at the top, in the middle or at the bottom."""
+def test_wrapped_cells_of_a_table_without_rules(table, holes, height):
+    """Cells are drawn one by one, with their lines at the top, in the middle or at the bottom; some are empty."""
     content, y = "", 740.0
+    for row, hole in zip(table[1:], holes, strict=False):
+        if 0 < hole < len(row) > 2:
+            row[hole] = ""
     for row in table:
         wrapped = [textwrap.wrap(cell, LENGTH) for cell in row]
         most = max(map(len, wrapped))
@@ -136,6 +140,18 @@ def test_wrapped_cells_of_a_table_without_rules(table, height):
             content += "".join(text_at(place, top - 12 * i, line) for i, line in enumerate(lines))
         y -= 12 * most + 6
     assert read(content).split("\n") == ["\t".join(row) for row in table]
+
+
+@given(texts=st.lists(st.tuples(TEXTS, WORDS), min_size=2, max_size=8), leading=st.floats(11, 15))
+def test_titles_within_a_table_are_not_joined_to_the_next_row(texts, leading):
+    rows = [["Name", "2024", "2025"], *(row for title, label in texts for row in ([title], [label, "12", "7"]))]
+    content = "".join(
+        text_at(40 + 350 * bool(i) + 50 * i, 740 - leading * number, cell)
+        for number, row in enumerate(rows)
+        for i, cell in enumerate(row)
+    )
+    lines = [line.lstrip(" ") for line in read(content).split("\n")]
+    assert lines == ["\t".join(row) for row in rows]
 
 
 @given(
