@@ -88,8 +88,10 @@ def test_assisted_decoding_goes_on_from_a_cache_that_holds_something(model, poli
         question = f"what about {'one two three ' * number}?"
         for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama(seed=1)}):
             assert context.ask(question, 12, **how) == context.ask(question, 12)
-    with pytest.raises(CacheError, match="assisted decoding fails"):
-        compress(model, Words(), text, method="full").ask("what ?", 5, prompt_lookup_num_tokens=3)
+    full = compress(model, Words(), text, method="full")
+    for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}):
+        with pytest.raises(CacheError, match="assisted decoding fails"):
+            full.ask("what ?", 5, **how)
 
 
 def generate(model, text, cache, **how):

@@ -62,7 +62,7 @@ _CHECKED: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: isinstance(value, Integral) and int(value) >= 0, "a whole number"),
     ),
 }
-_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model")
+_ASSISTED = ("prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit", "use_mtp")
 
 
 def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
     if isinstance(cache, FullCache) and is_assisted(model, options):
         raise CacheError(
             "transformers' assisted decoding fails on an uncompressed cache that holds a text; leave "
-            f"{' and '.join(_ASSISTED)} out, or use a method that compresses."
+            f"{', '.join(_ASSISTED)} out, or use a method that compresses."
         )
 
 
