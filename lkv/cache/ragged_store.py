@@ -322,8 +322,7 @@ class RaggedStore(KVStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        key, value = self.pack()
-        return {"k": key, "v": value}
+        return dict(zip("kv", self.pack(), strict=True))
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """Return the compressed k and v of all rows and heads one after another, [sum of lens, d] each."""

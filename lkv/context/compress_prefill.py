@@ -48,6 +48,14 @@ class PrefillCompression:
         return self._is_open and self in _own_blocks.get()
 
 
+def _check_cache_options(options: dict[str, Any]) -> None:
+    """Raise CacheError for options of generate by which it would use no cache, or another one."""
+    if options.get("use_cache") is False:
+        raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
+    if other := requested_option(options, "cache_implementation"):
+        raise CacheError(f"cache_implementation={other!r} is another cache; leave it out, or end the block before.")
+
+
 @contextmanager
 def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]:
     """Let `model.generate` compress every prompt that it reads in the block.
@@ -86,12 +94,7 @@ def compress_prefill(model: Any, **options: Any) -> Iterator[PrefillCompression]
     @wraps(generate)  # keeps the signature, from which transformers reads the options
     def generate_compressed(*args: object, **kwargs: object) -> Any:
         if find_cache(kwargs) is None and compression._applies():
-            if kwargs.get("use_cache") is False:
-                raise CacheError("use_cache=False leaves no cache to compress; leave it out, or end the block before.")
-            if other := requested_option(kwargs, "cache_implementation"):
-                raise CacheError(
-                    f"cache_implementation={other!r} is another cache; leave it out, or end the block before."
-                )
+            _check_cache_options(kwargs)
             if effective_option(model, kwargs, "cache_implementation"):  # set for the model
                 kwargs["cache_implementation"] = None
             ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
