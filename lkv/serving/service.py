@@ -160,22 +160,24 @@ class Service:
 
     def _compress(self, job: Job) -> None:
         stored: StoredContext | None = None
+        problem: str | None = None
         start = time.perf_counter()
         try:
             stored = self._make_context(job)
         except _CancelledError:
             pass
         except LkvError as error:
-            job.error = str(error)
+            problem = str(error)
         except Exception as error:  # reported to the client
-            job.error = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
+            problem = f"the text could not be compressed ({type(error).__name__}: {error}); send it again."
         job.text = None
         facts = {"context": job.id, "seconds": round(time.perf_counter() - start, 3)}
         if stored is not None:
             facts |= {"tokens": stored.tokens, "bytes": stored.nbytes}
             _LOG.info("compressed %s", Facts(facts))
-        elif job.error is not None:
-            _LOG.warning("not compressed %s", Facts(facts | {"error": job.error}))
+        elif problem is not None:
+            _LOG.warning("not compressed %s", Facts(facts | {"error": problem}))
+        job.error = problem  # after the log: clients see it at once
         self.registry.finish(job, stored)
 
     def _make_context(self, job: Job) -> StoredContext:
