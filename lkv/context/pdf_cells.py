@@ -44,7 +44,7 @@ class _Column(NamedTuple):
 
 
 def segment_of(glyphs: list[Glyph]) -> Segment:
-    """Return the segment of glyphs; its base line is that of the largest."""
+    """Return the segment of glyphs, on the base line of the largest."""
     largest = max(glyphs, key=lambda glyph: glyph.size)
     start, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
     return Segment(glyphs, start, largest.y, end, largest.size, min(glyph.order for glyph in glyphs))
