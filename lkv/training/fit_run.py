@@ -279,17 +279,10 @@ class FitRun:
             "comparison": rows,
             "preferred": not is_worse_than_snapkv and (default is None or errors["lkv"] < errors["default"]),
         }
-        card["fidelity"] = [
-            {
-                "retention": row["retention"],
-                "tokens": [min(lengths), max(lengths)],
-                "kl": row["kl"],
-                "agreement": row["agreement"],
-                "texts": row["texts"],
-            }
-            for row in rows
-            if row["method"] == "lkv"
-        ]
+        tokens = [min(lengths), max(lengths)]
+        own_rows = [row for row in rows if row["method"] == "lkv"]
+        names = ("retention", "kl", "agreement", "texts")
+        card["fidelity"] = [{"tokens": tokens} | {name: row[name] for name in names} for row in own_rows]
         folder = _free_folder(self._job.folder) if self._job.keeps_earlier else self._job.folder
         policy.save_pretrained(folder, half=True)
         rmtree(self._job.folder / RUN, ignore_errors=True)

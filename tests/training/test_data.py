@@ -35,6 +35,13 @@ def test_samples_are_a_function_of_seed_and_index(data_folder):
         assert len(one.sample(index, 2).continuations) == 2
 
 
+@pytest.fixture
+def without_instructions(monkeypatch):
+    """Samples whose contexts and answers are as their texts have them."""
+    monkeypatch.setattr("lkv.training.data.mixture.INSTRUCTED_SHARE", 0)
+
+
+@pytest.mark.usefixtures("without_instructions")
 @pytest.mark.parametrize("builtin", [(), ("articles",)])
 def test_validation_texts_are_never_trained_on(data_folder, builtin):
     """Paragraphs of a data set, and the passages that several questions share."""
@@ -80,6 +87,7 @@ def test_python_and_facts_are_at_most_half_beside_a_long_text(data_folder, tmp_p
         assert side.weights["facts"] == 2 * side.weights["python"]
 
 
+@pytest.mark.usefixtures("without_instructions")
 def test_questions_can_be_answered_from_their_context(data_folder):
     mixture, checked = Mixture(data_folder, (100, 400)), 0
     for index in range(200):

@@ -1,7 +1,7 @@
 """Mixture, the recipe `wide`: samples of many kinds of text, code and public sets.
 
-Short items are packed until a drawn length is reached. A sample depends only on the seed and its number, so that a
-resumed run sees the same samples.
+Short items are packed until a drawn length is reached. Some samples have instructions that their answers obey.
+A sample depends only on the seed and its number, so that a resumed run sees the same samples.
 """
 
 import copy
@@ -31,6 +31,7 @@ from lkv.training.data.documents import (
     split_held_out,
     split_text,
 )
+from lkv.training.data.instructions import INSTRUCTED_SHARE, draw_instructions, insert_instructions, obey
 from lkv.training.data.packing import (
     CHARS_PER_TOKEN,
     CODE_CHARS_PER_TOKEN,
@@ -171,8 +172,12 @@ class Mixture:
         source = rng.choices(self.names, weights=list(self.weights.values()))[0]
         tokens = self._lengths.draw(rng)
         context, answers = _SOURCES[source][1](rng, self._items[source], tokens)
+        own_rng = random.Random(f"{self._seed}-{index}-instructions")  # other samples do not depend on instructions
+        instructions = draw_instructions(own_rng) if own_rng.random() < INSTRUCTED_SHARE else []
+        if instructions:
+            context, answers = insert_instructions(own_rng, context, answers, instructions)
         answers = fill_continuations(rng, context, answers, tokens, continuations, tokens_a_continuation)
-        return Sample(source, context, tuple(answers))
+        return Sample(source, context, tuple(obey(instructions, answer) for answer in answers))
 
     @property
     def lines(self) -> list[str]:

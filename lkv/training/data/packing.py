@@ -21,8 +21,9 @@ _LONG_WORD_CHARS, _REPEATED_CHARS, _OPENING_CHARS = 30, 300, 24
 _LINE_CHARS, _WORD_CHARS = 200, 40  # how far a cut moves back to the end of a line or a word
 _MAX_ITEMS = 256  # in one context
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-# The words of invented facts, by kind.
+# The words of invented facts, by kind, and their sentences with questions and answers.
 _WORDS: dict[str, list[str]] = package_json("lkv.training.data", "words.json")
+_FACTS: dict[str, list[list[str]]] = package_json("lkv.training.data", "facts.json")
 _SERIALS = 0.35  # share of the facts: long random values are lost first, because all of their tokens must be kept
 
 
@@ -202,36 +203,12 @@ def make_fact(rng: random.Random) -> tuple[str, str, str]:
     sizes = rng.choice([*[(8, 4, 4, 4, 12)] * 4, (4, 4, 4, 4), (6, 8), (16,), (5, 5, 5, 5), (32,)])
     serial = "-".join("".join(rng.choice("0123456789abcdef") for _ in range(size)) for size in sizes)
     city, job, food = rng.choice(_WORDS["cities"]), rng.choice(_WORDS["jobs"]), rng.choice(_WORDS["foods"])
-    variable = f"{code[:7].lower()}_{job}"
-    year = str(rng.randint(1650, 2020))
-    the_item = item.capitalize()
-    serials = [
-        (f"The serial number of {item} reads {serial}.", f"What is the serial number of {item}?", serial),
-        (f"{person} signed in with the token {serial}.", f"With which token did {person} sign in?", serial),
-        (f"The checksum stored for {variable} is {serial}.", f"What is the checksum of {variable}?", serial),
-        (
-            f"The file about {item} has the identifier {serial}.",
-            f"What is the identifier of the file about {item}?",
-            serial,
-        ),
-    ]
-    if rng.random() < _SERIALS:
-        return rng.choice(serials)
-    facts = [
-        (f"The number painted on {item} is {number}.", f"What number is painted on {item}?", number),
-        (f"The password for {item} is {code}.", f"What is the password for {item}?", code),
-        (f"{person} works as a {job} in {city}.", f"In which city does {person} work as a {job}?", city),
-        (f"By trade, {person} was a {job}.", f"What was the trade of {person}?", job),
-        (f"{person} was born in {city} in {year}.", f"In which year was {person} born?", year),
-        (f"{the_item} was bought by {person} for {number} crowns.", f"Who bought {item}?", person),
-        (f"{the_item} was sold for {number} crowns.", f"For how many crowns was {item} sold?", number),
-        (f"There are {number} sacks of {food} in {item}.", f"How many sacks are in {item}?", number),
-        (f"{person} keeps the {food} in {item}.", f"Where does {person} keep the {food}?", f"in {item}"),
-        (f"Remember that the key to {item} hangs in {city}.", f"Where does the key to {item} hang?", f"in {city}"),
-        (f"Note: the value of {variable} is {number}.", f"What is the value of {variable}?", number),
-        (f"The telephone extension of {person} is {number}.", f"What is the extension of {person}?", number),
-    ]
-    return rng.choice(facts)
+    year = rng.randint(1650, 2020)
+    words = {"item": item, "the_item": item.capitalize(), "person": person, "number": number, "code": code}
+    words |= {"serial": serial, "city": city, "job": job, "food": food, "variable": f"{code[:7].lower()}_{job}"}
+    templates = _FACTS["serials" if rng.random() < _SERIALS else "others"]
+    sentence, question, answer = (part.format(year=year, **words) for part in rng.choice(templates))
+    return sentence, question, answer
 
 
 def insert_sentences(rng: random.Random, text: str, sentences: list[str]) -> str:
