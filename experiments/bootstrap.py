@@ -17,6 +17,11 @@ def bootstrap(groups: Groups) -> Mean:
     return _ratio_of_sums(sums, sizes, int(sizes.sum()))
 
 
+def named_interval(name: str, mean: Mean) -> dict[str, float]:
+    """A mean and its interval as `name`, `name_low` and `name_high`, beside the `value` of a row."""
+    return {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
+
+
 def bootstrap_ratio(groups: Groups, baseline: Groups) -> Mean:
     """The mean of all values by that of `baseline`, positive values of the same samples, drawn as in `bootstrap`."""
     sums, sums_of_baseline = (np.array([sum(group) for group in each], np.float64) for each in (groups, baseline))

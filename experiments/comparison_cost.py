@@ -6,17 +6,16 @@ Every call measures anew: times of another machine, day or number of threads do 
 """
 
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
-from experiments.common import parse_options, save_rows
+from experiments.bootstrap import bootstrap_ratio
+from experiments.common import parse_options, save_rows, wall_clock
 from lkv.evaluation import ruler
 from lkv.evaluation.comparison import generate_greedily
-from lkv.evaluation.example import Example, make_prompt
+from lkv.evaluation.example import make_prompt
 from lkv.evaluation.runner import EvaluationConfig, evaluate
 from lkv.hf.loading import load_default
 from lkv.policy.lookup import default_policy
@@ -47,27 +46,19 @@ def main() -> None:
                 lines = Path(folder) / "samples.jsonl"
                 evaluate(model, tokenizer, examples, config, lines)
                 samples = read_samples(lines)[1]
-            parts = ("prefill", "methods", "full")
-            for sample, example in zip(samples, examples, strict=True):
-                sample["seconds"]["full"] = full_seconds(model, tokenizer, example)
-            seconds = np.array([[sample["seconds"][part] for part in parts] for sample in samples])
-            total = np.array([seconds[:, :2].sum(1), seconds[:, 2]])
-            resamples = total[:, np.random.default_rng(0).integers(0, len(seconds), (2000, len(seconds)))].sum(-1)
-            low, high = np.quantile(resamples[0] / resamples[1], [0.025, 0.975])
-            row = {"methods": name, "tokens": tokens, "threads": options.threads, "n": len(seconds)}
-            row |= {"value": total[0].sum() / total[1].sum(), "low": low, "high": high, "baseline": "full"}
+            seconds = {part: [sample["seconds"][part] for sample in samples] for part in ("prefill", "methods")}
+            seconds["full"] = []
+            for example in examples:  # with transformers' own cache
+                prompt = make_prompt(example, tokenizer, "kvpress", model.config.max_position_embeddings)
+                ids = [prompt.context + prompt.question]
+                seconds["full"].append(wall_clock(partial(generate_greedily, model, ids, example.max_new_tokens)))
+            whole = map(sum, zip(seconds["prefill"], seconds["methods"], strict=True))
+            ratio = bootstrap_ratio([[own] for own in whole], [[full] for full in seconds["full"]])
+            row = {"methods": name, "tokens": tokens, "threads": options.threads, **ratio._asdict(), "baseline": "full"}
             row |= {"unit": "time of the whole comparison by that of the full cache alone, reading and answering"}
-            rows.append(row | {f"{part}_seconds": seconds[:, i].mean() for i, part in enumerate(parts)})
+            rows.append(row | {f"{part}_seconds": sum(each) / len(each) for part, each in seconds.items()})
             print(rows[-1], flush=True)
     save_rows(options, "comparison_cost", rows)
-
-
-def full_seconds(model: Any, tokenizer: Any, example: Example) -> float:
-    """The time to read a prompt and answer with transformers' own cache."""
-    prompt = make_prompt(example, tokenizer, "kvpress", model.config.max_position_embeddings)
-    started = time.perf_counter()
-    generate_greedily(model, [prompt.context + prompt.question], example.max_new_tokens)
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

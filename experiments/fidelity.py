@@ -3,23 +3,23 @@
 python -m experiments.fidelity --data FOLDER    (FOLDER is the evaluation folder; nothing in it is trained on)
 """
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from experiments.bootstrap import bootstrap
-from experiments.common import parse_options, rows_of, run_cases
-from experiments.heldout import TASKS, Continuations, HeldOut
-from lkv.evaluation.comparison import MethodComparison, MethodGrid
-from lkv.hf.loading import load_default
-from lkv.hf.prompt_kv import read_prompt
-from lkv.policy.lookup import default_policy
-from lkv.policy.policy import Policy
+from experiments.bootstrap import bootstrap, named_interval
+from experiments.common import SUBJECT, Subject, parse_options, per_length, rows_of, run_cases, subject_of
+from experiments.heldout import TASKS, Continuations, HeldOut, cases_by_length
+from lkv.evaluation.comparison import BoundMethod, Fidelity, MethodComparison, MethodGrid
+from lkv.hf.prompt_kv import LayerKV, read_prompt
+from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 METHODS = ("lkv", "lkv+compensation", "lkv-t", "snapkv", "kvzip")
 Sample = dict[str, Any]
+Samples = Iterable[tuple[str, int, Sample]]  # (task, length, sample)
 
 
 def main(
@@ -27,20 +27,45 @@ def main(
 ) -> None:
     """Measure `methods`; `code` is how many times as many contexts of code there are."""
     options = parse_options(
-        doc or __doc__, name, "of evaluation files", policy=Path, contexts=contexts, retention=0.15, dtype="bfloat16",
-        seed=0,
+        doc or __doc__, name, "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), contexts=contexts,
+        retention=0.15, seed=0,
     )  # fmt: skip
-    model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    grids = {"": MethodGrid(model, tokenizer, methods, [options.retention], policy)}
-    heldout = HeldOut(options.data, tokenizer, options.seed)
+    subject = subject_of(options, name)
+    grids = {"": MethodGrid(subject.model, subject.tokenizer, methods, [options.retention], subject.policy)}
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
     counts = {task: options.contexts * (code if task == "code" else 1) for task in TASKS}
     cases = {f"{t}-{n}": (t, n) for n in range(max(counts.values())) for t in TASKS if n < counts[t]}
     run_cases(
         f"experiments.{name}", options, name, cases,
-        lambda task, number: measure(model, grids, *heldout.case(task, number)),
+        lambda task, number: measure(subject.model, grids, *heldout.case(task, number)),
         lambda samples: summarise((t, None, samples[f"{t}-{n}"]) for t in TASKS for n in range(counts[t])),
-        policy, ("contexts",),
+        subject.policy, ("contexts",),
+    )  # fmt: skip
+
+
+def run_by_length(
+    module: str,
+    options: argparse.Namespace,
+    name: str,
+    subject: Subject,
+    measure: Callable[[list[int], Continuations], Sample],
+    summarise: Callable[[Samples], list[dict]],
+    details: Mapping[str, Any] | None = None,
+) -> list[dict]:
+    """Measure --contexts held-out contexts of each of --tasks and --tokens as `run_cases` does, and return the rows.
+
+    `measure` gets a context's ids and continuations.
+    """
+    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
+    cases = cases_by_length(options.tasks, per_length(options.tokens, options.contexts))
+
+    def rows_of_samples(samples: dict[str, Sample]) -> list[dict]:
+        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
+        return [{"model": subject.name, **row} for row in rows]
+
+    return run_cases(
+        module, options, name, cases, lambda *case: measure(*heldout.case(*case)), rows_of_samples, subject.policy,
+        ("contexts", "tokens", "tasks"), details,
     )  # fmt: skip
 
 
@@ -67,6 +92,24 @@ def measure(
             [[f.kl, f.agreement] for f in comparison.measure_fidelity(target, skip)] for target, skip in continuations
         ],
     }
+
+
+def measure_in_turn(
+    model: Any, ids: list[int], prompt: list[LayerKV], rows: Sequence[BoundMethod], continuations: Continuations
+) -> Iterator[tuple[MethodComparison, Iterator[Fidelity]]]:
+    """Each method but the first, the full cache, by itself, as memory budgets need it: the compressed prompt, and its
+    fidelity over each continuation, which is measured when it is read."""
+    full = MethodComparison(model, ids, prompt, [rows[0].method])
+    predictions = [full.predict(target, skip).row(0) for target, skip in continuations]
+    for row in rows[1:]:
+        own = MethodComparison(model, ids, prompt, [row.method])
+        pairs = zip(continuations, predictions, strict=True)
+        yield own, (own.predict(target, skip).row(0).fidelity_to(expected) for (target, skip), expected in pairs)
+
+
+def kl_and_agreement(full: Tensor, compressed: Tensor) -> list[float]:
+    """Mean KL and agreement of log-probabilities [n, V]."""
+    return [float(x.float().mean()) for x in (kl_divergence(full, compressed), is_top1_equal(full, compressed))]
 
 
 def summarise(samples: Iterable[tuple[str, int | None, Sample]]) -> list[dict]:
@@ -101,7 +144,7 @@ def fidelity_row(members: Sequence[tuple[Sample, int]]) -> dict[str, Any]:
         for k in (0, 1)
     )
     row = {"contexts": len(members), **kl._asdict(), "unit": "nats a token, KL(full || compressed)", "kl": kl.value}
-    return row | {"agreement": agreement.value, "agreement_low": agreement.low, "agreement_high": agreement.high}
+    return row | named_interval("agreement", agreement)
 
 
 if __name__ == "__main__":

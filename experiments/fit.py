@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from experiments.bootstrap import bootstrap_ratio
-from experiments.common import SUBJECT, digest_of_names, parse_options, per_length, run_cases, subject_of
-from experiments.fidelity import Sample, measure, summarise
-from experiments.heldout import HeldOut, cases_by_length, cut_targets
+from experiments.common import SUBJECT, digest_of_names, parse_options, subject_of
+from experiments.fidelity import Sample, Samples, measure, run_by_length, summarise
+from experiments.heldout import cut_targets
 from experiments.length import TASKS as LENGTH_TASKS
 from lkv.errors import DataError
 from lkv.evaluation.comparison import MethodGrid
@@ -61,23 +61,18 @@ def main() -> None:
         subject.model, subject.tokenizer, names, options.retention, subject.policy,
         policies={**policies, SHIPPED: subject.policy},
     )  # fmt: skip
-    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    contexts = per_length(options.tokens, options.contexts)
-    cases = cases_by_length(options.tasks, contexts)
 
-    def measure_case(task: str, number: int, tokens: int) -> dict[str, Any]:
-        ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject.model, {"": grid}, ids, cut_targets(continuations))
-
-    def rows_of_samples(samples: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
-        rows += ratios(((cases[key][2], sample) for key, sample in samples.items()), names[:-2], names[-2:])
+    def rows_of_samples(samples: Samples) -> list[dict]:
+        samples = list(samples)
+        rows = summarise(samples)
+        rows += ratios(((tokens, sample) for _, tokens, sample in samples), names[:-2], names[-2:])
         rows += [row for fit, policy in policies.items() for row in curve(fit, policy)]
-        return [{"model": subject.name, **row, **about(policies, row["method"])} for row in rows]
+        return [row | about(policies, row["method"]) for row in rows]
 
-    run_cases(
-        "experiments.fit", options, options.out.stem, cases, measure_case, rows_of_samples, subject.policy,
-        ("contexts", "tokens"), {"fits": {fit: policy.digest() for fit, policy in policies.items()}},
+    run_by_length(
+        "experiments.fit", options, options.out.stem, subject,
+        lambda ids, continuations: measure(subject.model, {"": grid}, ids, cut_targets(continuations)),
+        rows_of_samples, {"fits": {fit: policy.digest() for fit, policy in policies.items()}},
     )  # fmt: skip
 
 

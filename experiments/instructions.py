@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from experiments.bootstrap import bootstrap
+from experiments.bootstrap import bootstrap, named_interval
 from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress_ids
@@ -164,12 +164,7 @@ def summarise(samples: Iterable[Sample]) -> list[dict]:
         row |= {"tokens": round(sum(sample["tokens"] for sample in samples) / len(samples))}
         row |= {"protected": round(sum(sample["protected"] for sample in samples) / len(samples))}
         share, mean = bootstrap(followed), bootstrap([group for group in kept if group])
-        row |= {
-            "followed": share.value,
-            "followed_low": share.low,
-            "followed_high": share.high,
-            "instructions": share.n,
-        }
+        row |= named_interval("followed", share) | {"instructions": share.n}
         rows.append({**row, **mean._asdict(), "unit": "share of the instructions that the full cache follows"})
         print(
             f"{method:8} memory {memory:4} protect {is_protected!s:5} kept {mean.value:.3f} followed {share.value:.3f}"

@@ -10,9 +10,9 @@ those of a task, one number for each length or one for all.
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.common import SUBJECT, method_grids, parse_options, per_length, row_label, run_cases, subject_of
-from experiments.fidelity import measure, summarise
-from experiments.heldout import HeldOut, cases_by_length, cut_targets
+from experiments.common import SUBJECT, method_grids, parse_options, row_label, subject_of
+from experiments.fidelity import measure, run_by_length, summarise
+from experiments.heldout import cut_targets
 from experiments.report.figures import draw_kl, finish_figure, method_styles, new_figure, save_figure, scale_by_factors
 from lkv.methods.registry import FULL
 
@@ -26,24 +26,12 @@ def main() -> None:
         __doc__, "length", "of evaluation files", **SUBJECT, methods=METHODS, tokens=[1000, 2000, 4000, 7800],
         retention=[0.3, 0.15, 0.1, 0.05], contexts=[3], tasks=TASKS, seed=0, name="length", out=Path,
     )  # fmt: skip
-    contexts = per_length(options.tokens, options.contexts)
     subject = subject_of(options, options.name)
     grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
-    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    cases = cases_by_length(options.tasks, contexts)
-
-    def measure_case(task: str, number: int, tokens: int) -> dict:
-        ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject.model, grids, ids, cut_targets(continuations), ANSWER)
-
-    def rows_of_samples(samples: dict[str, dict]) -> list[dict]:
-        rows = summarise((cases[key][0], cases[key][2], sample) for key, sample in samples.items())
-        return [{"model": subject.name, **row} for row in rows]
-
-    growing = ("contexts", "tokens", "tasks")
-    rows = run_cases(
-        "experiments.length", options, options.name, cases, measure_case, rows_of_samples, subject.policy, growing
-    )
+    rows = run_by_length(
+        "experiments.length", options, options.name, subject,
+        lambda ids, continuations: measure(subject.model, grids, ids, cut_targets(continuations), ANSWER), summarise,
+    )  # fmt: skip
     draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
-from experiments.fidelity import fidelity_row
+from experiments.fidelity import fidelity_row, kl_and_agreement
 from experiments.heldout import HeldOut
 from experiments.memory import TABLES, Sample, own_share
 from lkv.cache.cache_config import CacheConfig
@@ -22,7 +22,6 @@ from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
 from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.methods.targets import KVShape
-from lkv.utils.fidelity import is_top1_equal, kl_divergence
 from lkv.utils.prompts import encode_question
 
 METHODS = ["lkv", "lkv (16 bits)", *(f"{name} (16 bits)" for name in ("snapkv", "r-kv", "tova", "streaming-llm"))]
@@ -73,7 +72,8 @@ def measure(subject: Subject, prompt: list[int], tokens: int, rows: list[tuple[s
         hidden, held = read_bounded(subject, method, int(nbytes), ids, start)
         sample["held"].append(held / nbytes * memory)
         thirds = zip(expected.chunk(len(PARTS)), hidden.chunk(len(PARTS)), strict=True)
-        measured.append([_compare(*(torch.log_softmax(model.lm_head(x).float(), -1) for x in pair)) for pair in thirds])
+        pairs = ([torch.log_softmax(model.lm_head(x).float(), -1) for x in pair] for pair in thirds)
+        measured.append([kl_and_agreement(*pair) for pair in pairs])
     return sample | {"measured": list(zip(*measured, strict=True))}
 
 
@@ -89,11 +89,6 @@ def read_bounded(subject: Subject, name: str, nbytes: int, ids: torch.Tensor, st
         states.append(read(input_ids=part)[0][0])
         held = max(held, cache.nbytes())
     return torch.cat(states), held
-
-
-def _compare(full: torch.Tensor, bounded: torch.Tensor) -> list[float]:
-    """Mean KL and agreement of log-probabilities [n, V]."""
-    return [float(x.float().mean()) for x in (kl_divergence(full, bounded), is_top1_equal(full, bounded))]
 
 
 def summarise(samples: Iterable[Sample]) -> list[dict]:

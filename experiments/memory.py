@@ -9,19 +9,19 @@ entries in 16, 8 and 4 bits, and in FP8. --full-table has all budgets and precis
 has, and LKV with compensation in tiers. --tiers-only leaves the other precisions out, and the figure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.common import SUBJECT, Subject, parse_options, per_length, run_cases, subject_of
-from experiments.fidelity import fidelity_row
-from experiments.heldout import Continuations, HeldOut, cases_by_length, cut_targets
+from experiments.common import SUBJECT, Subject, parse_options, subject_of
+from experiments.fidelity import Sample, Samples, fidelity_row, measure_in_turn, run_by_length
+from experiments.heldout import Continuations, cut_targets
 from experiments.length import TASKS
 from experiments.report.figures import draw_kl, finish_figure, method_styles, new_figure, save_figure, scale_by_factors
 from experiments.report.names import method_label
-from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.evaluation.comparison import MethodGrid
 from lkv.hf.prompt_kv import read_prompt
 from lkv.kernels import FP8
 from lkv.methods.targets import DEFAULT_TABLE, Precision, TierTable
@@ -31,7 +31,6 @@ SINGLE = [Precision(bits, bits) for bits in (16, 8, FP8, 4)]
 TABLES = {"": DEFAULT_TABLE} | {str(precision): TierTable.single(precision) for precision in SINGLE}
 UNQUANTIZED_ROW = "(16 bits)"
 COMPARED = (0.15, 0.05)  # the budgets of methods other than LKV
-Sample = dict[str, Any]
 
 
 def main() -> None:
@@ -40,7 +39,7 @@ def main() -> None:
         memory=[0.3, 0.15, 0.1, 0.05, 0.03], contexts=[2], tasks=TASKS, seed=0, full_table=False, tiers_only=False,
         out=Path,
     )  # fmt: skip
-    contexts, subject = per_length(options.tokens, options.contexts), subject_of(options, "memory")
+    subject = subject_of(options, "memory")
     dtype, tables = subject.model.dtype, {"": DEFAULT_TABLE} if options.tiers_only else TABLES
     shares = [share * own_share(name, dtype) for name in ("", UNQUANTIZED_ROW) for share in options.memory]
     shares = [share for share in shares if share <= 1]
@@ -52,21 +51,10 @@ def main() -> None:
         return share in {budget * own_share(name, dtype) for budget in budgets}
 
     grid = grid.select(frozenset(pair for pair in grid.pairs if is_measured(*pair)))
-    heldout = HeldOut(options.data, subject.tokenizer, options.seed)
-    cases = cases_by_length(options.tasks, contexts)
-
-    def measure_case(task: str, number: int, tokens: int) -> Sample:
-        ids, continuations = heldout.case(task, number, tokens)
-        return measure(subject, grid, ids, cut_targets(continuations))
-
-    def rows_of_samples(samples: dict[str, Sample]) -> list[dict]:
-        rows = summarise((cases[key][2], sample) for key, sample in samples.items())
-        return [{"model": subject.name, **row} for row in rows]
-
-    growing = ("contexts", "tokens", "tasks")
-    rows = run_cases(
-        "experiments.memory", options, "memory", cases, measure_case, rows_of_samples, subject.policy, growing
-    )
+    rows = run_by_length(
+        "experiments.memory", options, "memory", subject,
+        lambda ids, continuations: measure(subject, grid, ids, cut_targets(continuations)), summarise,
+    )  # fmt: skip
     if not options.tiers_only:
         draw(rows, options.out.parent / "small" / f"{options.out.stem}.png")
 
@@ -78,17 +66,15 @@ def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: C
     prompt = read_prompt(model, torch.tensor([ids]), queries=True)
     rows, skipped = grid.bind(ids, prompt)
     full_nbytes = sum(2 * (layer.key.numel() + layer.value.numel()) for layer in prompt)  # in 16 bits a value
-    full = MethodComparison(model, ids, prompt, [rows[0].method])
-    predictions = [full.predict(target, skip).row(0) for target, skip in continuations]
     sample: Sample = {"tokens": len(ids), "rows": [], "held": [], "kept": [], "measured": [[] for _ in continuations]}
-    for row in rows[1:]:
-        comparison = MethodComparison(model, ids, prompt, [row.method])
+    for row, (comparison, found) in zip(
+        rows[1:], measure_in_turn(model, ids, prompt, rows, continuations), strict=True
+    ):
         scale = own_share(row.name, model.dtype)
         sample["rows"].append([row.name, round(row.retention / scale, 4)])
         sample["held"].append(comparison.nbytes() / full_nbytes / scale)
         sample["kept"] += comparison.realised_retentions()
-        for measured, expected, (target, skip) in zip(sample["measured"], predictions, continuations, strict=True):
-            fidelity = comparison.predict(target, skip).row(0).fidelity_to(expected)
+        for measured, fidelity in zip(sample["measured"], found, strict=True):
             measured.append([fidelity.kl, fidelity.agreement])
     scales = [own_share(each.method, model.dtype) for each in skipped]
     reasons = [[each.method, each.retention / scale, each.reason] for each, scale in zip(skipped, scales, strict=True)]
@@ -103,10 +89,10 @@ def own_share(name: str, dtype: torch.dtype) -> float:
     return dtype.itemsize / 2 if name.endswith(UNQUANTIZED_ROW) else 1.0
 
 
-def summarise(samples: Iterable[tuple[int, Sample]]) -> list[dict]:
-    """Rows by method, budget and length, of (length, sample)."""
+def summarise(samples: Samples) -> list[dict]:
+    """Rows by method, budget and length."""
     groups: dict[tuple[int, str, float], list[tuple[Sample, int]]] = {}
-    for tokens, sample in samples:
+    for _, tokens, sample in samples:
         for index, (method, memory) in enumerate(sample["rows"]):
             groups.setdefault((tokens, method, memory), []).append((sample, index))
     rows = []

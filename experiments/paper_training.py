@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from experiments.bootstrap import bootstrap
+from experiments.bootstrap import bootstrap, named_interval
 from experiments.common import parse_options
 from experiments.result_file import write_results
 from lkv.hf.loading import load_default
@@ -91,7 +91,7 @@ def _compare(
         print(
             f"{kind} {row['tokens']} R {retention:g} {name}: {kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]", flush=True
         )
-        yield row | {"agreement": agreement.value, "agreement_low": agreement.low, "agreement_high": agreement.high}
+        yield row | named_interval("agreement", agreement)
 
 
 def _about(policy: Policy) -> dict[str, Any]:

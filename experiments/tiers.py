@@ -7,24 +7,22 @@ python -m experiments.tiers --data FOLDER [--policy FOLDER --write]    (the firs
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from experiments.common import SUBJECT, parse_options, per_length, run_cases, subject_of
-from lkv.cache.ragged_cache import RaggedCache
+from experiments.fidelity import measure_in_turn
 from lkv.errors import LkvError
-from lkv.hf.cache_argument import cache_argument
+from lkv.evaluation.comparison import MethodGrid
 from lkv.hf.prompt_kv import read_prompt
-from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.methods.targets import Precision, TierTable
 from lkv.policy.policy import Policy
 from lkv.training.data.mixture import Mixture
 from lkv.training.data.samples import TokenizedSample, tokenize_sample
-from lkv.utils.fidelity import kl_divergence
 
 SPREAD = 0.1  # of lengths around the one that is asked for
 CONTINUATION = 80
@@ -47,22 +45,14 @@ def measure_tiers(
     model: Any, policy: Policy, samples: Iterable[TokenizedSample], bits: Sequence[float] = BITS
 ) -> Iterator[dict[tuple[float, TierTable], float]]:
     """For each sample KL(full || compressed), in nats a token, of each budget (in bits a value) and candidate."""
+    tables = {str(number): table for number, table in enumerate(CANDIDATES)}
+    grid = MethodGrid(model, None, ["lkv"], [budget / 16 for budget in bits], policy, tier_tables=tables)
     for sample in samples:
         prompt = read_prompt(model, torch.tensor([sample.context], device=model.device))
-        full = RaggedCache(model, method="lkv", policy=policy, retention=1.0)
-        full.fill(prompt)
-        expected = list(_predictions(model, full, sample))
-        divergences = {}
-        for budget in bits:
-            for table in CANDIDATES:
-                share = min(1.0, budget / 16)
-                method = resolve_method(CompressionRequest(memory=share, policy=policy), model, tier_table=table)
-                cache = RaggedCache(model, method=method)
-                cache.fill(prompt)
-                pairs = zip(expected, _predictions(model, cache, sample), strict=True)
-                kl = [float(kl_divergence(first, second).mean()) for first, second in pairs]
-                divergences[budget, table] = sum(kl) / len(kl)
-        yield divergences
+        rows, _ = grid.bind(sample.context, prompt)
+        measured = measure_in_turn(model, sample.context, prompt, rows, sample.continuations)
+        means = [mean(each.kl for each in found) for _, found in measured]
+        yield dict(zip(product(bits, CANDIDATES), means, strict=True))
 
 
 def best_table(measured: Sequence[dict[tuple[float, TierTable], float]]) -> TierTable:
@@ -79,14 +69,6 @@ def best_table(measured: Sequence[dict[tuple[float, TierTable], float]]) -> Tier
         if not rows or rows[-1][1] != row:
             rows.append((math.sqrt(before * budget) if rows else 0.0, row))
     return TierTable(tuple(rows))
-
-
-def _predictions(model: Any, cache: RaggedCache, sample: TokenizedSample) -> Iterator[Tensor]:
-    """Log-probabilities [n, V] of the targets of each continuation."""
-    for ids, skip in sample.continuations:
-        tokens = torch.tensor([ids[:-1]], device=model.device)
-        logits = model(input_ids=tokens, **cache_argument(cache.fork()), use_cache=True).logits[0]
-        yield log_softmax(logits[max(0, skip - 1) :].float(), -1)
 
 
 def main() -> None:

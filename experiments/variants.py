@@ -5,22 +5,17 @@ python -m experiments.variants --data FOLDER --tokens 2000 7800 --contexts 4 1  
 --contexts are those of a task, one number for each length or one for all.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.bootstrap import bootstrap
-from experiments.common import parse_options, per_length, run_cases
-from experiments.fidelity import fidelity_row
-from experiments.heldout import HeldOut
+from experiments.common import SUBJECT, Subject, parse_options, subject_of
+from experiments.fidelity import Sample, Samples, fidelity_row, kl_and_agreement, run_by_length
+from experiments.heldout import Continuations
 from experiments.length import TASKS
 from lkv.cache.ragged_cache import RaggedCache
-from lkv.hf.loading import load_default
-from lkv.policy.lookup import default_policy
-from lkv.policy.policy import Policy
-from lkv.utils.fidelity import is_top1_equal, kl_divergence
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -31,15 +26,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def read(
-    model: Any, policy: Policy, retention: float, ids: Tensor, chunk: int | None = None, **how: Any
-) -> RaggedCache:
+def read(subject: Subject, retention: float, ids: Tensor, chunk: int | None = None, **how: Any) -> RaggedCache:
     """The prompt [1, T] in a cache of this kind."""
     if chunk:
         how["prompt_tokens"] = ids.shape[1]
-    cache = RaggedCache(model, policy=policy, retention=retention, **how)
+    cache = RaggedCache(subject.model, policy=subject.policy, retention=retention, **how)
     for part in ids.split(chunk or ids.shape[1], 1):
-        model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
+        subject.model.base_model(input_ids=part, past_key_values=cache, use_cache=True)
     return cache
 
 
@@ -52,36 +45,30 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
 
 def main() -> None:
     options = parse_options(
-        __doc__, "variants", "of evaluation files", tokens=[2000, 7800], contexts=[4, 2], retention=0.15,
-        dtype="bfloat16", policy=Path, seed=0,
+        __doc__, "variants", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), tokens=[2000, 7800],
+        contexts=[4, 2], tasks=TASKS, retention=0.15, seed=0,
     )  # fmt: skip
-    contexts = per_length(options.tokens, options.contexts)
-    model, tokenizer = load_default(getattr(torch, options.dtype))
-    policy = Policy.from_pretrained(options.policy) if options.policy else default_policy()
-    heldout = HeldOut(options.data, tokenizer, options.seed)
-    cases = {f"{task}-{t}-{n}": (task, n, t) for t in contexts for n in range(contexts[t]) for task in TASKS}
+    subject = subject_of(options, "variants")
 
     @torch.no_grad()
-    def measure(task: str, number: int, tokens: int) -> dict:
-        ids, continuations = heldout.case(task, number, tokens)
+    def measure(ids: list[int], continuations: Continuations) -> Sample:
         context = torch.tensor([ids])
-        caches = [read(model, policy, options.retention, context, **variant) for variant in VARIANTS.values()]
-        full = read(model, policy, 1.0, context)
+        caches = [read(subject, options.retention, context, **variant) for variant in VARIANTS.values()]
+        full = read(subject, 1.0, context)
         measured = []
-        for continuation, skip in continuations:
-            target, row = log_probs(model, full, continuation, skip), []
-            for cache in caches:
-                compressed = log_probs(model, cache, continuation, skip)
-                agreement = is_top1_equal(target, compressed).float().mean()
-                row.append([float(kl_divergence(target, compressed).mean()), float(agreement)])
-            measured.append(row)
-        shares = [cache.nbytes() / full.full_nbytes() for cache in caches]
-        return {"tokens": len(ids), "measured": measured, "bytes": shares}
+        for continuation in continuations:
+            target = log_probs(subject.model, full, *continuation)
+            measured.append([kl_and_agreement(target, log_probs(subject.model, own, *continuation)) for own in caches])
+        return {
+            "tokens": len(ids),
+            "measured": measured,
+            "bytes": [cache.nbytes() / full.full_nbytes() for cache in caches],
+        }
 
-    def summarise(samples: dict[str, dict]) -> list[dict]:
-        rows = []
-        for tokens in contexts:
-            members = [sample for key, sample in samples.items() if cases[key][2] == tokens]
+    def summarise(samples: Samples) -> list[dict]:
+        rows, samples = [], list(samples)
+        for tokens in options.tokens:
+            members = [sample for _, length, sample in samples if length == tokens]
             for i, variant in enumerate(VARIANTS):
                 row = {"method": "lkv", "variant": variant, "tokens": tokens}
                 row |= {"retention": options.retention, "dtype": options.dtype}
@@ -90,9 +77,7 @@ def main() -> None:
                 print({name: rows[-1][name] for name in ("tokens", "variant", "kl", "agreement", "bytes")})
         return rows
 
-    run_cases(
-        "experiments.variants", options, "variants", cases, measure, summarise, policy, growing=("contexts", "tokens")
-    )
+    run_by_length("experiments.variants", options, "variants", subject, measure, summarise)
 
 
 if __name__ == "__main__":

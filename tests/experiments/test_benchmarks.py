@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments import common, decode, fit, heldout, instructions, long_answers, memory
+from experiments import common, decode, fidelity, fit, heldout, instructions, long_answers, memory
 from experiments.common import RESULTS, Subject, per_length
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import DataError, LkvError
@@ -77,7 +77,7 @@ def test_methods_are_compared_at_equal_bytes(tmp_path, monkeypatch, capsys):
     Policy(patch_attention(load_model(str(saved))[0]).spec, {"hub": ["owner/tiny"]}).save_pretrained(
         tmp_path / "policy"
     )
-    monkeypatch.setattr(memory, "HeldOut", Held)
+    monkeypatch.setattr(fidelity, "HeldOut", Held)
     arguments = ["--data", "nowhere", "--model", str(saved), "--policy", str(tmp_path / "policy")]
     arguments += shlex.split("--tokens 200 --contexts 1 --tasks code stories --methods lkv snapkv --memory 0.3 0.15")
     monkeypatch.setattr(sys, "argv", ["memory", *arguments, "--out", str(tmp_path / "memory.json")])
