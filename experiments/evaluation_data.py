@@ -23,7 +23,8 @@ from lkv.errors import DataError
 from lkv.utils.data_files import read_json, read_json_lines
 from lkv.utils.files import atomic_write
 
-_ROWS = json.loads((Path(__file__).parent / "data" / "evaluation_rows.json").read_text())
+# Addresses, licences and digests of the files, and the rows that are picked from larger sets.
+_DATA = json.loads((Path(__file__).parent / "data" / "evaluation_sources.json").read_text())
 
 
 class Source(NamedTuple):
@@ -137,7 +138,7 @@ def build_stories(archive: bytes) -> list[dict[str, Any]]:
 
 def build_puzzles(data: bytes) -> list[dict[str, Any]]:
     """Return the 400 rows of HotpotQA's validation split."""
-    return _pick({row["_id"]: row for row in json.loads(data)}, _ROWS["hotpotqa"], "HotpotQA")
+    return _pick({row["_id"]: row for row in json.loads(data)}, _DATA["hotpotqa"], "HotpotQA")
 
 
 def build_longbench(task: str) -> Callable[[bytes], list[dict[str, Any]]]:
@@ -146,7 +147,7 @@ def build_longbench(task: str) -> Callable[[bytes], list[dict[str, Any]]]:
     def build(archive: bytes) -> list[dict[str, Any]]:
         with zipfile.ZipFile(io.BytesIO(archive)) as files:
             rows = [json.loads(line) for line in files.read(f"data/{task}.jsonl").decode().split("\n") if line]
-        return _pick({row_digest(row): row for row in rows}, _ROWS["longbench"][task], f"LongBench's {task}")
+        return _pick({row_digest(row): row for row in rows}, _DATA["longbench"][task], f"LongBench's {task}")
 
     return build
 
@@ -163,44 +164,15 @@ def row_digest(row: dict[str, Any]) -> str:
     return hashlib.sha256(" ".join((row["context"] + " " + row["input"]).split()).encode()).hexdigest()[:32]
 
 
-_GITHUB = "https://github.com/{}/archive/{}.zip".format
-_LONGBENCH = "https://huggingface.co/datasets/zai-org/LongBench/resolve/main/data.zip"
-SOURCES = {
-    "xquad.en.json.gz": Source(
-        "https://raw.githubusercontent.com/google-deepmind/xquad/7d30520c717524000f0d9d2f9c10a069acd9d285/xquad.en.json",
-        "CC BY-SA 4.0",
-        json.loads,
-        "fbb4e05a5b8236a411d2508ed5624de5c19e8e847c518b63ea1ff42384785e76",
-    ),
-    "hotpot_dev_400.jsonl.gz": Source(
-        "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
-        "CC BY-SA 4.0",
-        build_puzzles,
-        "7fc6a70500f4533d8811a20514005d44e47cfaa8e28635a5785d8a27cd964e91",
-    ),
-    "fairytaleqa_val.jsonl.gz": Source(
-        _GITHUB("uci-soe/FairytaleQAData", "a24ddc17364666b7c13a425b9970c87368b03417"),
-        "Apache-2.0",
-        build_stories,
-        "5e0ee08554b31473085a5abb5552e232bb1ddc9db162464de3833069538262b9",
-    ),
-    "qmsum_val.jsonl.gz": Source(
-        _GITHUB("Yale-LILY/QMSum", "83d7768c1f2b4dfeb091385d3dc7e239b8e5bb7e"),
-        "MIT",
-        build_meetings,
-        "eb32f9320826a53a69432cfaef777d455191d11d53bb5c4f78b950bfdeb85a8f",
-    ),
-    "PaulGrahamEssays_49.json.gz": Source(
-        _GITHUB("gkamradt/LLMTest_NeedleInAHaystack", "7b90d285651b68d39a94f3d3bd3672f84192c989"),
-        "Paul Graham's copyright",
-        build_essays,
-        "c86fef58683962633c741c79deb1de42ba9a692bec76b266aa278299884c7674",
-    ),
-    **{
-        f"longbench_sample/{task}.jsonl.gz": Source(_LONGBENCH, "those of its sets", build_longbench(task), digest)
-        for task, digest in _ROWS["longbench_digests"].items()
-    },
+BUILDERS: dict[str, Callable[[bytes], Any]] = {
+    "xquad.en.json.gz": json.loads,
+    "hotpot_dev_400.jsonl.gz": build_puzzles,
+    "fairytaleqa_val.jsonl.gz": build_stories,
+    "qmsum_val.jsonl.gz": build_meetings,
+    "PaulGrahamEssays_49.json.gz": build_essays,
+    **{f"longbench_sample/{task}.jsonl.gz": build_longbench(task) for task in _DATA["longbench"]},
 }
+SOURCES = {name: Source(build=BUILDERS[name], **source) for name, source in _DATA["sources"].items()}
 
 
 if __name__ == "__main__":

@@ -39,11 +39,10 @@ class Build(ModelOptions):
             )
         if not self.against:
             self.refuse_unread("a build without --against", "--words", "--share")
-        from experiments.data.build import DataBuildConfig, build_dataset, describe_dataset
+        from experiments.data.build import build_dataset, describe_dataset
         from lkv.hf.loading import load_tokenizer
 
-        config = DataBuildConfig(**self.model_dump(exclude={"model", "revision"}))
-        build_dataset(config, load_tokenizer(self.model_name, self.revision), self.model_name)
+        build_dataset(self, load_tokenizer(self.model_name, self.revision), self.model_name)
         print("\n".join(describe_dataset(self.out)))
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from experiments.data.hub import HUB_SOURCES, LoadDataset, download_rows
 from experiments.data.loom import LOOM_RATIOS, Loom, is_usable
 from lkv.errors import DataError
-from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
+from lkv.training.data.decontamination import NgramOverlap
 from lkv.training.data.documents import ROW_READERS, item_texts, read_dataset, split_held_out
 from lkv.training.data.mixture import BUILTIN_TEXTS, Mixture
 from lkv.training.data.public_datasets import PUBLIC_DATASETS, DatasetIndex, digest_of, index_folder
@@ -31,6 +31,8 @@ from lkv.utils.prompts import encode, tokenizer_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from experiments.data.__main__ import Build
 
 _SHARD_SAMPLES = 200  # in a file, after which a stopped build continues
 _UNLIMITED = 2**40  # tokens
@@ -61,25 +63,8 @@ class Wide:
 Recipe = Loom | Wide  # where candidates for samples come from
 
 
-@dataclass(frozen=True)
-class DataBuildConfig:
-    """Settings of `python -m experiments.data build`; its help describes each."""
-
-    recipe: str
-    out: Path
-    data: Path | None = None
-    samples: int = 23_000
-    held_out: int = 64
-    seed: int = 0
-    min_tokens: int = 2000
-    max_tokens: int = 16_000
-    against: tuple[Path, ...] = ()
-    words: int = NGRAM_WORDS
-    share: float = OVERLAP_SHARE
-
-
 def build_dataset(
-    config: DataBuildConfig, tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
+    config: "Build", tokenizer: "PreTrainedTokenizerBase", model_name: str, load: LoadDataset | None = None
 ) -> dict[str, Any]:
     """Build training data into a folder and return its manifest; `load` replaces `datasets.load_dataset`."""
     if config.recipe == "wide" and config.data is None:
@@ -94,7 +79,7 @@ def build_dataset(
     overlap = NgramOverlap(config.against, config.words, config.share) if config.against else None
     # All that the samples depend on, with no path and no date: two builds give the same bytes.
     sources: dict[str, dict[str, Any]] = {}
-    plan = {
+    plan: dict[str, Any] = {
         "recipe": config.recipe,
         "seed": config.seed,
         "asked": {"train": config.samples, "heldout": config.held_out},
@@ -122,7 +107,7 @@ def build_dataset(
 
 
 def _open_loom(
-    config: DataBuildConfig,
+    config: "Build",
     tokenizer: "PreTrainedTokenizerBase",
     overlap: NgramOverlap | None,
     sources: dict[str, dict[str, Any]],
@@ -158,7 +143,7 @@ def _open_loom(
     return training, held_out
 
 
-def _fetch_from_hub(name: str, config: DataBuildConfig, load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
+def _fetch_from_hub(name: str, config: "Build", load: LoadDataset | None) -> tuple[list[Any], dict[str, Any]]:
     """Items drawn over all rows of a set on the hub, and its manifest entry."""
     hub = HUB_SOURCES[name]
     rows = max(_MIN_ROWS, round(_ROWS_A_SAMPLE[config.recipe] * config.samples * LOOM_RATIOS[name] / 100))
@@ -177,7 +162,7 @@ def _describe_source(name: str, origin: str) -> dict[str, Any]:
 
 
 def _open_wide(
-    config: DataBuildConfig, overlap: NgramOverlap | None, sources: dict[str, dict[str, Any]]
+    config: "Build", overlap: NgramOverlap | None, sources: dict[str, dict[str, Any]]
 ) -> tuple[Recipe, Recipe]:
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None

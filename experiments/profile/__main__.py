@@ -131,7 +131,7 @@ def _predict(options: Profile) -> None:
 def _make_profiler(options: Profile) -> Any:
     import torch
 
-    from experiments.profile.measure import Profiler, ProfileSettings
+    from experiments.profile.measure import Profiler
     from experiments.profile.random_models import extend_positions, random_model, random_policy, read_config
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
@@ -160,9 +160,7 @@ def _make_profiler(options: Profile) -> Any:
             policy = random_policy(spec, options.seed)
     if any(POLICY in find_needs(method) for method in options.methods):
         policy.check_model(spec)
-    shared = options.model_dump(include={"retention", "batch", "new_tokens", "repeats", "chunk", "streaming", "seed"})
-    limit = None if options.memory_limit is None else int(options.memory_limit * 2**30)
-    return Profiler(model, name, policy, ProfileSettings(**shared, limit=limit))
+    return Profiler(model, name, policy, options)
 
 
 def _compare_contexts(largest: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -22,26 +22,15 @@ from lkv.policy.policy import Policy
 from lkv.utils import devices
 from lkv.utils.provenance import describe_machine
 
+if TYPE_CHECKING:
+    from experiments.profile.__main__ import Profile
+
 OUT_OF_MEMORY = "out of memory"
 _PRECISION = 1 / 16  # how closely the largest context is found, as a share of it
 _NUMBERS = (
     "realised", "prefill_seconds", "prefill_ratio", "prefill_low", "prefill_high", "decode_ms", "decode_ratio",
     "peak_bytes", "kv_bytes",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """How to measure."""
-
-    retention: float = 0.15  # share of the KV entries to keep
-    batch: int = 1
-    new_tokens: int = 16  # generated after each context
-    repeats: int = 3  # timed rounds, after one that warms up
-    chunk: int | None = None  # tokens read at a time; None reads all at once
-    streaming: bool = False  # evict after every chunk
-    seed: int = 0  # of the random tokens and of DuoAttention's random pattern
-    limit: int | None = None  # bytes allowed in addition to the weights; None: all that the device has
 
 
 @dataclass(frozen=True)
@@ -58,9 +47,10 @@ class ProfileRun:
 class Profiler:
     """Measures methods on one model; its rows are flat JSON."""
 
-    def __init__(self, model: PreTrainedModel, name: str, policy: Policy | None, settings: ProfileSettings):
+    def __init__(self, model: PreTrainedModel, name: str, policy: Policy | None, settings: "Profile"):
         """Prepare the causal language model `model`, which the rows call `name`."""
         self._model, self._name, self._settings, self._device = model, name, settings, model.device
+        self._limit = None if settings.memory_limit is None else int(settings.memory_limit * 2**30)
         self._spec = patch_attention(model).spec
         self._policy = policy and policy.on(self._device)
 
@@ -131,7 +121,7 @@ class Profiler:
         ids = torch.randint(vocabulary, shape, generator=generator, device="cpu").to(self._device)
         is_full = method == FULL
         cache: Any = DynamicCache() if is_full else self._make_cache(method, tokens)
-        with measure_peak(self._device, settings.limit) if with_peak else nullcontext(Peak()) as peak:
+        with measure_peak(self._device, self._limit) if with_peak else nullcontext(Peak()) as peak:
             started = devices.synchronised_clock(self._device)
             # The base model: logits of a whole prompt would be larger than its cache.
             for part in ids[:, :tokens].split(settings.chunk or tokens, 1):

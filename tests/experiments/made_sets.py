@@ -3,7 +3,7 @@
 import json
 import random
 
-from experiments.data.build import DataBuildConfig
+from experiments.data.__main__ import Build
 
 WORDS = [
     f"{a}{b}" for a in ("river", "tower", "garden", "letter", "market", "silver", "winter") for b in "abcdefghijkl"
@@ -80,7 +80,7 @@ def rows_of(name, count=30):
 
 def settings(out, folder, **changes):
     given = {"recipe": "loom", "data": folder, "samples": 40, "held_out": 10, "min_tokens": 200, "max_tokens": 900}
-    return DataBuildConfig(out=out, **(given | changes))
+    return Build(out=out, **(given | changes))
 
 
 def lines_of(folder, side="train"):

@@ -46,7 +46,7 @@ def test_stories_have_their_sections_and_all_answers():
 
 def test_what_is_there_stays_and_what_differs_is_named(tmp_path, monkeypatch, capsys):
     row = {"context": "a  text\u2028of two lines", "input": "what?", "answers": ["this"]}
-    monkeypatch.setitem(evaluation_data._ROWS["longbench"], "lcc", [evaluation_data.row_digest(row)])
+    monkeypatch.setitem(evaluation_data._DATA["longbench"], "lcc", [evaluation_data.row_digest(row)])
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as target:
         other = {**row, "input": "who?"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from experiments.profile.measure import Profiler, ProfileSettings
+from experiments.profile.__main__ import Profile
+from experiments.profile.measure import Profiler
 from experiments.profile.random_models import random_policy
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.shared_cache import SharedCache
@@ -140,7 +141,7 @@ def test_policies_noise_and_profiles_under_another_default_device(small):
         policy = default_policy()
         assert policy.inference_ratios(0.2).device == policy.inference_ratios(1.0).device == CPU
         noise = gumbel((2, 3), torch.Generator("cpu").manual_seed(0))
-        profiler = Profiler(small, "tiny", None, ProfileSettings(repeats=1, new_tokens=2, retention=0.5))
+        profiler = Profiler(small, "tiny", None, Profile(repeats=1, new_tokens=2, retention=0.5))
         rows = profiler.measure(40, ["full", "random"])
     assert torch.equal(noise, gumbel((2, 3), torch.Generator().manual_seed(0)))
     assert [row["n"] for row in rows] == [1, 1]

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from experiments.common import RESULTS
-from experiments.profile.measure import OUT_OF_MEMORY, Profiler, ProfileSettings, find_largest
+from experiments.profile.__main__ import Profile
+from experiments.profile.measure import OUT_OF_MEMORY, Profiler, find_largest
 from experiments.profile.predict import check_uniform, longest_prompt, predict_memory
 from experiments.profile.random_models import CONFIGS, extend_positions, random_model, random_policy, read_config
 from lkv.cache.ragged_cache import RaggedCache
@@ -52,7 +53,7 @@ def profiler(tmp_path, *, layers=LAYERS, **settings):
     model = random_model(read_config(str(config_file(tmp_path, num_hidden_layers=layers))), torch.float32, CPU)
     extend_positions(model, 100_000)
     settings = {"repeats": 1, "new_tokens": 2} | settings
-    return Profiler(model, "tiny", random_policy(patch_attention(model).spec), ProfileSettings(**settings))
+    return Profiler(model, "tiny", random_policy(patch_attention(model).spec), Profile(**settings))
 
 
 def test_bytes_and_retention_follow_their_formulas(tmp_path):
@@ -208,7 +209,7 @@ def test_bytes_of_k_and_v_are_those_that_a_cache_holds(policy, model):
 def test_the_peak_is_the_measured_one_within_a_fifth(method, tokens):
     model = model_of()
     policy = random_policy(patch_attention(model).spec)
-    settings = ProfileSettings(new_tokens=1, repeats=1)
+    settings = Profile(new_tokens=1, repeats=1)
     run = Profiler(model, "tiny", policy, settings).try_run(method, tokens, with_peak=True)
     found = predict_memory(Shape.of(model.config), tokens, 0.15, element=4)
     peak = found.peak_full if method == "full" else found.peak_kept
