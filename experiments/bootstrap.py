@@ -1,5 +1,7 @@
 """Means with 95% intervals: over contexts, and of methods compared on the same samples."""
 
+from typing import Any
+
 import numpy as np
 
 from lkv.evaluation.statistics import Groups, Mean, draw_macro_means, to_interval
@@ -17,7 +19,7 @@ def bootstrap(groups: Groups) -> Mean:
     return _ratio_of_sums(sums, sizes, int(sizes.sum()))
 
 
-def named_interval(name: str, mean: Mean) -> dict[str, float]:
+def named_interval(name: str, mean: Any) -> dict[str, Any]:
     """A mean and its interval as `name`, `name_low` and `name_high`, beside the `value` of a row."""
     return {name: mean.value, f"{name}_low": mean.low, f"{name}_high": mean.high}
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -83,11 +84,9 @@ def parse_options(
     return options
 
 
-def save_rows(
-    options: argparse.Namespace, name: str, rows: Sequence[dict[str, Any]], seed: int = 0, data: str = "EVAL_FOLDER"
-) -> None:
-    """Write a benchmark's result with the command that makes it again; `data` stands for the folder of --data."""
-    write_results(options.out, name, rows, seed, command_of(f"experiments.{name}", options, data))
+def save_rows(options: argparse.Namespace, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a benchmark's result with the command that makes it again."""
+    write_results(options.out, name, rows, 0, command_of(f"experiments.{name}", options))
 
 
 def row_label(method: str) -> str:
@@ -122,16 +121,15 @@ def per_length(tokens: Sequence[int], counts: Sequence[int]) -> dict[int, int]:
 
 
 def method_grids(
-    subject: Subject, names: Sequence[str], retentions: Sequence[float], is_shipped: bool = True
+    subject: Subject, names: Sequence[str], retentions: Sequence[float], has_paper: bool = True, **settings: Any
 ) -> dict[str, MethodGrid]:
-    """The methods `names` and, beside a shipped policy, LKV with the paper's own scorer, by what is put behind their
-    names."""
+    """The methods `names` and, if `has_paper`, LKV with the paper's own scorer where it ships for the model, by what is
+    put behind their names. `settings` are further ones of `MethodGrid`."""
     model, tokenizer = subject.model, subject.tokenizer
-    grids = {"": MethodGrid(model, tokenizer, names, retentions, subject.policy)}
-    if not is_shipped:
-        return grids
+    grids = {"": MethodGrid(model, tokenizer, names, retentions, subject.policy, **settings)}
     with suppress(PolicyMismatchError):
-        grids["-paper"] = MethodGrid(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
+        if has_paper:
+            grids["-paper"] = MethodGrid(model, tokenizer, ["lkv"], retentions, default_policy(model, paper=True))
     return grids
 
 
@@ -195,8 +193,9 @@ def interleaved(
 
 
 def paired_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """The mean ratio of times to those of the baseline in the same round, with its interval."""
-    return bootstrap([[own / other] for own, other in zip(seconds, baseline, strict=True)])._asdict()
+    """The mean ratio of times to those of the baseline in the same round, with its interval, and the median time."""
+    ratio = bootstrap([[own / other] for own, other in zip(seconds, baseline, strict=True)])
+    return {**ratio._asdict(), "seconds": median(seconds)}
 
 
 def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dict[str, Any]:
@@ -218,9 +217,9 @@ def digest_of_names(folder: Path) -> str:
     return hashlib.sha256(repr(files).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
-def command_of(module: str, options: argparse.Namespace, data: str = "EVAL_FOLDER") -> str:
+def command_of(module: str, options: argparse.Namespace) -> str:
     """The command that makes a result again."""
-    words = ["python", "-m", module, *(["--data", data] if "data" in options else [])]
+    words = ["python", "-m", module, *(["--data", "EVAL_FOLDER"] if "data" in options else [])]
     words += ["--train", "TRAIN_FOLDER"] if getattr(options, "train", None) else []
     for key, value in vars(options).items():
         if key not in _FOLDERS and value is not None and value is not False:

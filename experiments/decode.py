@@ -7,6 +7,7 @@ Rows of the method "lkv" are of the backend that "auto" takes, which they name; 
 as many bytes as the entries of "lkv" in bfloat16, and half as many as these in float32.
 """
 
+import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -27,9 +28,9 @@ from lkv.hf.prompt_kv import LayerKV
 from lkv.kernels.ragged_attention import api, ragged_attention
 from lkv.policy.lookup import default_policy
 from lkv.policy.policy import Policy
-from lkv.utils.devices import dtype_name
 
 FORMS = ("grouped", "repeated", "rows")
+RowsAt = Callable[[int, Any, Policy, float, int, dict[str, Any]], list[dict[str, Any]]]  # as `rows_at`
 
 
 def random_prompt(model: Any, tokens: int) -> list[LayerKV]:
@@ -73,11 +74,10 @@ def one_token(model: Any, cache: Any, backend: str = "auto") -> None:
 
 
 def row_of(what: str, method: str, tokens: int, retention: float, seconds: list[float], full: list[float], **more: Any):
-    ratio, middle = paired_ratio(seconds, full), median(seconds)
-    print(f"{what:10} {tokens:5} {method:12} {1e3 * middle:8.2f} ms, {1 / ratio['value']:.2f} times as fast")
-    unit = "time by that of the full cache, mean of pairs"
+    ratio, unit = paired_ratio(seconds, full), "time by that of the full cache, mean of pairs"
+    print(f"{what:10} {tokens:5} {method:12} {1e3 * ratio['seconds']:8.2f} ms, {1 / ratio['value']:.2f} times as fast")
     row = {"what": what, "method": method, "tokens": tokens, "retention": retention, "unit": unit, "baseline": "full"}
-    return row | ratio | {"seconds": middle} | more
+    return row | ratio | more
 
 
 @torch.no_grad()
@@ -125,20 +125,28 @@ def rows_at(
     return rows
 
 
-def main() -> None:
-    options = parse_options(
-        __doc__, "decode", tokens=[512, 1024, 2048, 4096, 8000], repeats=30, retention=0.15,
-        threads=[1, torch.get_num_threads()],
-    )  # fmt: skip
+def sweep(
+    options: argparse.Namespace, load: Callable[[torch.dtype], tuple[Any, Policy]], measure: RowsAt, **about: Any
+) -> list[dict[str, Any]]:
+    """The rows of every number of threads (0: of a GPU, where they do not count), precision and length."""
     rows = []
     for threads in dict.fromkeys(options.threads):
-        torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            model, _ = load_default(dtype)
-            about = {"dtype": dtype_name(dtype), "threads": threads}
+        if threads:
+            torch.set_num_threads(threads)
+        for dtype in options.dtype:
+            model, policy = load(getattr(torch, dtype))
+            run = about | {"dtype": dtype} | ({"threads": threads} if threads else {})
             for tokens in options.tokens:
-                rows += rows_at(tokens, model, default_policy(), options.retention, options.repeats, about)
-    save_rows(options, "decode", rows)
+                rows += measure(tokens, model, policy, options.retention, options.repeats, run)
+    return rows
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "decode", dtype=["float32", "bfloat16"], tokens=[512, 1024, 2048, 4096, 8000], repeats=30,
+        retention=0.15, threads=[1, torch.get_num_threads()],
+    )  # fmt: skip
+    save_rows(options, "decode", sweep(options, lambda dtype: (load_default(dtype)[0], default_policy()), rows_at))
 
 
 if __name__ == "__main__":

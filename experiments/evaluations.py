@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from experiments.bootstrap import named_interval
 from experiments.common import RESULTS
 from experiments.report.names import CATEGORIES, FULL
 from experiments.report.results_frame import Pair, Results, read_results
@@ -71,9 +72,7 @@ def _row(scores: Scores, pair: Pair, task: str, length: int | None, units: Seque
     if pair[0] != FULL:
         for measure in FIDELITY_METRICS:
             fidelity = scores.value(pair, units, measure)
-            row[measure] = fidelity.value if fidelity else None
-            if fidelity:
-                row |= {f"{measure}_low": fidelity.low, f"{measure}_high": fidelity.high}
+            row |= named_interval(measure, fidelity) if fidelity else {measure: None}
     return row
 
 

@@ -7,17 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
-from lkv.training.data import documents
-from lkv.training.data.packing import (
-    CHARS_PER_TOKEN,
-    CODE_CHARS_PER_TOKEN,
-    draw_questions,
-    insert_sentences,
-    pack,
-    split_to_continue,
-    surround_with_texts,
-    window_start_around,
-)
+from lkv.training.data import documents, packing
 from lkv.training.data.samples import Continuation, Sample, tokenize_sample
 from lkv.utils import data_files
 from lkv.utils.prompts import encode, encode_context, encode_question
@@ -69,8 +59,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
     code = [row["context"] + row["input"] for row in rows_of("lcc", "repobench-p")]
 
     def prose_qa(rng: random.Random, tokens: int) -> Case:
-        packed = pack(rng, paragraphs, tokens * CHARS_PER_TOKEN, lambda p: len(p.text))
-        return "\n\n".join(p.text for p in packed), draw_questions(rng, packed, CONTINUATIONS)
+        packed = packing.pack(rng, paragraphs, tokens * packing.CHARS_PER_TOKEN, lambda p: len(p.text))
+        return "\n\n".join(p.text for p in packed), packing.draw_questions(rng, packed, CONTINUATIONS)
 
     def multihop_qa(rng: random.Random, tokens: int) -> Case:
         first, second = rng.sample(puzzles, 2)
@@ -78,8 +68,8 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
         rest = [p.passages[i] for p in (first, second) for i in range(len(p.passages)) if i not in p.needed]
         for more in rng.sample(puzzles, tokens // 1500):
             rest += more.passages
-        free_chars = tokens * CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
-        chosen = [*needed, *pack(rng, rest, free_chars, lambda p: len(p.text))]
+        free_chars = tokens * packing.CHARS_PER_TOKEN - sum(len(p.text) for p in needed)
+        chosen = [*needed, *packing.pack(rng, rest, free_chars, lambda p: len(p.text))]
         rng.shuffle(chosen)
         text = "\n\n".join(f"{p.title}\n{p.text}" for p in chosen)
         return text, [Continuation(p.question, p.answer) for p in (first, second)]
@@ -87,25 +77,25 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
     def stories(rng: random.Random, tokens: int) -> Case:
         tale = rng.choice(tales)
         explicit = [qa for qa in tale.questions if qa[1] in tale.text] or list(tale.questions)
-        size = int(tokens * CHARS_PER_TOKEN)
+        size = int(tokens * packing.CHARS_PER_TOKEN)
         first = rng.choice(explicit)
-        start = window_start_around(rng, tale.text, size, tale.text.find(first[1]))
+        start = packing.window_start_around(rng, tale.text, size, tale.text.find(first[1]))
         text = tale.text[start : start + size]
         near = [qa for qa in explicit if qa[1] in text and qa != first]
         questions = [first, *rng.sample(near, min(len(near), CONTINUATIONS - 1))]
-        return surround_with_texts(rng, text, tales, size), [Continuation(*question) for question in questions]
+        return packing.surround_with_texts(rng, text, tales, size), [Continuation(*question) for question in questions]
 
     def meeting(rng: random.Random, tokens: int) -> Case:
         chosen = rng.choice([m for m in meetings if m.queries])
-        size = int(tokens * CHARS_PER_TOKEN)
+        size = int(tokens * packing.CHARS_PER_TOKEN)
         query, answer, first, _ = rng.choice(chosen.queries)
         context = "\n".join(chosen.turns[max(0, first - 3) :])
         text, following = context[:size], context[size : size + 300]
         return text, [Continuation(query, answer), *([Continuation(None, following)] if following else [])]
 
     def code_lines(rng: random.Random, tokens: int) -> Case:
-        size = int(tokens * CODE_CHARS_PER_TOKEN)
-        text, (following, _) = split_to_continue(rng, [rng.choice(code)], size)
+        size = int(tokens * packing.CODE_CHARS_PER_TOKEN)
+        text, (following, _) = packing.split_to_continue(rng, [rng.choice(code)], size)
         return text, [following]
 
     single = {"prose QA": prose_qa, "multi-hop QA": multihop_qa, "stories": stories, "meetings": meeting}
@@ -113,7 +103,7 @@ def builders(folder: Path) -> dict[str, Callable[[random.Random, int], Case]]:
 
 
 def _longbench_text(prose: list[dict[str, Any]], rng: random.Random, tokens: int) -> Case:
-    size = int(tokens * CHARS_PER_TOKEN)
+    size = int(tokens * packing.CHARS_PER_TOKEN)
     for _ in range(_DRAWS):
         row = rng.choice(prose)
         start = rng.randint(0, max(0, len(row["context"]) - size - 400))
@@ -152,7 +142,7 @@ def make_needles(tokenizer: Any, prose: Sequence[str], tokens: int, needles: int
         for key, number in zip(keys, numbers, strict=True)
     ]
     question, answer = rng.choice(facts)
-    ids = encode_context(tokenizer, insert_sentences(rng, " ".join(words), sentences))
+    ids = encode_context(tokenizer, packing.insert_sentences(rng, " ".join(words), sentences))
     return Needles(ids, facts, question, answer)
 
 

@@ -27,7 +27,7 @@ def main() -> None:
         retention=[0.3, 0.15, 0.1, 0.05], contexts=[3], tasks=TASKS, seed=0, name="length", out=Path,
     )  # fmt: skip
     subject = subject_of(options, options.name)
-    grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
+    grids = method_grids(subject, options.methods, options.retention, has_paper=not options.policy)
     rows = run_by_length(
         "experiments.length", options, options.name, subject,
         lambda ids, continuations: measure(subject.model, grids, ids, cut_targets(continuations), ANSWER), summarise,

@@ -16,7 +16,7 @@ import torch
 from experiments.bootstrap import bootstrap
 from experiments.common import SUBJECT, method_grids, parse_options, per_length, rows_of, run_cases, subject_of
 from experiments.heldout import cases_by_length, make_needles
-from lkv.evaluation.comparison import MethodComparison, MethodGrid
+from lkv.evaluation.comparison import MethodComparison
 from lkv.hf.prompt_kv import read_prompt
 from lkv.utils.prompts import encode_question
 
@@ -33,13 +33,10 @@ def main() -> None:
     counts = per_length(options.tokens, options.samples)
     subject = subject_of(options, options.name)
     model, tokenizer = subject.model, subject.tokenizer
-    if options.by_memory:
-        tables = {"": None}
-        grids = {
-            "": MethodGrid(model, tokenizer, options.methods, options.retention, subject.policy, tier_tables=tables)
-        }
-    else:
-        grids = method_grids(subject, options.methods, options.retention, is_shipped=not options.policy)
+    grids = method_grids(
+        subject, options.methods, options.retention, has_paper=not (options.policy or options.by_memory),
+        tier_tables={"": None} if options.by_memory else None,
+    )  # fmt: skip
     essays = json.loads(gzip.decompress((options.data / "PaulGrahamEssays_49.json.gz").read_bytes()))
     prose = [essays["text"].replace("\n", " ")]
     cases = cases_by_length(NEEDLES, counts)

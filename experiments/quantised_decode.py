@@ -7,14 +7,14 @@ python -m experiments.quantised_decode --device cuda --config llama-3.2-1b --tok
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from experiments.common import interleaved, parse_options, save_rows, wall_clock
-from experiments.decode import random_prompt, row_of
+from experiments.decode import random_prompt, row_of, sweep
 from experiments.profile.random_models import extend_positions, random_model, random_policy, read_config
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.hf.attention import patch_attention
@@ -55,28 +55,16 @@ def model_of(options: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, Poli
     return model, random_policy(patch_attention(model).spec)
 
 
-def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Of every number of threads, precision and length."""
-    device = torch.device(options.device)
-    gpu = devices.is_gpu(device)
-    about = {"model": options.config or "smollm2-135m-instruct"}
-    about["device"] = devices.runtime(device).get_device_name(device) if gpu else options.device
-    for threads in [0] if gpu else dict.fromkeys(options.threads):
-        if threads:
-            torch.set_num_threads(threads)
-        for name in options.dtype:
-            model, policy = model_of(options, getattr(torch, name))
-            run = about | {"dtype": name} | ({"threads": threads} if threads else {})
-            for tokens in options.tokens:
-                yield from rows_at(tokens, model, policy, options.retention, options.repeats, run)
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(
         __doc__, "quantised_decode", "", arguments, device="cpu", config=str, dtype=["float32", "bfloat16"],
         tokens=[1024, 4096, 8000], repeats=30, retention=0.15, threads=[1, torch.get_num_threads()],
     )  # fmt: skip
-    save_rows(options, "quantised_decode", list(rows_of(options)))
+    device = torch.device(options.device)
+    about = {"model": options.config or "smollm2-135m-instruct", "device": options.device}
+    if devices.is_gpu(device):
+        options.threads, about["device"] = [0], devices.runtime(device).get_device_name(device)
+    save_rows(options, "quantised_decode", sweep(options, partial(model_of, options), rows_at, **about))
 
 
 if __name__ == "__main__":

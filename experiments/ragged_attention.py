@@ -125,18 +125,17 @@ def rows_of(options: argparse.Namespace, batch: int, copied: float) -> list[dict
     read = entries * 2 * options.dim * dtype.itemsize
     rows = []
     for name in (best, "triton", "triton, launched", "loop"):
-        ratio, middle = paired_ratio(seconds[name], seconds[best]), median(seconds[name])
-        is_full = name == best
-        through = (read / realised if is_full else read) / middle
+        ratio, is_full = paired_ratio(seconds[name], seconds[best]), name == best
+        through = (read / realised if is_full else read) / ratio["seconds"]
         print(
-            f"batch {batch:2} {'full, ' + best if is_full else name:18} {1e3 * middle:9.3f} ms, "
+            f"batch {batch:2} {'full, ' + best if is_full else name:18} {1e3 * ratio['seconds']:9.3f} ms, "
             f"{1 / ratio['value']:6.2f} times as fast as the full cache, {through / copied:.2f} of copy bandwidth"
         )
         row = {
             "method": "full" if is_full else "lkv", "backend": name, "baseline": "full", "batch": batch,
             "tokens": options.tokens, "retention": 1.0 if is_full else options.retention,
             "realised": 1.0 if is_full else realised, "layers": len(layers),
-            "microseconds_a_layer": 1e6 * middle / len(layers),
+            "microseconds_a_layer": 1e6 * ratio["seconds"] / len(layers),
             "unit": "time by that of the full cache's fastest attention, mean of pairs", **ratio,
             "bytes_a_second": through, "of_copy_bandwidth": through / copied,
         }  # fmt: skip

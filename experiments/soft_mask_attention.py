@@ -12,6 +12,8 @@ import ctypes
 import functools
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.common import interleaved, paired_ratio, parse_options, save_rows, wall_clock
+from experiments.profile.memory import measure_peak
 from lkv.kernels.soft_mask_attention import soft_mask_attention
 from lkv.utils.devices import dtype_name
 
@@ -123,7 +126,7 @@ def measured(
     for name, times in seconds.items():
         row: dict[str, Any] = {"method": name, "tokens": q.shape[2], "baseline": baseline}
         row |= paired_ratio(times, seconds[baseline])
-        row |= {"unit": "mean of paired ratios of the time forward and backward", "seconds": statistics.median(times)}
+        row |= {"unit": "mean of paired ratios of the time forward and backward"}
         row |= {"peak_bytes": peak_bytes(methods[name], arguments), "heads": q.shape[1], "head_dim": q.shape[3]}
         row |= {"tflops": operations / row["seconds"] / 1e12, "dtype": dtype_name(q.dtype)}
         if q.is_cuda:
@@ -145,10 +148,9 @@ def matmul_tflops(like: Tensor, size: int = 8192) -> float:
 def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
     """Memory that one pass takes beyond its inputs; on a CPU by the peak resident size, where Linux tells it."""
     if arguments[0].is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        forward_and_backward(attend, arguments)
-        return torch.cuda.max_memory_allocated() - before
+        with measure_peak(arguments[0].device) as peak:
+            forward_and_backward(attend, arguments)
+        return peak.nbytes
     reset, status = (Path("/proc/self", name) for name in ("clear_refs", "status"))
     if not reset.exists():
         return None
@@ -174,18 +176,15 @@ def tune(shape: Shape, tokens: int, repeats: int) -> None:
     arguments = inputs(shape, tokens, "cuda")
     used = backend.tiles_on(arguments[0].device, shape.dtype, shape.dim)
     assert used is not None
-    for field in ("forward", "query_gradient", "key_gradient"):
-        for rows, columns in ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (32, 128), (32, 64)):
-            for warps in (4, 8):
-                for stages in (1, 2, 3, 4):
-                    tile: dict[str, Any] = {field: backend.Tile(rows, columns, warps, stages)}
-                    attend = functools.partial(backend.attend, scale=shape.dim**-0.5, tiles=used._replace(**tile))
-                    run = functools.partial(forward_and_backward, attend, arguments)
-                    try:
-                        times = [wall_clock(run, arguments[0].device) for _ in range(repeats + 1)][1:]
-                    except OutOfResources:
-                        continue
-                    print(f"{field:16} {tuple(tile[field])} {statistics.median(times) * 1e3:.2f} ms")
+    sizes = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (32, 128), (32, 64))
+    kernels = ("forward", "query_gradient", "key_gradient")
+    for kernel, size, warps, stages in product(kernels, sizes, (4, 8), (1, 2, 3, 4)):
+        tile: dict[str, Any] = {kernel: backend.Tile(*size, warps, stages)}
+        attend = functools.partial(backend.attend, scale=shape.dim**-0.5, tiles=used._replace(**tile))
+        run = functools.partial(forward_and_backward, attend, arguments)
+        with suppress(OutOfResources):
+            times = [wall_clock(run, arguments[0].device) for _ in range(repeats + 1)][1:]
+            print(f"{kernel:16} {tuple(tile[kernel])} {statistics.median(times) * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -46,16 +46,13 @@ class Engine:
         environment = os.environ | {"VLLM_USE_V2_MODEL_RUNNER": str(int(is_second))}
         if is_second and not torch.cuda.is_available():  # Triton's kernels run in torch and Triton's interpreter
             environment["PYTHONPATH"] = SECOND_RUNNER_PATH
-        self._process = subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdin is not None
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(arguments, stdin=pipe, stdout=pipe, text=True, env=environment)
         print(json.dumps(settings), file=self._process.stdin, flush=True)
         self.ask("ready")
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """The result of one command."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -64,7 +61,6 @@ class Engine:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 

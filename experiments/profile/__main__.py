@@ -1,6 +1,6 @@
 """python -m experiments.profile: measure time and memory of methods by context length."""
 
-import shlex
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ class Profile(PolicyOptions, RunOptions):
 
 
 def _measure(options: Profile, out: Path) -> None:
+    from experiments.common import command_of
+
     profiler = _make_profiler(options)
     rows: list[dict[str, Any]] = []
     settings: dict[str, Any] = {
@@ -99,7 +101,10 @@ def _measure(options: Profile, out: Path) -> None:
                 journal.add(key, {"rows": [profiler.measure_largest(method, min(options.tokens), _MAX_TOKENS)]})
             rows += _print_rows(journal[key]["rows"])
         _compare_contexts([row for row in rows if row.get("largest")])
-        write_results(out, "profile", rows, options.seed, _command_line(options))
+        values = options.model_dump(exclude_defaults=True)
+        values["no_strict"] = not values.pop("strict", True)
+        command = command_of("experiments.profile", argparse.Namespace(**values))
+        write_results(out, "profile", rows, options.seed, command)
     print(f"written to {out}")
 
 
@@ -170,16 +175,6 @@ def _compare_contexts(largest: list[dict[str, Any]]) -> None:
         row["context_ratio"] = row["tokens"] / full["tokens"] if full and row["n"] else None
         if row["context_ratio"]:
             print(f"{row['method']}: {row['context_ratio']:.2f} times the context of the full cache")
-
-
-def _command_line(options: Profile) -> str:
-    """Return the command that repeats the measurement."""
-    words = ["python", "-m", "experiments.profile"]
-    for name, value in options.model_dump(exclude_defaults=True).items():
-        words.append(f"--{'no-' if value is False else ''}{name.replace('_', '-')}")
-        if not isinstance(value, bool):
-            words += map(str, value if isinstance(value, list) else [value])
-    return shlex.join(words)
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -125,11 +125,11 @@ def _build_main(scores: Scores) -> Table:
     return make_table("main", "by category", columns_shown, rows, notes=tuple(notes), group_title="budget")
 
 
-def _by_budget(scores: Scores, group: str = "") -> Iterator[tuple[str, Pair]]:
-    """Each budget's pairs, the full cache among them, under `group` and, of several, the budget's own title."""
+def _by_budget(scores: Scores, group: str = "", is_named: bool = False) -> Iterator[tuple[str, Pair]]:
+    """Each budget's pairs, the full cache among them, under `group` and, of several or if `is_named`, its own title."""
     amounts = retentions_of(scores.pairs)
     for amount in amounts:
-        title = f"{scores.amount} = {amount:g}" if len(amounts) > 1 else ""
+        title = f"{scores.amount} = {amount:g}" if is_named or len(amounts) > 1 else ""
         for pair in scores.pairs:
             if pair[0] == FULL or pair[1] == amount:
                 yield ", ".join(filter(None, (group, title))), pair
@@ -165,12 +165,7 @@ def _build_ruler(scores: Scores) -> Table:
     places = {f"{length:,} tokens": float(length) for length in lengths}
     units = {name: [unit for unit in scores.units if unit[1] == length] for name, length in places.items()}
     units = {AVERAGE: scores.units} | units
-    rows = [
-        _make_row(scores, pair, units, f"{scores.amount} = {retention:g}")
-        for retention in retentions_of(scores.pairs)
-        for pair in scores.pairs
-        if pair[0] == FULL or pair[1] == retention
-    ]
+    rows = [_make_row(scores, pair, units, group) for group, pair in _by_budget(scores, is_named=True)]
     columns = [replace(column, x=places.get(column.name)) for column in _make_columns(units, scores)]
     more = {"group_title": "retention", "axis": "context length (tokens)"}
     return make_table("ruler", "over length and retention", columns, rows, **more)

@@ -65,7 +65,7 @@ def problems(options: argparse.Namespace, api: Any = None) -> Iterator[str]:
     api = api or HfApi()
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "the installation": lambda: _installation(options.launch),
-        "TEXT": lambda: _text(options.text),
+        "TEXT": lambda: _text(options.text, "a long text file, which Fig. 1 reads as a prompt"),
         "RULER": lambda: _ruler(options.ruler),
         "LONGBENCH": lambda: _longbench(options.longbench),
         "DATA": lambda: _training_data(options.data, api),
@@ -93,9 +93,9 @@ def _installation(launch: Sequence[str]) -> Iterator[str]:
     yield from (f"{found.name} {found.detail}; {found.fix}." for found in examine() if found.status == BAD)
 
 
-def _text(path: Path | None) -> Iterator[str]:
+def _text(path: Path | None, expected: str) -> Iterator[str]:
     if path is None:
-        yield "not set; give a long text file, which Fig. 1 reads as a prompt."
+        yield f"not set; give {expected}."
     elif not read_document(str(path)).strip():
         yield f"{path} is empty; give a long text file."
 
@@ -187,11 +187,8 @@ def _shape(model: str) -> Shape | None:
 
 
 def _pattern(options: argparse.Namespace) -> Iterator[str]:
-    if options.pattern is None:
-        yield "not set; give DuoAttention's full_attention_heads.tsv, or a long text to estimate it on."
-    elif options.pattern.suffix != ".tsv":
-        if not read_document(str(options.pattern)).strip():
-            yield f"{options.pattern} is empty; give a long text file."
+    if options.pattern is None or options.pattern.suffix != ".tsv":
+        yield from _text(options.pattern, "DuoAttention's full_attention_heads.tsv, or a long text to estimate it on")
     elif shape := _shape(options.model):
         read_pattern(options.pattern, shape.layers, shape.kv_heads)
 
