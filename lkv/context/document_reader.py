@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 from lkv.context.flow_text import UNSEEN
 from lkv.errors import DocumentError
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason, list_files
+from lkv.utils.text_decoding import Document as Document
 from lkv.utils.text_decoding import decode_text
 
 STDIN = "-"
@@ -42,19 +42,6 @@ _CHARSET = re.compile(
 
 _DOCTYPE = re.compile(r"<!DOCTYPE\s[^<>\[]*\[(.*?)\]\s*>", re.DOTALL)
 _ENTITY = re.compile(r"""<!ENTITY\s+([\w.-]+)\s+("[^"]*"|'[^']*')\s*>""")
-
-
-class Document(NamedTuple):
-    """The text of a document.
-
-    Attributes:
-        text: The text.
-        skipped: Descriptions of content missing from the text, such as "2 scripts" or "the scanned page 3", and
-            whether its encoding is a guess.
-    """
-
-    text: str
-    skipped: list[str]
 
 
 def read_document(name: str | os.PathLike[str]) -> str:

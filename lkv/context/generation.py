@@ -32,9 +32,7 @@ _DEFAULT_LENGTH = 128  # new tokens
 # Options of generate that `ask` sets itself, or that change the type of its result.
 _RESERVED = [
     *"inputs input_ids inputs_embeds attention_mask position_ids return_dict_in_generate use_cache".split(),
-    "cache_implementation",
-    "prefill_chunk_size",
-    *NAMES,
+    *("cache_implementation", "prefill_chunk_size", *NAMES),
 ]
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _NEUTRAL_SAMPLING = {"temperature": 0, "top_p": 1}  # values that ask for a greedy answer
@@ -181,7 +179,7 @@ def generate(model: Any, tokenizer: Any, rows: list[list[int]], padding_at: int,
     settings = {
         # The model's generation_config may enable sampling; `ask` samples only on request.
         "do_sample": bool(requested_option(options, "do_sample")),
-        "num_beams": 1,
+        **dict.fromkeys(_COUNTS, 1),
         "return_dict_in_generate": False,
         "pad_token_id": tokenizer.pad_token_id,
         # Without the cache, or (transformers 5.2) with chunked prefill, the text would be read again.

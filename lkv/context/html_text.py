@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
 from lkv.context.flow_text import UNSEEN, Cell, FlowText, operand_text, script_text, table_lines
-from lkv.context.style_sheets import StyleSheets, gap, is_transparent, other_alternatives
+from lkv.context.style_sheets import StyleSheets, gap, is_styled_apart, is_transparent, other_alternatives
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -119,10 +119,14 @@ class _Renderer:
             if callable(step):
                 step()
             elif step.is_text_node:
+                is_flowing = self._sheets.linked and not self._white_space.startswith(("pre", "break"))
+                if is_flowing and is_styled_apart(step, self.text.last_character()):
+                    self.text.add_space()
                 self._write(step.text_content or "")
             elif step.is_element_node:
                 steps.extend(reversed(self._enter(step)))
         self.left_out["style rule"] += self._sheets.unread
+        self.left_out["linked style sheet"] += self._sheets.linked
 
     def _write(self, text: str) -> None:
         if not self._is_visible:

@@ -87,14 +87,16 @@ def encode_images(
             f"the processor puts no image tokens into the text that {type(model).__name__} knows; load the model's "
             "own with AutoProcessor."
         )
-    values = {name: x for name, x in inputs.items() if name not in ("input_ids", "attention_mask")}
-    return ids, {name: _for_model(model, torch.as_tensor(x)) for name, x in values.items()}
+    values = {name: torch.as_tensor(x) for name, x in inputs.items() if name not in ("input_ids", "attention_mask")}
+    device = input_device(model)
+    return ids, {name: x.to(device, model.dtype if x.is_floating_point() else None) for name, x in values.items()}
 
 
 def _check_images(model: PreTrainedModel, processor: object, images: object) -> int:
     """Return the id of the model's image tokens; raises PromptError if it or the processor reads no images."""
     if not isinstance(images, list | tuple) or not images:
-        raise PromptError(f"images is {_described(images)}; give a list of images, such as those of PIL.")
+        given = "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
+        raise PromptError(f"images is {given}; give a list of images, such as those of PIL.")
     image_token = getattr(model.config, "image_token_id", None)
     if not isinstance(image_token, int):
         raise PromptError(
@@ -111,14 +113,6 @@ def _check_images(model: PreTrainedModel, processor: object, images: object) -> 
             "AutoProcessor."
         )
     return image_token
-
-
-def _described(images: object) -> str:
-    return "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
-
-
-def _for_model(model: PreTrainedModel, values: Tensor) -> Tensor:
-    return values.to(input_device(model), model.dtype if values.is_floating_point() else None)
 
 
 def protected_in_images(

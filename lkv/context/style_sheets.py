@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # Of a sheet: parts that end with a mark; comments, and strings, which may have such marks.
 _PART = re.compile(r"([^{};]*)([{};]?)")
 _NO_PARTS = re.compile(r"""/\*.*?(?:\*/|\Z)|<!--|-->|("(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')""", re.DOTALL)
+_IMPORT = re.compile(r"@import\s+([^;\s]+)", re.IGNORECASE)
 # Of the declarations that are used, margins alone are left out where there are too many.
 _USED = re.compile(
     r"(?<![\w-])(?:display|float|position|visibility|white-space|text-decoration\S*|vertical-align|opacity|content|counter-\S*|"
@@ -38,6 +39,7 @@ _MOMENTS = "hover|focus|focus-within|focus-visible|active|target|visited"
 _OTHER_TIMES = re.compile(rf"::|:(?:before|after|first-l|{_MOMENTS})|:-")
 _NOT_MOMENTS = re.compile(rf":not\(\s*:(?:{_MOMENTS})\s*\)")
 _SCRIPT_TYPES = re.compile(r"|module|(?:text|application)/(?:java|ecma)script", re.IGNORECASE)
+_SOLID = frozenset("code kbd mi mn mo mtext samp tspan tt var".split())  # whose parts are not apart
 _MAX_RULES = 2000
 _MAX_SEARCHED = 2 * 10**8  # characters; each rule is looked for in the whole page
 _MAX_NESTED = 20  # blocks
@@ -48,6 +50,7 @@ class StyleSheets:
 
     Attributes:
         doubtful: Elements that a rule hides, in a page with scripts that may show them; they count as shown.
+        linked: The number of sheets that the page names but does not contain.
         unread: The number of rules that are not understood or too many.
     """
 
@@ -55,7 +58,7 @@ class StyleSheets:
         from selectolax.lexbor import SelectolaxError
 
         self.doubtful: set[int] = set()
-        self.unread = 0
+        self.unread, self.linked = 0, len(_linked_sheets(parser))
         self._styles: dict[tuple[int, str], tuple[Style, Style]] = {}
         rules = [rule for rule in _page_rules(parser) if _USED.search(rule[1].lower())]
         most = min(_MAX_RULES, _MAX_SEARCHED // len(page or " "))
@@ -132,6 +135,20 @@ def is_transparent(style: Style) -> bool:
     return re.fullmatch(r"0*\.?0+%?", style.get("opacity", "")) is not None
 
 
+def is_styled_apart(node: "LexborNode", before: str) -> bool:
+    """Return whether a text after `before` begins an element that an unread sheet may set apart, such as a date."""
+    after = (node.text_content or "")[:1]
+    while node.prev is None and node.parent is not None:
+        node = node.parent
+    last, outer = node.prev, node.parent
+    if last is None or outer is None or not (last.is_element_node and node.is_element_node):
+        return False
+    is_word = all(character.isdigit() or character.isupper() or character.islower() for character in (before, after))
+    begins = before.isdigit() or after.isdigit() or after.isupper() or node.tag == last.tag == "a"
+    is_apart = is_word and begins and _SOLID.isdisjoint((node.tag, outer.tag))
+    return is_apart and not len(node.text()) == len(last.text()) == 1  # characters of a number or name
+
+
 def _length(value: str) -> float:
     if match := _LENGTH.fullmatch(value):
         return float(match[1]) * _UNITS.get(match[2], 1)
@@ -166,6 +183,18 @@ def _counter_text(function: str, arguments: str, counters: Counters) -> str | No
         return None
     separator = unescape(match[3]) if match[2] else None
     return counters.text(match[1].lower(), (match[4] or "decimal").lower(), separator)
+
+
+def _linked_sheets(parser: "LexborHTMLParser") -> set[str]:
+    """Return the addresses of the sheets that apply to a page but are not in it."""
+    sheets = {name for node in parser.css("style") for name in _IMPORT.findall(node.text())}
+    for attributes in (node.attributes for node in parser.css("link[href]")):
+        kinds, media = (attributes.get("rel") or "").lower().split(), attributes.get("media") or "all"
+        is_sheet = "stylesheet" in kinds or ("preload" in kinds and attributes.get("as") == "style")
+        # Sheets that load later are for another medium until then.
+        if is_sheet and "alternate" not in kinds and ("onload" in attributes or _applies(f"@media {media}")):
+            sheets.add(attributes["href"] or "")
+    return sheets
 
 
 def _page_rules(parser: "LexborHTMLParser") -> Iterator[tuple[str, str]]:

@@ -26,14 +26,20 @@ _MIN_NULS = 0.2  # of the bytes of mostly ASCII text in UTF-16
 _MAX_UNREADABLE = 0.05  # bytes, of the characters beyond ASCII
 
 
-class DecodedText(NamedTuple):
-    """A text, and descriptions of lost or uncertain parts."""
+class Document(NamedTuple):
+    """The text of a document.
+
+    Attributes:
+        text: The text.
+        skipped: Descriptions of content missing from the text, such as "2 scripts" or "the scanned page 3", and
+            whether its encoding is a guess.
+    """
 
     text: str
-    uncertain: list[str]
+    skipped: list[str]
 
 
-def decode_text(data: bytes, name: str, declared: str | None = None) -> DecodedText:
+def decode_text(data: bytes, name: str, declared: str | None = None) -> Document:
     """Decode a document.
 
     A byte order mark takes precedence. Then UTF-8 is tried, because valid UTF-8 almost always is UTF-8 even if another
@@ -43,70 +49,56 @@ def decode_text(data: bytes, name: str, declared: str | None = None) -> DecodedT
         DocumentError: For bytes that are not text.
         MissingPackageError: If finding the encoding needs the extra `documents`.
     """
-    decoded = (
-        _decode_marked(data)
-        or _decode_wide(data, name)
-        or _decode_utf8(data, declared)
-        or _decode_declared(data, name, declared)
-    )
+    mark = next(filter(data.startswith, _MARKS), None)
+    is_seven_bit = (declared or "").startswith("iso-2022") or re.search(rb"\x1b(?:\$[@AB]|\$\(|\$\)C)", data)
+    decoded = _replace_unreadable(data, _MARKS[mark]) if mark else None
+    decoded = decoded or _decode_wide(data, name) or (None if is_seven_bit else _replace_unreadable(data, "utf-8"))
+    decoded = decoded or _decode_declared(data, name, declared)
     if decoded is None and b"\0" not in data:
         decoded = _decode_as_detected(data, name)
-    if (
-        decoded is None
-        or "\0" in decoded.text
-        or len(_CONTROLS.findall(decoded.text)) > _MAX_CONTROLS * len(decoded.text)
-    ):
+    text = "\0" if decoded is None else decoded.text
+    if decoded is None or "\0" in text or len(_CONTROLS.findall(text)) > _MAX_CONTROLS * len(text):
         raise DocumentError(
             f"{name} cannot be read as text ({_describe_problem(data)}); save it as UTF-8 text, Markdown, HTML or PDF."
         )
     return decoded
 
 
-def _decode_marked(data: bytes) -> DecodedText | None:
-    encoding = next((encoding for mark, encoding in _MARKS.items() if data.startswith(mark)), None)
-    return _replace_unreadable(data, encoding) if encoding else None
-
-
-def _decode_wide(data: bytes, name: str) -> DecodedText | None:
+def _decode_wide(data: bytes, name: str) -> Document | None:
     """Decode UTF-16 or UTF-32 without a mark, which the NULs of its ASCII characters show."""
     if b"\0" not in data:
         return None
     if data.count(0) < _MIN_NULS * len(data):  # not mostly ASCII
         decoded = _decode_as_detected(data, name)
-        return decoded if decoded and "UTF-" in decoded.uncertain[0] else None
+        return decoded if decoded and "UTF-" in decoded.skipped[0] else None
     for encoding in _WIDE:
         try:
             text = data.decode(encoding)
         except UnicodeDecodeError:
             continue
         if sum(character.isascii() for character in text) > len(text) // 2 and not _CONTROLS.search(text):
-            return DecodedText(text, [f"the encoding is a guess: {encoding.upper()}"])
+            return Document(text, [f"the encoding is a guess: {encoding.upper()}"])
     return None
 
 
-def _decode_utf8(data: bytes, declared: str | None) -> DecodedText | None:
-    is_seven_bit = (declared or "").startswith("iso-2022") or re.search(rb"\x1b(?:\$[@AB]|\$\(|\$\)C)", data)
-    return None if is_seven_bit else _replace_unreadable(data, "utf-8")
-
-
-def _replace_unreadable(data: bytes, encoding: str) -> DecodedText | None:
+def _replace_unreadable(data: bytes, encoding: str) -> Document | None:
     """Decode Unicode, replacing a few unreadable bytes; None if there are many."""
     try:
-        return DecodedText(data.decode(encoding), [])
+        return Document(data.decode(encoding), [])
     except UnicodeDecodeError as error:
         text, first = data.decode(encoding, "replace"), error.start
     lost = text.count("\N{REPLACEMENT CHARACTER}")
     read = sum(not character.isascii() for character in text) - lost if encoding == "utf-8" else len(text) - lost
     if lost > _MAX_UNREADABLE * read:
         return None
-    return DecodedText(text, [f"{lost} unreadable character{'s' * (lost > 1)}, the first at byte {first}"])
+    return Document(text, [f"{lost} unreadable character{'s' * (lost > 1)}, the first at byte {first}"])
 
 
-def _decode_declared(data: bytes, name: str, declared: str | None) -> DecodedText | None:
+def _decode_declared(data: bytes, name: str, declared: str | None) -> Document | None:
     if declared is None or declared in ("utf-8", "utf8"):
         return None
     try:
-        return DecodedText(_decode_by_name(data, _PYTHON_NAMES.get(declared, declared)), [])
+        return Document(_decode_by_name(data, _PYTHON_NAMES.get(declared, declared)), [])
     except LookupError:
         raise DocumentError(f"{name} declares the unknown encoding {declared!r}; save it as UTF-8.") from None
     except UnicodeDecodeError:
@@ -119,7 +111,7 @@ def _decode_by_name(data: bytes, encoding: str) -> str:
     return data.decode(encoding)
 
 
-def _decode_as_detected(data: bytes, name: str) -> DecodedText | None:
+def _decode_as_detected(data: bytes, name: str) -> Document | None:
     require("documents", f"reading {name}, which is not UTF-8,", ["chardet"])
     import chardet
 
@@ -131,7 +123,7 @@ def _decode_as_detected(data: bytes, name: str) -> DecodedText | None:
         text = _decode_by_name(data, encoding)
     except (LookupError, UnicodeDecodeError):
         return None
-    return None if _CONTROLS.search(text) else DecodedText(text, [f"the encoding is a guess: {encoding.upper()}"])
+    return None if _CONTROLS.search(text) else Document(text, [f"the encoding is a guess: {encoding.upper()}"])
 
 
 def _describe_problem(data: bytes) -> str:

@@ -121,7 +121,7 @@ def test_the_models_own_configuration_changes_no_answer(model, policy, method, t
     assert [context.ask(question, **own) for question in questions] == expected
     changes = {
         "use_cache": False, "prefill_chunk_size": 3, "cache_implementation": "static", "num_beams": 3,
-        "return_dict_in_generate": True, "eos_token_id": None,
+        "num_return_sequences": 2, "return_dict_in_generate": True, "eos_token_id": None,
     }  # fmt: skip
     for name, value in changes.items():
         setattr(model.generation_config, name, value)
