@@ -57,14 +57,16 @@ def parse_options(
         data: What --data is a folder of; empty for none.
         arguments: Of the command line (default: those of the process).
         defaults: By option; a list takes several values, a tuple some of its own, False makes a flag, a type has no
-            default.
+            default, and ... is a path that is required.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if data:
         parser.add_argument("--data", type=Path, required=True, help=f"folder {data}")
     for key, default in {"out": RESULTS / f"{name}.json", **defaults}.items():
         option = "--" + key.replace("_", "-")
-        if default is False:
+        if default is ...:
+            parser.add_argument(option, type=Path, required=True)
+        elif default is False:
             parser.add_argument(option, action="store_true")
         elif isinstance(default, type):
             parser.add_argument(option, type=default)
@@ -76,6 +78,8 @@ def parse_options(
                 nargs="+" if values else None, choices=default if isinstance(default, tuple) else choices,
             )  # fmt: skip
     options = parser.parse_args(arguments)
+    if getattr(options, "device", "cpu").startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"PyTorch sees no device {options.device!r} here; run it where it does, or with --device cpu.")
     if options.out is not None:
         try:
             check_writable_file(options.out, DataError, "the results")

@@ -28,6 +28,7 @@ from experiments.common import SUBJECT, digest_of_names, parse_options, subject_
 from experiments.fidelity import Sample, Samples, measure, run_by_length, summarise
 from experiments.heldout import cut_targets
 from experiments.length import TASKS as LENGTH_TASKS
+from experiments.paired import paired_kls
 from lkv.errors import DataError
 from lkv.evaluation.comparison import MethodGrid
 from lkv.policy.policy import Policy, is_policy
@@ -121,27 +122,15 @@ def ratios(
     samples: Iterable[tuple[int | None, Sample]], methods: Sequence[str], baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Rows by length: the mean KL of each method by that of each baseline on the samples that have both."""
-    by_length: dict[int | None, list[dict[tuple[str, float], list[float]]]] = {}
+    by_length: dict[int | None, list[Sample]] = {}
     for tokens, sample in samples:
-        by_length.setdefault(tokens, []).append(_kls(sample))
+        by_length.setdefault(tokens, []).append(sample)
     rows = []
-    for tokens, members in by_length.items():
-        pairs = dict.fromkeys(itertools.chain.from_iterable(members))
-        for (method, retention), baseline in itertools.product(pairs, baselines):
-            both = [kls for kls in members if {(method, retention), (baseline, retention)} <= kls.keys()]
-            if method in methods and both:
-                own, other = ([kls[name, retention] for kls in both] for name in (method, baseline))
-                row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens, "retention": retention}
-                rows.append(row | bootstrap_ratio(own, other)._asdict() | {"unit": "KL by that of `against`"})
+    for (tokens, members), method, baseline in itertools.product(by_length.items(), methods, baselines):
+        for retention, kls in paired_kls(members, method, baseline).items():
+            row = {"method": method, "against": baseline, "task": RATIO, "tokens": tokens, "retention": retention}
+            rows.append(row | bootstrap_ratio(*kls)._asdict() | {"unit": "KL by that of `against`"})
     return rows
-
-
-def _kls(sample: Sample) -> dict[tuple[str, float], list[float]]:
-    """KL of each continuation of a sample by (method, retention)."""
-    return {
-        (method, retention): [continuation[index][0] for continuation in sample["measured"]]
-        for index, (method, retention) in enumerate(sample["rows"])
-    }
 
 
 def curve(fit: str, policy: Policy) -> list[dict[str, Any]]:

@@ -146,7 +146,6 @@ def measurements() -> Iterator[tuple[str, float, float]]:
             kept = entries(tokens, rows, row["realised"], {_FULL: 1.0})
             modelled = full_seconds(tokens, rows) if is_full else attention_seconds(kept, 1, INSTRUCTIONS)
             yield f"attention over {tokens:,} x {rows}, {row['method']}", row["microseconds_a_layer"] / 1e6, modelled
-
     for tokens in BIT_INSTRUCTIONS:
         seconds = prefill_seconds(tokens)
         yield f"prefill of {tokens:,}", seconds["lkv"], seconds["full"] + eviction_seconds(tokens, is_before=True)

@@ -141,8 +141,6 @@ def main(arguments: list[str] | None = None) -> None:
         __doc__, "gpu_tiers", "", arguments, device="cuda", tokens=[4096, 32_768, 131_072], batches=[1, 8], memory=0.15,
         layers=32, heads=32, kv_heads=8, dim=128, dtype="bfloat16", repeats=30,
     )  # fmt: skip
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("this measurement needs CUDA, but PyTorch sees no device; --device cpu runs over the CPU's kernel.")
     jobs = [(options, tiers, setting, batch) for batch in options.batches for tiers, setting in settings(options)]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(check, *zip(*jobs, strict=True)))

@@ -43,8 +43,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     means = [row for row in every if row["method"] != FULL and row["contexts"] == contexts[row["tokens"]]]
     retentions = sorted({row["retention"] for row in means}, reverse=True)
     middle, longest = retentions[min(1, len(retentions) - 1)], max(row["tokens"] for row in means)
-    figure = new_figure(9.5, 4.6)
-    left, right = figure.subplots(1, 2, sharey=True)
+    figure, (left, right) = new_figure(9.5, 4.6, 1, 2, sharey=True)
     for method, style in method_styles(list(dict.fromkeys(row["method"] for row in means))).items():
         for axes, x, fixed, at in ((left, "tokens", "retention", middle), (right, "retention", "tokens", longest)):
             if line := [row for row in means if row["method"] == method and row[fixed] == at]:

@@ -76,8 +76,7 @@ def measure(subject: Subject, grid: MethodGrid, ids: list[int], continuations: C
         sample["kept"] += comparison.realised_retentions()
         for measured, fidelity in zip(sample["measured"], found, strict=True):
             measured.append([fidelity.kl, fidelity.agreement])
-    scales = [own_share(each.method, model.dtype) for each in skipped]
-    reasons = [[each.method, each.retention / scale, each.reason] for each, scale in zip(skipped, scales, strict=True)]
+    reasons = [[each.method, each.retention / own_share(each.method, model.dtype), each.reason] for each in skipped]
     return sample | {"skipped": reasons}
 
 
@@ -138,8 +137,7 @@ def draw(rows: Sequence[dict], path: Path) -> None:
     here = [row for row in rows if row["tokens"] == tokens]
     lines = best_precisions(here)
     styles = method_styles(list(dict.fromkeys(row["method"] for row in lines)))
-    figure = new_figure(6.4, 4.4)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(6.4, 4.4)
     for method, style in styles.items():
         draw_kl(axes, [row for row in lines if row["method"] == method], "held", method_label(method), style)
     line = sorted((row for row in here if row["method"] == "lkv (16 bits)"), key=lambda row: row["memory"])

@@ -5,13 +5,12 @@ python -m experiments.overlap --data TRAIN_FOLDER --against EVAL_FOLDER    (writ
 The data is every set of that folder, with MMLU's test questions, which are not trained on.
 """
 
-import argparse
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import experiments.data.loom  # noqa: F401  registers readers
-from experiments.common import RESULTS
+from experiments.common import parse_options
 from experiments.result_file import write_results
 from lkv.training.data.decontamination import NGRAM_WORDS, OVERLAP_SHARE, NgramOverlap
 from lkv.training.data.documents import item_texts, mmlu, read_dataset, read_standard_library
@@ -49,11 +48,7 @@ def compared(name: str, items: list[Any], overlap: NgramOverlap, each: dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of training data")
-    parser.add_argument("--against", type=Path, required=True, help="folder of evaluation files")
-    parser.add_argument("--out", type=Path, default=RESULTS / "overlap.json")
-    options = parser.parse_args()
+    options = parse_options(__doc__, "overlap", "of training data", against=...)
     paths = sorted(path for path in options.against.rglob("*") if path.is_file())
     overlap, each = NgramOverlap(paths), {path.name: NgramOverlap([path]) for path in paths}
     rows = []

@@ -11,6 +11,7 @@ one call. Intervals are of Student's t below 20 contexts, else BCa.
 import argparse
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -84,28 +85,31 @@ def compare_all(
     return [(*row, p) for row, p in zip(rows, adjusted, strict=True)]
 
 
-def paired_means(samples: Iterable[Record], method: str, baseline: str) -> dict[float, tuple[list[float], list[float]]]:
+def paired_kls(
+    samples: Iterable[Record], method: str, baseline: str
+) -> dict[float, tuple[list[list[float]], list[list[float]]]]:
+    """The KL of both methods over the continuations of each context that has both, by budget, the largest first."""
+    kls: dict[float, tuple[list[list[float]], list[list[float]]]] = {}
+    for sample in samples:
+        places = {tuple(row): index for index, row in enumerate(sample["rows"])}
+        for budget in {budget for name, budget in places if name == method and (baseline, budget) in places}:
+            for groups, name in zip(kls.setdefault(budget, ([], [])), (method, baseline), strict=True):
+                groups.append([continuation[places[name, budget]][0] for continuation in sample["measured"]])
+    return dict(sorted(kls.items(), reverse=True))
+
+
+def paired_means(
+    samples: Collection[Record], method: str, baseline: str
+) -> dict[float, tuple[list[float], list[float]]]:
     """The KL of both methods in each context that has both, the mean over its continuations, by budget.
 
     Raises:
         DataError: No sample has both at one budget.
     """
-    means_by_budget: dict[float, tuple[list[float], list[float]]] = {}
-    names: set[str] = set()
-    for sample in samples:
-        rows = [tuple(row) for row in sample["rows"]]
-        names.update(name for name, _ in rows)
-        for budget in {budget for name, budget in rows if name == method}:
-            if (baseline, budget) in rows:
-                pair = means_by_budget.setdefault(budget, ([], []))
-                for means, name in zip(pair, (method, baseline), strict=True):
-                    index = rows.index((name, budget))
-                    means.append(float(np.mean([continuation[index][0] for continuation in sample["measured"]])))
-    if not means_by_budget:
-        raise DataError(
-            f"no sample has {method!r} and {baseline!r} at one budget; there are {', '.join(sorted(names))}."
-        )
-    return dict(sorted(means_by_budget.items(), reverse=True))
+    if not (kls := paired_kls(samples, method, baseline)):
+        names = ", ".join(sorted({name for sample in samples for name, _ in sample["rows"]}))
+        raise DataError(f"no sample has {method!r} and {baseline!r} at one budget; there are {names}.")
+    return {budget: ([*map(fmean, own)], [*map(fmean, other)]) for budget, (own, other) in kls.items()}
 
 
 def compare(own: Sequence[float], baseline: Sequence[float], times: float = 1.0) -> Paired:

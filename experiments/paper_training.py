@@ -35,7 +35,7 @@ _CONTINUATIONS, _LONGEST = 2, 120
 
 def main() -> None:
     options = parse_options(
-        __doc__, "paper_training", "of training files", built=Path, runs=[""], tokens=[500, 1000, 2000], contexts=16
+        __doc__, "paper_training", "of training files", built=..., runs=[""], tokens=[500, 1000, 2000], contexts=16
     )  # fmt: skip
     model, tokenizer = load_default(torch.bfloat16)
     policies = {"shipped": default_policy(model), "shipped, the paper's scorer": default_policy(model, paper=True)}

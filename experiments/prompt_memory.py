@@ -10,6 +10,7 @@ older ones cannot run on the meta device.
 """
 
 from bisect import bisect_left
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -167,14 +168,8 @@ class Trace:
 
 def peak(events: list[Event]) -> int:
     """The most bytes that tensors hold at any time."""
-    sizes: dict[int, int] = {}
-    live = most = 0
-    for storage, nbytes in events:
-        live += nbytes - sizes.pop(storage, 0)
-        if nbytes:
-            sizes[storage] = nbytes
-        most = max(most, live)
-    return most
+    sizes = {event.storage: event.nbytes for event in events if event.nbytes}
+    return max(accumulate(event.nbytes or -sizes[event.storage] for event in events))
 
 
 def fits(events: list[Event], memory: float) -> bool:
@@ -203,21 +198,16 @@ def most(trace: Trace, memory: float, allocated: bool, step: int = 1024) -> int:
 
 def main() -> None:
     options = parse_options(__doc__, "prompt_memory", config="llama-3.1-8b", memory=[80.0, 79.0], retention=0.15)
-    rows = []
-    for memory in options.memory:
-        for method, retention in (("full", None), ("lkv", options.retention)):
-            for logits in ("last", "all"):
-                trace, nbytes = Trace(read_config(options.config), retention, logits == "all"), memory * 2**30
-                found = {
-                    f"counted by {how}": most(trace, nbytes, how == "allocator") for how in ("allocator", "tensors")
-                }
-                if logits == "last":
-                    predicted = longest_prompt(Shape.of(read_config(options.config)), nbytes, retention is not None)
-                    found["predicted from the shape"] = predicted
-                for how, value in found.items():
-                    row = {"method": method, "logits": logits, "gib": memory, "how": how}
-                    rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})
-                    print(f"{memory:g} GiB {method:5} logits of {logits:4} {how:36} {value:>9,}", flush=True)
+    config, methods, rows = read_config(options.config), (("full", None), ("lkv", options.retention)), []
+    for memory, (method, retention), logits in product(options.memory, methods, ("last", "all")):
+        trace, nbytes = Trace(config, retention, logits == "all"), memory * 2**30
+        found = {f"counted by {how}": most(trace, nbytes, how == "allocator") for how in ("allocator", "tensors")}
+        if logits == "last":
+            found["predicted from the shape"] = longest_prompt(Shape.of(config), nbytes, retention is not None)
+        for how, value in found.items():
+            row = {"method": method, "logits": logits, "gib": memory, "how": how}
+            rows.append(row | {"value": value, "unit": "tokens of the longest prompt"})
+            print(f"{memory:g} GiB {method:5} logits of {logits:4} {how:36} {value:>9,}", flush=True)
     save_rows(options, "prompt_memory", rows)
 
 

@@ -309,15 +309,13 @@ def fits(file: str, tasks: str = "all") -> str:
         (row for row in rows if row["method"] != FULL),
         key=lambda row: (tasks.split(",").index(row["task"]), row["tokens"], -row["retention"]),
     )
-    head = lambda row: f"{row['task']}, {_length_and_retention(row)}".removeprefix("all, ")  # noqa: E731
-    titles = _fit_titles(rows)
-    found = {(row["method"], row.get("minutes"), head(row)): kl_and_agreement(row) for row in rows}
-    columns = list(dict.fromkeys(map(head, order)))
+    found = {(row["method"], row.get("minutes"), _conditions_of(row)): kl_and_agreement(row) for row in rows}
+    titles, columns = _fit_titles(rows), dict.fromkeys(map(_conditions_of, order))
     return table({(title, c): found.get((*key, c), "not measured") for key, title in titles.items() for c in columns})
 
 
-def _length_and_retention(row: Row) -> str:
-    return f"{tokens_of(row['tokens'])}, R = {row['retention']:g}"
+def _conditions_of(row: Row) -> str:
+    return f"{row['task']}, {tokens_of(row['tokens'])}, R = {row['retention']:g}".removeprefix("all, ")
 
 
 def _fit_titles(rows: Sequence[Row]) -> dict[tuple[str, float | None], str]:

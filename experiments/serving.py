@@ -10,6 +10,7 @@ where memory holds little more than one full cache, by those of full caches).
 import random
 import tempfile
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 
 from experiments.bootstrap import bootstrap
 from experiments.common import interleaved, parse_options, save_rows, wall_clock
+from experiments.instructions import QUESTION, invent
 from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.hf.loading import load_default
@@ -30,34 +32,25 @@ from lkv.serving.store import ContextStore
 from lkv.serving.stored_context import StoredContext
 from lkv.utils.prompts import encode_context, encode_question
 
-_BUILDINGS = "harbour mill quarry library station market orchard tower bridge school chapel archive".split()
-_GOODS = "boats sacks stones books trains stalls trees bells arches desks candles maps".split()
-_NAMES = "Olin Brandt Castel Dahl Ekman Ferro Grau Holm Ivers Jansen Kessler Lund".split()
-
+LOAD: dict[str, Any] = {
+    "tokens": 4000, "retention": 0.15, "contexts": 4, "length": 32, "concurrency": [1, 4, 16, 64], "repeats": 3,
+}  # fmt: skip
 Asked = tuple[Context, str]
 
 
 def make_text(tokenizer: Any, tokens: int, seed: int) -> str:
-    """About `tokens` tokens of sentences about buildings, the same for the same seed."""
-    draw = random.Random(seed)
-    sentences: list[str] = []
-    size = len(tokenizer(_sentence(draw), add_special_tokens=False)["input_ids"]) + 1
-    while len(sentences) * size < 1.2 * tokens:
-        sentences.append(_sentence(draw))
-    while len(encode_context(tokenizer, " ".join(sentences))) > tokens:
-        sentences.pop()
-    return " ".join(sentences)
+    """About `tokens` tokens of invented sentences, the same for the same seed."""
 
+    def is_too_long(sentences: int) -> bool:
+        return len(encode_context(tokenizer, invent(random.Random(seed), sentences))) > tokens
 
-def _sentence(draw: random.Random) -> str:
-    building, goods, owner = draw.choice(_BUILDINGS), draw.choice(_GOODS), draw.choice(_NAMES)
-    return f"The {building} of {owner} holds {draw.randint(2, 999)} {goods}, counted in {draw.randint(1600, 1999)}."
+    return invent(random.Random(seed), bisect_left(range(tokens // 4), True, key=is_too_long) - 1)
 
 
 def questions_of(contexts: Sequence[Context], count: int) -> list[Asked]:
     """`count` questions, the contexts in turn."""
-    asked = ((context, f"What does the {building} hold?") for building in cycle(_BUILDINGS) for context in contexts)
-    return list(islice(asked, count))
+    turns = enumerate(islice(cycle(contexts), count), 1)
+    return [(context, f"What does sentence {number} tell?") for number, context in turns]
 
 
 def one_after_another(asked: list[Asked], length: int) -> tuple[list[str], int, float]:
@@ -148,7 +141,7 @@ class Shelf:
 
         def ask(name: str) -> None:
             context = self.store.get(name)
-            question = encode_question(worker.tokenizer, "What does the mill hold?")
+            question = encode_question(worker.tokenizer, QUESTION)
             worker.submit(question, context, SamplingParams(max_tokens=length)).done.wait()
 
         with ThreadPoolExecutor(4) as pool:
@@ -161,16 +154,14 @@ class Shelf:
 
 
 def main() -> None:
-    options = parse_options(
-        __doc__, "serving", tokens=4000, retention=0.15, contexts=4, length=32, concurrency=[1, 4, 16, 64],
-        repeats=3,
-    )  # fmt: skip
+    options = parse_options(__doc__, "serving", **LOAD)
     model, tokenizer = load_default()
     policy = default_policy()
     texts = [make_text(tokenizer, options.tokens, seed) for seed in range(options.contexts)]
     rows: list[dict[str, Any]] = []
     worker = AnswerWorker(model, tokenizer)
     held: dict[str, list[Context]] = {}
+    about: dict[str, dict[str, Any]] = {}
     seconds: list[float] = []
     for method, retention in (("lkv", options.retention), ("full", 1.0)):
         held[method] = []
@@ -179,26 +170,24 @@ def main() -> None:
             held[method].append(compress(model, tokenizer, text, method="lkv", retention=retention, policy=policy))
             seconds.append(time.perf_counter() - started)
         realised = held[method][0].realised_retention()
-        about = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}
-        rows.append(throughput_row(worker, held[method], options.length, options.repeats, about))
-        rows += latency_rows(worker, held[method], options.length, options.concurrency, about)
-    about = {"method": "lkv", "tokens": options.tokens, "retention": options.retention}
-    about["realised"] = held["lkv"][0].realised_retention()
+        about[method] = {"method": method, "tokens": options.tokens, "retention": retention, "realised": realised}
+        rows.append(throughput_row(worker, held[method], options.length, options.repeats, about[method]))
+        rows += latency_rows(worker, held[method], options.length, options.concurrency, about[method])
     shares = [context.nbytes() / context.full_nbytes() for context in held["lkv"]]
     unit = "bytes held by those of full caches, mean of contexts"
-    rows.append(ratio_row(about, "memory", unit, "full", shares))
+    rows.append(ratio_row(about["lkv"], "memory", unit, "full", shares))
     room = int(1.2 * max(context.nbytes() for context in held["full"]))
     with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
         compressed = Shelf(small, held["lkv"], texts, options.retention, room)
         shelves = {"lkv": compressed, "full": Shelf(large, held["full"], texts, 1.0, room)}
         loading = map(truediv, seconds[: options.contexts], compressed.load_seconds())
         unit = "time to compress by time to load, mean of contexts"
-        rows.append(ratio_row(about, "loading", unit, "compressing", [*loading]))
+        rows.append(ratio_row(about["lkv"], "loading", unit, "compressing", [*loading]))
         held.clear()
         runs = {name: partial(shelf.answer_all, worker, options.length) for name, shelf in shelves.items()}
         took = interleaved(runs, options.repeats, warmups=0)
         unit = "requests a second by those of full caches in the same memory, mean of pairs"
-        rows.append(ratio_row(about, "same memory", unit, "full", [*map(truediv, took["full"], took["lkv"])]))
+        rows.append(ratio_row(about["lkv"], "same memory", unit, "full", [*map(truediv, took["full"], took["lkv"])]))
     worker.stop()
     save_rows(options, "serving", rows)
 

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from experiments.common import command_of, interleaved, parse_options
+from experiments.instructions import QUESTION
 from experiments.result_file import write_results
-from experiments.serving import make_text, ratio_row
+from experiments.serving import LOAD, make_text, ratio_row
 from lkv.hf.loading import DEFAULT, cache_folder, load_tokenizer
 from lkv.utils.prompts import encode_context, encode_question
 from lkv.utils.provenance import collect_provenance
@@ -34,7 +35,6 @@ _BLOCK = 32  # tokens of a page
 _SPARE = 64  # pages for questions and answers, beside those of the texts
 _ROOT = Path(__file__).parents[1]
 SECOND_RUNNER_PATH = os.pathsep.join([str(_ROOT / "tests/vllm/startup"), str(_ROOT)])  # PYTHONPATH, on a CPU
-_QUESTION = "What does the mill hold?"
 
 
 class Engine:
@@ -84,7 +84,7 @@ def run_engine(settings: dict[str, Any]) -> None:
         additional_config={"lkv": {"store": settings["store"], "retention": settings["retention"]}},
     )  # fmt: skip
     tokenizer = llm.get_tokenizer()
-    question, salts, names = encode_question(tokenizer, _QUESTION), iter(range(10**6)), {}
+    question, salts, names = encode_question(tokenizer, QUESTION), iter(range(10**6)), {}
 
     def read(number: int) -> None:
         """Read a text that no page holds yet."""
@@ -194,19 +194,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--engine"]:
         run_engine(json.loads(sys.stdin.readline()))
         return
-    options = parse_options(
-        __doc__,
-        "vllm",
-        model=DEFAULT,
-        dtype="float32",
-        tokens=4000,
-        retention=0.15,
-        contexts=4,
-        length=32,
-        concurrency=[1, 4, 16, 64],
-        repeats=3,
-        runners=("first", "second"),
-    )
+    options = parse_options(__doc__, "vllm", model=DEFAULT, dtype="float32", **LOAD, runners=("first", "second"))
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [row for row in rows if row.get("runner") in {"first", "second"} - {*options.runners}]
     for runner in options.runners:

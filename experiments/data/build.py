@@ -41,11 +41,8 @@ _ROWS_A_SAMPLE = {"loom": 4, "loom-literal": 20}  # rows of the hub for one samp
 _MIN_ROWS = 2000
 
 
-class Wide:
+class Wide(Mixture):
     """The mixture of `lkv train` as a recipe, which has one source of candidates."""
-
-    def __init__(self, mixture: Mixture):
-        self.mixture = mixture
 
     def shares(self) -> dict[str, float]:
         """The share of the source."""
@@ -57,7 +54,7 @@ class Wide:
 
     def candidate(self, source: str, number: int) -> Sample:
         """Make candidate `number`, with as many continuations as preset cpu has."""
-        return self.mixture.sample(number, 6, 1200)
+        return self.sample(number, 6, 1200)
 
 
 Recipe = Loom | Wide  # where candidates for samples come from
@@ -101,7 +98,7 @@ def build_dataset(
         sources[name] |= vars(counts)
     plan["sources"] = sources
     if isinstance(training, Wide):
-        plan["weights"] = training.mixture.weights
+        plan["weights"] = training.weights
     builder = DatasetBuilder(config.out, plan, tokenizer, (config.min_tokens, config.max_tokens))
     return builder.build({"train": (training, config.samples), "heldout": (held_out, config.held_out)})
 
@@ -166,8 +163,7 @@ def _open_wide(
 ) -> tuple[Recipe, Recipe]:
     """Training and held-out sides of our own mixture; `sources` gets the manifest's entries."""
     assert config.data is not None
-    bounds = config.min_tokens, config.max_tokens
-    training = Mixture(config.data, bounds, config.seed, overlap=overlap)
+    training = Wide(config.data, (config.min_tokens, config.max_tokens), config.seed, overlap=overlap)
     print("\n".join(training.lines), file=sys.stderr)
     for name, paths in training.index.used.items():
         origin = ", ".join(path.name for path in paths[:8]) + (f" and {len(paths) - 8} more" if paths[8:] else "")
@@ -177,7 +173,7 @@ def _open_wide(
         title, licence, _ = BUILTIN_TEXTS[name]
         python = f"Python {platform.python_version()}"
         sources[name] = {"title": title, "licence": licence, "from": python, "items": count}
-    return Wide(training), Wide(training.held_out(config.seed))
+    return training, training.held_out(config.seed)
 
 
 def check_same_settings(out: Path, plan: dict[str, Any]) -> None:

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lkv.errors import DataError
-from lkv.training.data.documents import (
-    FILE_READERS,
-    ROW_READERS,
-    LocatedRows,
-    MultiHopQuestion,
-    Passage,
-    ShortQuestion,
-    fairytale,
-)
+from lkv.training.data import documents
+from lkv.training.data.documents import LocatedRows, MultiHopQuestion, Passage, ShortQuestion
 from lkv.training.data.packing import COMPLETION_CHARS, find_answer, split_to_continue, window_start_around
 from lkv.training.data.samples import Continuation, Sample
 from lkv.utils.data_files import Row, read_records, read_text, require_field, split_lines
@@ -211,7 +204,7 @@ def narrativeqa(rows: LocatedRows) -> Iterator[Passage]:
     stories: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     for position, row in rows:
         if "qas" in row:
-            yield from fairytale([(position, row)])
+            yield from documents.fairytale([(position, row)])
             continue
         story = require_field(row, "document", dict, position)
         answers = require_field(row, "answers", list, position)
@@ -280,5 +273,5 @@ def _read_trec(path: Path, folder: Path) -> Iterator[ShortQuestion]:
 
 
 # Sets that `lkv train` does not read.
-ROW_READERS |= {"narrativeqa": narrativeqa, "multi_news": multi_news, "trec": trec}
-FILE_READERS |= {"multi_news": _read_news, "trec": _read_trec}
+documents.ROW_READERS |= {"narrativeqa": narrativeqa, "multi_news": multi_news, "trec": trec}
+documents.FILE_READERS |= {"multi_news": _read_news, "trec": _read_trec}

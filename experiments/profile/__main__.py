@@ -24,6 +24,11 @@ from lkv.errors import DEFAULT_RETENTION, LkvError, PolicyMismatchError
 from lkv.utils.provenance import collect_provenance
 
 _MAX_TOKENS = 2**22  # limit of the search for the largest context
+_PRINTED = {
+    "realised": "{:.3f} kept", "kv_bytes": "KV cache {:13,} bytes", "peak_bytes": "peak {:14,} bytes",
+    "prefill_seconds": "prefill {:8.3f} s", "prefill_ratio": "{:.3f} of full",
+    "decode_ms": "decode {:8.2f} ms per token", "decode_ratio": "{:.3f} of full",
+}  # fmt: skip
 _MEASUREMENT = (
     "--policy", "--policy-revision", "--no-strict", "--methods", "--new-tokens", "--repeats", "--device", "--streaming",
     "--seed", "--until-out-of-memory", "--memory-limit", "--out",
@@ -141,13 +146,11 @@ def _make_profiler(options: Profile) -> Any:
     from lkv.hf.attention import patch_attention
     from lkv.methods.registry import POLICY
     from lkv.policy.lookup import default_policy
+    from lkv.utils.devices import find_device
     from lkv.utils.files import short_name
 
-    try:
-        device, dtype = torch.device(str(options.device)), getattr(torch, str(options.dtype))
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise LkvError(f"there is no device {options.device!r} here; give --device cpu.") from error
+    device, dtype = find_device(options.device), getattr(torch, str(options.dtype))
+    assert device is not None  # `run` has chosen one
     if options.config:
         path = Path(options.config)
         model = random_model(read_config(options.config), dtype, device, options.seed)
@@ -179,20 +182,9 @@ def _compare_contexts(largest: list[dict[str, Any]]) -> None:
 
 def _print_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
-        start = f"{row['tokens']:8,} {row['method']:16}"
-        if row["kv_bytes"] is None:
-            print(f"{start} {row['reason']}", flush=True)
-            continue
-        parts = [
-            f"{row['realised']:.3f} kept, KV cache {row['kv_bytes'] / 1e6:9,.1f} MB",
-            f"peak {row['peak_bytes'] / 1e6:10,.1f} MB",
-        ]
-        if row["prefill_seconds"] is not None:
-            parts += [f"prefill {row['prefill_seconds']:8.3f} s", f"decode {row['decode_ms']:8.2f} ms per token"]
-        if row["prefill_ratio"] is not None:
-            parts.append(f"({row['prefill_ratio']:.3f} and {row['decode_ratio']:.3f} of full)")
-        largest = "largest context: " if row.get("largest") else ""
-        print(f"{start} {largest}{', '.join(parts)}", flush=True)
+        numbers = [form.format(row[key]) for key, form in _PRINTED.items() if row[key] is not None]
+        largest = "largest context: " if row.get("largest") and numbers else ""
+        print(f"{row['tokens']:8,} {row['method']:16} {largest}{', '.join(numbers or [row['reason']])}", flush=True)
     return rows
 
 

@@ -82,11 +82,14 @@ def method_styles(methods: Sequence[str]) -> dict[str, Style]:
     return styles
 
 
-def new_figure(width: float, height: float) -> "Figure":
-    """An empty figure of this size in inches. Raises MissingPackageError without matplotlib."""
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1, **sharing: Any
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of this size in inches, with its axes. Raises MissingPackageError without matplotlib."""
     with optional_import("plots", "a figure"):
         from matplotlib.figure import Figure
-    return Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **sharing).flat)
 
 
 def finish_figure(figure: "Figure", all_axes: Sequence["Axes"], title: str, caption: str = "") -> None:
@@ -133,21 +136,17 @@ def save_figure(figure: "Figure", path: Path) -> None:
 def plot_policies(panels: Mapping[str, Sequence[Sequence[float]]], retention: float) -> "Figure":
     """The budget policies side by side (Fig. 1): the share [L][H] of the tokens that each KV head keeps, by method."""
     layers = max(len(ratios) for ratios in panels.values())
-    figure = new_figure(1.0 + 1.7 * len(panels), min(7.0, max(3.2, 1.3 + 0.12 * layers)))
-    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (name, ratios) in zip(row, panels.items(), strict=True):
-        image = _draw_heat_map(axes, ratios)
+    height = min(7.0, max(3.2, 1.3 + 0.12 * layers))
+    figure, all_axes = new_figure(1.0 + 1.7 * len(panels), height, 1, len(panels), sharey=True)
+    for axes, (name, ratios) in zip(all_axes, panels.items(), strict=True):
+        image = axes.imshow(ratios, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
         axes.set_title(f"{name}\nkept: {np.mean(ratios):.3f}", fontsize=10)
         axes.set_xticks(range(0, len(ratios[0]), 1 if len(ratios[0]) <= 8 else 4))
         axes.set_xlabel("KV head")
-    row[0].set_ylabel("layer")
+    all_axes[0].set_ylabel("layer")
     figure.suptitle(f"Share of the tokens that each head keeps, R = {retention:g}")
-    figure.colorbar(image, ax=list(row), label="kept / all tokens of the head")
+    figure.colorbar(image, ax=all_axes, label="kept / all tokens of the head")
     return figure
-
-
-def _draw_heat_map(axes: "Axes", rows: Any) -> Any:
-    return axes.imshow(rows, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
 
 
 def plot_table(table: Table) -> "Figure":
@@ -174,8 +173,7 @@ def _plot_curves(table: Table) -> "Figure":
             gap = {name: abs(groups.get(name, 1.0) - DEFAULT_RETENTION) for name in cells.group.unique()}
             nearest = min(gap, key=lambda name: gap[name])
             panels.insert(0, (nearest, cells.assign(x=cells.place)[cells.group == nearest]))
-    figure = new_figure(0.6 + 5.2 * len(panels), 5.4)
-    all_axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0])
+    figure, all_axes = new_figure(0.6 + 5.2 * len(panels), 5.4, 1, len(panels), sharey=True)
     for axes, (title, panel) in zip(all_axes, panels, strict=True):
         is_length = panel.x.max() > 1
         _draw_curves(axes, panel, styles, full_is_flat=not is_length)
@@ -222,8 +220,8 @@ def _plot_points(table: Table) -> "Figure":
     styles = method_styles(list(table.cells.method))
     groups = list(table.cells.groupby("group", sort=False))
     most = max(points.row.nunique() for _, points in groups)
-    figure = new_figure(min(16.0, max(6.4, 1.2 + 0.11 * len(titles) * (most + 2))), 2.0 + 2.8 * len(groups))
-    all_axes = list(figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0])
+    width = min(16.0, max(6.4, 1.2 + 0.11 * len(titles) * (most + 2)))
+    figure, all_axes = new_figure(width, 2.0 + 2.8 * len(groups), len(groups), sharex=True)
     for axes, (group, cells) in zip(all_axes, groups, strict=True):
         for i, (_, points) in enumerate(cells.groupby("row", sort=False)):
             first, style = points.iloc[0], styles[points.method.iloc[0]]
@@ -260,8 +258,7 @@ def _plot_grid(table: Table) -> "Figure":
     averages = table.cells[table.cells.column == AVERAGE].dropna(subset="value")
     in_grid = averages[averages.method.str.contains("+", regex=False)]
     sources = [name for name in (MEASURED, PUBLISHED) if name == MEASURED or name in averages.source.unique()]
-    figure = new_figure(0.8 + 4.4 * len(sources), 3.6)
-    all_axes = list(figure.subplots(1, len(sources), squeeze=False)[0])
+    figure, all_axes = new_figure(0.8 + 4.4 * len(sources), 3.6, 1, len(sources))
     own_place = (len(SELECTORS) - 1, len(RULES) - 1)  # LKV is the last of both
     for axes, source in zip(all_axes, sources, strict=True):
         cells: dict[Any, Any] = {
@@ -316,8 +313,7 @@ def plot_memory(profile: ProfileResults, published: str = "", weights: bool = Fa
         frame["peak_bytes"] += frame.weight_bytes
     paper = _published_sizes(published) if published and published in profile.model.lower() else {}
     points = {method: size * 2**30 for method, size in paper.get("kv_gib", {}).items()}  # "25.0 GB at 200k" are GiB
-    figure = new_figure(0.6 + 5.0 * len(panels), 4.6)
-    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    figure, all_axes = new_figure(0.6 + 5.0 * len(panels), 4.6, 1, len(panels))
     styles = method_styles(names.sort_methods(frame.method))
     for axes, (field, title) in zip(all_axes, panels.items(), strict=True):
         own_points = points if field == "kv_bytes" else {}
@@ -363,8 +359,7 @@ def plot_training(curves: Mapping[str, pd.DataFrame]) -> "Figure":
     panels = {key: title for key, title in panels.items() if any(key in run for run in curves.values())}
     if not panels:
         raise ReportError("these runs have no held-out samples to draw; train with data that has some to spare.")
-    figure = new_figure(0.6 + 5.2 * len(panels), 4.4)
-    all_axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
+    figure, all_axes = new_figure(0.6 + 5.2 * len(panels), 4.4, 1, len(panels))
     for axes, (key, title) in zip(all_axes, panels.items(), strict=True):
         for number, (name, run) in enumerate(curves.items()):
             colour, marker = _RUNS[number % len(_RUNS)]

@@ -34,12 +34,7 @@ METHODS = ("snapkv", "pyramidkv", "duo", "adakv-snapkv", "lkv")
 
 @torch.no_grad()
 def shares(
-    model: Any,
-    ids: list[int],
-    policy: Policy,
-    retention: float,
-    pattern: list[list[float]],
-    methods: Sequence[str] = METHODS,
+    model: Any, ids: list[int], policy: Policy, retention: float, pattern: list[list[float]], methods: Sequence[str]
 ) -> dict[str, list[list[float]]]:
     """Kept / all tokens of each KV head [layers][KV heads] by method, from one forward pass over `ids`."""
     prompt = read_prompt(model, torch.tensor([ids], device=model.device), queries=True)

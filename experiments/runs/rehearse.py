@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=ARCHITECTURES, default=None, help="one architecture alone")
     options = parser.parse_args(arguments)
-    folder = options.out or Path(tempfile.mkdtemp(prefix="rehearsal-"))
-    try:
+    with nullcontext(options.out) if options.out else tempfile.TemporaryDirectory(prefix="rehearsal-") as out:
+        folder = Path(out)
         start = time.monotonic()
         make_data(folder)
         for name in (options.only,) if options.only else ARCHITECTURES:
@@ -69,9 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"the scripts made no {', '.join(missing)}", file=sys.stderr)
                 return 1
         print(f"rehearsed in {time.monotonic() - start:.0f} s", file=sys.stderr)
-    finally:
-        if options.out is None:
-            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

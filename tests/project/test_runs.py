@@ -28,7 +28,9 @@ def test_shares_are_what_each_head_keeps(model, policy):
     pattern = [[1.0, 0.0], [0.5, 0.2], [0.1, 0.9]]
     found = {
         name: np.array(table)
-        for name, table in budget_policies.shares(model.float(), ids, policy, 0.9, pattern).items()
+        for name, table in budget_policies.shares(
+            model.float(), ids, policy, 0.9, pattern, budget_policies.METHODS
+        ).items()
     }
     assert set(found) == set(budget_policies.METHODS)
     assert (found["snapkv"] == 0.9).all()

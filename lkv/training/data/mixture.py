@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lkv.errors import DataError
 from lkv.training.data.decontamination import NgramOverlap
@@ -133,7 +133,7 @@ class Mixture:
         """Return the items that do not overlap with evaluated texts."""
         return self._overlap.clean(name, items) if self._overlap else items
 
-    def held_out(self, seed: int = 0) -> "Mixture":
+    def held_out(self, seed: int = 0) -> Self:
         """Return the mixture of the items that training never sees. Raises DataError if there are none."""
         mixture = copy.copy(self)
         mixture._select(f"{seed}-validation", is_held_out=True)

@@ -153,7 +153,7 @@ def command(tmp_path, *more):
         (["--streaming"], "for example --chunk 4096"),
         (["--until-out-of-memory", "--device", "cpu"], "give --memory-limit"),
         (["--memory-limit", "-1"], "--memory-limit is -1, but must be greater than 0"),
-        (["--device", "nowhere"], "there is no device 'nowhere' here"),
+        (["--device", "nowhere"], "the model cannot be put on the device 'nowhere'"),
         (["--out", "profile.txt"], "a name that ends with .json"),
         (["--policy", "nowhere"], "there is no policy folder 'nowhere'"),
     ],
