@@ -5,6 +5,7 @@ python -m experiments.fidelity --data FOLDER    (FOLDER is the evaluation folder
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def main(
     """Measure `methods`; `code` is how many times as many contexts of code there are."""
     options = parse_options(
         doc or __doc__, name, "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), contexts=contexts,
-        retention=0.15, seed=0,
+        retention=0.15, seed=0, out=Path,
     )  # fmt: skip
     subject = subject_of(options, name)
     grids = {"": MethodGrid(subject.model, subject.tokenizer, methods, [options.retention], subject.policy)}

@@ -5,6 +5,7 @@ python -m experiments.variants --data FOLDER --tokens 2000 7800 --contexts 4 1  
 --contexts are those of a task, one number for each length or one for all.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def log_probs(model: Any, cache: RaggedCache, ids: list[int], skip: int) -> Tens
 def main() -> None:
     options = parse_options(
         __doc__, "variants", "of evaluation files", **(SUBJECT | {"dtype": "bfloat16"}), tokens=[2000, 7800],
-        contexts=[4, 2], tasks=TASKS, retention=0.15, seed=0,
+        contexts=[4, 2], tasks=TASKS, retention=0.15, seed=0, out=Path,
     )  # fmt: skip
     subject = subject_of(options, "variants")
 
