@@ -182,7 +182,7 @@ WRONG_OPTIONS = [
     ({"temprature": 2.0}, CacheError, "has no option temprature"),
     ({"past_key_values": None}, CacheError, "sets past_key_values itself"),
     ({"generation_config": GenerationConfig(num_beams=3)}, CacheError, "for beams use"),
-    ({"generation_config": {"max_new_tokens": 7}}, CacheError, "is a dict; give a GenerationConfig of transformers"),
+    ({"generation_config": {"max_new_tokens": 7}}, CacheError, "give a GenerationConfig of transformers"),
     *(
         ({name: 3}, CacheError, f"{name} is 3; give {remedy}")
         for name, remedy in {

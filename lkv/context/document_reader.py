@@ -39,7 +39,6 @@ _MAIL = re.compile(
 _CHARSET = re.compile(
     r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
-
 _DOCTYPE = re.compile(r"<!DOCTYPE\s[^<>\[]*\[(.*?)\]\s*>", re.DOTALL)
 _ENTITY = re.compile(r"""<!ENTITY\s+([\w.-]+)\s+("[^"]*"|'[^']*')\s*>""")
 

@@ -40,20 +40,17 @@ _COUNTS = ("num_beams", "num_return_sequences")
 # Options whose values transformers does not check: whether one can be used, and what to give.
 _CHECKED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "streamer": (lambda value: hasattr(value, "put") and hasattr(value, "end"), "one such as TextStreamer(tokenizer)"),
-    "stopping_criteria": (lambda value: _is_callables(value), "a StoppingCriteriaList"),
-    "logits_processor": (lambda value: _is_callables(value), "a LogitsProcessorList"),
+    "stopping_criteria": (lambda value: _is_list(value, Callable), "a StoppingCriteriaList"),
+    "logits_processor": (lambda value: _is_list(value, Callable), "a LogitsProcessorList"),
     "prefix_allowed_tokens_fn": (callable, "a function"),
     "assistant_model": (lambda value: isinstance(value, torch.nn.Module), "a model"),
     "stop_strings": (lambda value: isinstance(value, str) or _is_list(value, str), "a text or a list of texts"),
     "suppress_tokens": (lambda value: _is_list(value, Integral), "a list of ids"),
+    "generation_config": (lambda value: isinstance(value, GenerationConfig), "a GenerationConfig of transformers"),
     "max_time": (lambda value: isinstance(value, Real), "a number of seconds"),
     "top_p": (lambda value: isinstance(value, Real) and 0 <= float(value) <= 1, "a number from 0 to 1"),
     **dict.fromkeys(
-        ("eos_token_id", "pad_token_id"),
-        (
-            lambda value: isinstance(value, Integral | Tensor) or _is_list(value, Integral),
-            "a token's id, or a list of them",
-        ),
+        ("eos_token_id", "pad_token_id"), (lambda value: _are_ids(value), "a token's id, or a list of them")
     ),
     **dict.fromkeys(
         ("min_new_tokens", "min_length", "prompt_lookup_num_tokens"),
@@ -73,11 +70,6 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
     for name, (is_one, remedy) in _CHECKED.items():
         if options.get(name) is not None and not is_one(options[name]):
             raise CacheError(f"{name} is {options[name]!r}; give {remedy}, or leave it out.")
-    config = options.get("generation_config")
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise CacheError(
-            f"generation_config is a {type(config).__name__}; give a GenerationConfig of transformers, or options."
-        )
     temperature = requested_option(options, "temperature")
     is_positive = isinstance(temperature, int | float) and temperature > 0
     if requested_option(options, "do_sample") and temperature is not None and not is_positive:
@@ -101,11 +93,11 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
         )
 
 
-def _is_callables(value: object) -> bool:
-    return isinstance(value, list) and all(map(callable, value))
+def _are_ids(value: object) -> bool:
+    return isinstance(value, Integral | Tensor) or _is_list(value, Integral)
 
 
-def _is_list(value: object, kind: type) -> bool:
+def _is_list(value: object, kind: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
 
 

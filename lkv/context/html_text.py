@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
 from lkv.context.flow_text import UNSEEN, Cell, FlowText, operand_text, script_text, table_lines
-from lkv.context.style_sheets import StyleSheets, gap, is_styled_apart, is_transparent, other_alternatives
+from lkv.context.style_sheets import StyleSheets, gap, is_repeated, is_styled_apart, is_transparent, other_alternatives
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -156,6 +156,9 @@ class _Renderer:
         is_hidden |= tag == "dialog" and "open" not in attributes
         if display == "none" or (is_hidden and is_default):
             self.left_out["hidden element"] += default != "none" and _has_text(node)
+            return []
+        if is_repeated(node):
+            self.left_out["repeated formula"] += 1
             return []
         is_doubtful = node.mem_id in self._sheets.doubtful or is_transparent(style)
         self.left_out["perhaps hidden element"] += is_doubtful and _has_text(node)

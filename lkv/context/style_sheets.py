@@ -149,6 +149,12 @@ def is_styled_apart(node: "LexborNode", before: str) -> bool:
     return is_apart and not len(node.text()) == len(last.text()) == 1  # characters of a number or name
 
 
+def is_repeated(node: "LexborNode") -> bool:
+    """Return whether an element draws the formula before it again, which KaTeX's style sheet hides."""
+    is_drawn, last = node.attributes.get("aria-hidden") == "true", node.prev
+    return is_drawn and last is not None and last.is_element_node and last.css_first("math") is not None
+
+
 def _length(value: str) -> float:
     if match := _LENGTH.fullmatch(value):
         return float(match[1]) * _UNITS.get(match[2], 1)
