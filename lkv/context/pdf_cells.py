@@ -1,15 +1,19 @@
 """Cells of PDF pages without rules: lines that are drawn one by one, and columns. Does not import torch."""
 
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, starmap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
-from lkv.context.pdf_words import ROW_OFFSET, WORD_GAP, Glyph
+from lkv.context.pdf_words import ROW_OFFSET, WORD_GAP, Glyph, are_dots, word_breaks
 
 # Shares of the font's size.
 CELL_GAP, _SPACED_GAP = 1.0, 3.0  # between cells, at least; behind a character for a space
 _MIN_LEADING, _MAX_LEADING = 0.7, 1.6  # between the lines of a cell
+_ALIGNED = 0.05  # between the places of aligned cells
+_MIN_NARROW = 3  # gaps between columns that are narrow in all rows
+_DISTINCT = 1.2  # a gap between cells, by those within them
 _LEVEL = 0.4  # between the first lines, the last ones or the middles of the cells of a row, at most
 _ROW_GAP = 1.05  # between rows of cells of several lines, at least, by the distance of these lines
 _MAX_ROW_GAP = 4.0  # between rows of one table
@@ -32,6 +36,7 @@ class Segment(NamedTuple):
     order: int  # that of its first glyph
     block: int = 0  # the number of a text that is drawn beside another one
     depth: float = 0.0  # of the lines that were put on this one
+    breaks: Set[Glyph] = frozenset()  # those with a gap between words before them, but no space
 
 
 Cell = list[Segment]  # its lines, or the parts of its line; none if it is empty
@@ -41,6 +46,7 @@ class _Column(NamedTuple):
     x: float
     end: float
     rows: int  # a bit for each row that has a cell there
+    apart: int  # a bit for each row whose cell there is far from the one before it, or the first
 
 
 def segment_of(glyphs: list[Glyph]) -> Segment:
@@ -58,7 +64,7 @@ def overlap(one: Segment, other: Segment) -> bool:
 def join_cells(segments: Sequence[Segment]) -> list[Segment]:
     """Put the lines of cells that are drawn one by one on one line, and number texts that are drawn side by side."""
     joined: list[Segment] = []
-    for table, _ in _grids(_drawn_rows(segments)):
+    for table, _ in _grids(_drawn_rows(segments), lambda *_: True):
         is_table = _is_table([row for row in table if len(row) > 1])
         for row in table:
             if is_table and len(row) > 1:
@@ -145,57 +151,143 @@ def _joined(cell: Cell, y: float) -> Segment:
     return segment_of(glyphs)._replace(depth=y - cell[-1].y)
 
 
-def align(rows: Sequence[Sequence[Segment]]) -> Iterator[list[Cell]]:
-    """Yield the cells of each row; where rows have columns in common, with empty ones."""
-    for table, columns in _grids([_cells(row) for row in rows]):
+def align(rows: Sequence[list[Cell]], is_last: bool = False) -> Iterator[list[Cell]]:
+    """Yield the cells of rows: where columns show, the parts of one are a cell, and cells may be empty.
+
+    Args:
+        rows: The parts of each row, divided at all gaps between words where no space is drawn.
+        is_last: Whether rows stay whole if one of them has a gap that is not one between columns.
+    """
+    for table, columns in _grids(rows, _is_wide):
+        # Columns are apart by a wide gap in one row, or by narrow ones in several.
+        columns = _merge(columns, lambda a, b: 0 < (a.rows & b.rows).bit_count() < _MIN_NARROW and not b.apart)
+        placed = [_place(row, columns) for row in table]
+        whole = [
+            [*_joined_parts(row, accumulate(starmap(_is_wide, pairwise(row)), initial=0)).values()] for row in table
+        ]
         has_labels = len(columns) > 2 or columns[0].end - columns[0].x > _MARKER * table[0][0][0].size
-        others = [len(row) - 1 for row in table if len(row) > 1]  # cells beside the first
-        if not has_labels or len(others) < 2 or sum(others) < _MIN_FILLED * len(table) * (len(columns) - 1):
-            yield from table
-            continue
-        # The first row may have its cells beside those below them.
-        joined = _merge(columns, lambda one, other: 1 in (one.rows, other.rows) and not one.rows & other.rows)
-        starts = [column.x for column in (joined if all(column.rows & 1 for column in joined) else columns)]
-        for row in table:
-            placed = {bisect(starts, cell[0].x): cell for cell in row}
-            yield [placed.get(i, []) for i in range(1, 1 + (len(starts) if len(row) > 1 else max(placed)))]
+        others = [len(row) - 1 for row in placed if len(row) > 1]  # cells beside the first
+        is_table = len(others) > 1 and sum(others) >= _MIN_FILLED * len(table) * (len(columns) - 1)
+        divided = {i for i, row in enumerate(table) if len(row) > len(whole[i])}
+        unaligned = _unaligned(placed, table) if is_table else divided
+        if divided and unaligned:
+            rejected = divided if is_last else unaligned
+            yield from align([whole[i] if i in rejected else row for i, row in enumerate(table)], is_last=True)
+        elif not (is_table and has_labels):
+            yield from whole
+        else:
+            # The first row may have its cells beside those below them.
+            joined = _merge(columns, lambda one, other: 1 in (one.rows, other.rows) and not one.rows & other.rows)
+            if all(column.rows & 1 for column in joined):
+                columns, placed = joined, [_place(row, joined) for row in table]
+            for row in placed:
+                yield [row.get(i, []) for i in range(len(columns) if len(row) > 1 else 1 + max(row))]
 
 
-def _cells(row: Sequence[Segment]) -> list[Cell]:
-    """Divide a row at wide gaps."""
-    cells = [[*row[:1]]]
-    for last, segment in pairwise(row):
-        is_spaced = last.glyphs[-1].text == " "  # as in justified text
-        if segment.x - last.end > (_SPACED_GAP if is_spaced else CELL_GAP) * segment.size:
-            cells.append([])
-        cells[-1].append(segment)
+def parts(segment: Segment, usual_gap: float) -> Iterator[Cell]:
+    """Divide a segment at gaps between words where no space is drawn."""
+    glyphs, start, breaks = segment.glyphs, 0, word_breaks(segment.glyphs, usual_gap)
+    for i, (before, glyph) in enumerate(pairwise(glyphs), 1) if breaks else ():
+        if glyph in breaks and before.x < glyph.x and not are_dots(before, glyph):
+            end = max(each.end for each in glyphs[start:i])
+            yield [segment._replace(glyphs=glyphs[start:i], x=glyphs[start].x, end=end, breaks=breaks)]
+            start = i
+    yield [segment._replace(glyphs=glyphs[start:], x=glyphs[start].x, breaks=breaks)]
+
+
+def _place(row: list[Cell], columns: list[_Column]) -> dict[int, Cell]:
+    """Return the cells of a row by the numbers of their columns."""
+    starts = [column.x for column in columns]
+    return _joined_parts(row, (bisect(starts, cell[0].x) - 1 for cell in row))
+
+
+def _joined_parts(row: list[Cell], numbers: Iterable[int]) -> dict[int, Cell]:
+    """Join the cells of a row that have the same number, and the parts of a segment."""
+    cells: dict[int, Cell] = {}
+    for parts, number in zip(row, numbers, strict=True):
+        cell = cells.setdefault(number, [])
+        for part in parts:
+            if cell and cell[-1].breaks is part.breaks:
+                last = cell.pop()
+                part = part._replace(glyphs=last.glyphs + part.glyphs, x=last.x)
+            cell.append(part)
     return cells
 
 
-def _grids(rows: Sequence[list[Cell]]) -> Iterator[tuple[list[list[Cell]], list[_Column]]]:
+def _unaligned(rows: list[dict[int, Cell]], table: list[list[Cell]]) -> set[int]:
+    """Return the numbers of rows with a narrow gap that is not one between columns.
+
+    Behind such a gap a cell begins, ends or has its middle where those of other rows have it, and gaps within the cells
+    of the row are narrower.
+    """
+    columns = defaultdict[int, dict[str, tuple[float, ...]]](dict)  # the sides of each text, and their sum
+    for row in rows:
+        for i, cell in row.items():
+            columns[i][_text(cell)] = cell[0].x, cell[-1].end, cell[0].x + cell[-1].end
+    places = {i: [*map(sorted, zip(*column.values(), strict=True))] for i, column in columns.items()}
+    unaligned: set[int] = set()
+    for number, (row, parts) in enumerate(zip(rows, table, strict=True)):
+        starts = {cell[0].x for cell in row.values()}
+        within = max((b[0].x - a[-1].end for a, b in pairwise(parts) if b[0].x not in starts), default=0.0)
+        for (_, cell), (i, other) in pairwise(sorted(row.items())):
+            text, reach = _text(other), _ALIGNED * other[0].size
+            sides = zip(places[i], columns[i][text], strict=True)
+            x, end, middle = (
+                bisect(all_sides, side + reach) - bisect(all_sides, side - reach) - 1 for all_sides, side in sides
+            )
+            # The ends of lines of prose may be below each other, too.
+            is_aligned = max(2 * x, end, middle) > 1 and any(map(str.isalnum, _text(cell)))
+            if not _is_wide(cell, other) and not (is_aligned and other[0].x - cell[-1].end > _DISTINCT * within):
+                unaligned.add(number)
+    return unaligned
+
+
+def _text(cell: Cell) -> str:
+    return "".join(glyph.text for part in cell for glyph in part.glyphs)
+
+
+def _is_wide(cell: Cell, other: Cell) -> bool:
+    """Return whether the gap between two cells of a row is wide."""
+    last, segment = cell[-1], other[0]
+    is_spaced = last.glyphs[-1].text == " "  # as in justified text
+    return segment.x - last.end > (_SPACED_GAP if is_spaced else CELL_GAP) * segment.size
+
+
+def _grids(
+    rows: Sequence[list[Cell]], are_apart: Callable[[Cell, Cell], bool]
+) -> Iterator[tuple[list[list[Cell]], list[_Column]]]:
     """Yield rows below each other whose cells form columns, with these columns."""
     table, columns = list[list[Cell]](), list[_Column]()
     for row in rows:
         bit, (first, *_) = 1 << len(table), row[0]
-        own = [_Column(min(part.x for part in cell), max(part.end for part in cell), bit) for cell in row]
-        wider = _merge([*columns, *own], lambda column, other: other.x < column.end)
+        apart = [False, *starmap(are_apart, pairwise(row))]
+        own = [
+            _Column(min(part.x for part in cell), max(part.end for part in cell), bit, bit * is_apart)
+            for cell, is_apart in zip(row, apart, strict=True)
+        ]
+        most = _MIN_NARROW if len(row) == 1 else _MAX_ROWS + 1  # prose goes across the columns of a table
+        wider = _merge([*columns, *own], lambda column, other: other.x < column.end, most)
         is_next = table and table[-1][0][-1].y > first.y and _gap(table[-1], row) < _MAX_ROW_GAP * first.size
         if table and (not (wider and is_next) or len(table[0]) == 1 < len(row) or len(table) == _MAX_ROWS):
             yield table, columns
-            table, wider = [], [column._replace(rows=1) for column in own]
+            table, wider = [], [column._replace(rows=1, apart=min(1, column.apart)) for column in own]
         table.append(row)
         columns = wider or own
     if table:
         yield table, columns
 
 
-def _merge(columns: list[_Column], are_one: Callable[[_Column, _Column], bool]) -> list[_Column]:
-    """Join neighbouring columns; none if a row has several of them."""
+def _merge(
+    columns: list[_Column], are_one: Callable[[_Column, _Column], bool], most: int = _MAX_ROWS + 1
+) -> list[_Column]:
+    """Join neighbouring columns; none if a row has cells in several of them that are apart, or `most` rows have."""
     merged: list[_Column] = []
     for column in sorted(columns):
         if merged and are_one(last := merged[-1], column):
-            if last.rows & column.rows:
+            if last.rows & column.apart or (last.rows & column.rows).bit_count() >= most:
                 return []
-            column = _Column(last.x, max(last.end, column.end), merged.pop().rows | column.rows)
+            merged.pop()
+            apart = last.apart | (column.apart & ~last.rows)
+            column = _Column(last.x, max(last.end, column.end), last.rows | column.rows, apart)
         merged.append(column)
     return merged if len(merged) <= _MAX_COLUMNS else []

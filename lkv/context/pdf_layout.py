@@ -4,7 +4,7 @@ from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain, dropwhile, groupby, pairwise
 
-from lkv.context.pdf_cells import CELL_GAP, Cell, Segment, align, join_cells, overlap, segment_of
+from lkv.context.pdf_cells import CELL_GAP, Cell, Segment, align, join_cells, overlap, parts, segment_of
 from lkv.context.pdf_words import (
     ROW_OFFSET,
     SAME_BASE,
@@ -217,7 +217,8 @@ def _rows(segments: list[Segment]) -> list[list[Segment]]:
 def _block_lines(rows: list[list[Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
     usual_gap = word_gap([segment.glyphs for row in rows for segment in row], default=WORD_GAP)
-    lines = in_reading_order([_line_texts(cells, usual_gap) for cells in align(rows)])
+    parted = [[part for segment in row for part in parts(segment, usual_gap)] for row in rows]
+    lines = in_reading_order([_line_texts(cells) for cells in align(parted)])
     texts = [*(line.strip(" ") for line in lines), 8 * "?"]  # where the text goes on is not known yet
     for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):
         text, width, word = texts[number], row[-1].end - row[0].x, texts[number + 1].partition(" ")[0]
@@ -243,13 +244,13 @@ def _letter_width(line: list[Glyph]) -> float:
     return round(widths[0], 1) * (max(widths) - min(widths) < 0.02 * size and widths[0] < 0.7 * size)
 
 
-def _line_texts(cells: list[Cell], usual_gap: float) -> list[str]:
+def _line_texts(cells: list[Cell]) -> list[str]:
     """Return a row's texts from left to right, with a tab between cells, and superscripts and subscripts as such."""
     texts: list[str] = []
     for number, cell in enumerate(cells):
         part: list[str] = []
         for segment in cell:
-            own = texts_of(segment.glyphs, usual_gap)
+            own = texts_of(segment.glyphs, segment.breaks)
             part += [" "] * (bool(part) and part[-1] != " " != own[0]) + own
         while part and part[-1] == " ":
             part.pop()

@@ -1,6 +1,7 @@
 """Words of the lines of PDF pages: accents, scripts, and gaps between words. Does not import torch."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import itemgetter
 from statistics import fmean, mode
@@ -39,6 +40,7 @@ class Glyph(NamedTuple):
     order: int  # how many glyphs of the page were drawn before it
 
 
+@lru_cache(maxsize=4096)
 def accent(text: str) -> str:
     """Return the combining character of an accent that is a character of its own; empty for other texts."""
     mark = _MARKS.get(text) or normalize("NFKD", text).strip(" ")
@@ -97,10 +99,8 @@ def attach_capitals(glyphs: list[Glyph]) -> list[Glyph]:
     return placed
 
 
-def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
-    """Return the texts of a segment's glyphs, with a space at each gap and scripts as part of what they follow."""
-    tracking, pitch = _tracking(glyphs)
-    own_gap = word_gap([glyphs], default=usual_gap)
+def texts_of(glyphs: list[Glyph], breaks: Set[Glyph]) -> list[str]:
+    """Return the texts of a segment's glyphs, with a space at each break and scripts as part of what they follow."""
     size = max([glyph.size for glyph in glyphs if glyph.text[0].isalnum()] or [glyph.size for glyph in glyphs])
     large = [glyph for glyph in glyphs if glyph.size >= SMALL * size]
     base = mode([glyph.y for glyph in large if not glyph.text.isdigit()] or [glyph.y for glyph in large])
@@ -112,16 +112,9 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
         is_below = before.text in _SOLIDI and i > 1 and raises[i - 2] > 0 and glyphs[i - 2].text.isdigit()
         is_below |= raises[i - 1] == _BELOW
         raises[i] = _BELOW if is_below and glyph.text.isdigit() and glyph.size < SMALL * size else raises[i]
-    spaced = [(glyphs[0].text, raises[0])]  # and how far each is raised
-    for before, glyph, last, shift in zip(glyphs, glyphs[1:], raises, raises[1:], strict=False):
-        if before.text[-1] != " " != glyph.text[0]:
-            gap = glyph.x - before.end
-            are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
-            least = WORD_GAP if _are_dots(before, glyph) else min(own_gap, _NUMBER_GAP) if are_digits else own_gap
-            most = least * before.size
-            if not -before.size <= gap <= max(tracking, pitch + before.x - before.end) + most:
-                spaced.append((" ", shift * (last == shift)))
-        spaced.append((glyph.text, shift))
+    spaced: list[tuple[str, float]] = []  # and how far each is raised
+    for i, (glyph, shift) in enumerate(zip(glyphs, raises, strict=True)):
+        spaced += [(" ", shift * (raises[i - 1] == shift))] * (glyph in breaks) + [(glyph.text, shift)]
     texts: list[str] = []
     place = 0
     for raised, members in groupby(spaced, key=itemgetter(1)):
@@ -137,6 +130,27 @@ def texts_of(glyphs: list[Glyph], usual_gap: float) -> list[str]:
     return texts
 
 
+def word_breaks(glyphs: list[Glyph], usual_gap: float) -> set[Glyph]:
+    """Return the glyphs of a segment with a gap between words before them, but no character for a space."""
+    pairs = [
+        (before, glyph)
+        for before, glyph in pairwise(glyphs)
+        if not -before.size <= glyph.x - before.end <= 0 and before.text[-1] != " " != glyph.text[0]
+    ]
+    if not pairs:
+        return set()
+    tracking, pitch = _tracking(glyphs)
+    own_gap = word_gap([glyphs], default=usual_gap)
+    breaks: set[Glyph] = set()
+    for before, glyph in pairs:
+        are_digits = before.text[-1].isdigit() and glyph.text[0].isdigit()
+        least = WORD_GAP if are_dots(before, glyph) else min(own_gap, _NUMBER_GAP) if are_digits else own_gap
+        most = max(tracking, pitch + before.x - before.end) + least * before.size
+        if not -before.size <= glyph.x - before.end <= most:
+            breaks.add(glyph)
+    return breaks
+
+
 def _is_script(glyph: Glyph, shift: float, size: float) -> bool:
     """Return whether a glyph is a superscript or a subscript of text of a size: small, or a digit clearly off."""
     if glyph.size < SMALL * size:
@@ -146,7 +160,7 @@ def _is_script(glyph: Glyph, shift: float, size: float) -> bool:
 
 def word_gap(lines: list[list[Glyph]], default: float) -> float:
     """Return the least gap between words by the size: between the narrow and the wide ones, if these are apart."""
-    pairs = [(a, b) for glyphs in lines for a, b in pairwise(glyphs) if not _are_dots(a, b)]
+    pairs = [(a, b) for glyphs in lines for a, b in pairwise(glyphs) if not are_dots(a, b)]
     gaps = sorted((b.x - a.end) / a.size for a, b in pairs if a.text != " " != b.text)
     if len(gaps) < _MIN_GAPS or len(gaps) < len(pairs):  # with characters for spaces
         return default
@@ -157,7 +171,7 @@ def word_gap(lines: list[list[Glyph]], default: float) -> float:
     return min(middle, WORD_GAP) if widest > 0.06 * unit else default
 
 
-def _are_dots(before: Glyph, glyph: Glyph) -> bool:
+def are_dots(before: Glyph, glyph: Glyph) -> bool:
     """Return whether two glyphs are part of a row of dots or the like."""
     return before.text == glyph.text and not glyph.text.isalnum()
 

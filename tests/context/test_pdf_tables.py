@@ -119,6 +119,29 @@ def test_empty_cells_of_a_table_without_rules_are_seen(header, cells, holes, sid
 
 
 @given(
+    columns=st.lists(
+        st.lists(TEXTS.filter(lambda text: len(text) < 20), min_size=6, max_size=6, unique=True), min_size=3, max_size=4
+    ),
+    count=st.integers(3, 6),
+    gap=st.floats(3.0, 12.0),
+    sides=st.lists(st.sampled_from([0, 0.5, 1]), min_size=5, max_size=5),
+)
+def test_cells_are_separated_where_the_columns_part_however_narrow_the_gap(columns, count, gap, sides):
+    """Columns are as wide as their longest cell; prose above and below them stays whole."""
+    lengths = [max(map(len, column[:count])) for column in columns]
+    rows = [*zip(*columns, strict=True)][:count]
+    content = text_at(40, 714, "A line before the table")
+    for number, row in enumerate(rows):
+        x = 40.0
+        for cell, length, side in zip(row, lengths, sides, strict=False):
+            content += text_at(x + side * WIDTH * (length - len(cell)), 700 - 14 * number, cell)
+            x += WIDTH * length + gap
+    content += text_at(40, 686 - 14 * len(rows), "and one behind it that goes on")
+    lines = [line.lstrip(" ") for line in read(content).split("\n")]
+    assert lines == ["A line before the table", *map("\t".join, rows), "and one behind it that goes on"]
+
+
+@given(
     table=st.integers(2, 4).flatmap(
         lambda count: st.lists(st.lists(TEXTS, min_size=count, max_size=count), min_size=2, max_size=5)
     ),
