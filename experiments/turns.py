@@ -1,0 +1,124 @@
+"""Many questions in a row about one compressed text, the earlier questions and answers kept.
+
+python -m experiments.turns --data FOLDER    (FOLDER is the evaluation folder; writes turns.json)
+python -m experiments.turns --data FOLDER --model NAME    (turns-NAME.json)
+
+As many facts as there are `--turns` are hidden in a tale, and each is asked for once. The answers are those of the full
+cache. Methods compress the text once, before the first question; "METHOD, anew" compresses the text with all earlier
+questions and answers before each question. Budgets are shares of the bytes of the 16-bit cache of what is compressed.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.bootstrap import bootstrap
+from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
+from experiments.fidelity import fidelity_row
+from experiments.heldout import Needles, make_needles
+from lkv.context.compression import compress_ids
+from lkv.context.generation import generate
+from lkv.hf.cache_argument import pass_arguments
+from lkv.methods.registry import FULL
+from lkv.methods.request import CompressionRequest
+from lkv.training.data import documents
+from lkv.utils.data_files import read_records
+from lkv.utils.fidelity import is_top1_equal, kl_divergence
+from lkv.utils.prompts import decode_tail, encode_next_question, encode_question
+
+METHODS = ["lkv", "lkv, anew", "lkv+compensation", "snapkv", "expected"]
+LENGTH = 24  # new tokens of an answer
+Sample = dict[str, Any]
+
+
+def main() -> None:
+    options = parse_options(
+        __doc__, "turns", "of evaluation files", **SUBJECT, methods=METHODS, tokens=2000, turns=10,
+        memory=[0.1, 0.05], contexts=10, seed=0, out=Path,
+    )  # fmt: skip
+    subject = subject_of(options, "turns")
+    tales = [tale.text for tale in documents.fairytale(read_records(options.data / "fairytaleqa_val.jsonl.gz"))]
+    cases = {str(number): (number,) for number in range(options.contexts)}
+    rows = [(method, memory) for memory in options.memory for method in options.methods]
+
+    def measure_case(number: int) -> Sample:
+        seed = options.seed * 100_000 + number
+        item = make_needles(subject.tokenizer, tales, options.tokens, options.turns, seed)
+        return measure(subject, item, rows)
+
+    run_cases(
+        "experiments.turns", options, "turns", cases, measure_case,
+        lambda samples: [{"model": subject.name, **row} for row in summarise(samples.values())], subject.policy,
+        ["contexts"],
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> Sample:
+    """KL, agreement and whether the fact is found, by turn and row; None for facts that the full cache misses."""
+    model, tokenizer = subject.model, subject.tokenizer
+    ids, spans = converse(subject, item)
+    turns = list(zip(spans, item.facts, strict=True))
+    expected = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+    measured: list[list[tuple[float, float]]] = [[] for _ in turns]
+    found: list[list[bool | None]] = [[] for _ in turns]
+    for name, memory in rows:
+        method, _, anew = name.partition(", ")
+        request = CompressionRequest(method=method, memory=memory, policy=subject.policy)
+        if not anew:
+            once = predict(subject, ids, len(item.ids), request)
+        for turn, ((begin, start, end), (_, fact)) in enumerate(turns):
+            own = predict(subject, ids[:end], begin, request) if anew else once[: end - len(item.ids)]
+            pair = expected[start - 1 : end], own[start - 1 - end :]
+            measured[turn].append(tuple(float(f(*pair).float().mean()) for f in (kl_divergence, is_top1_equal)))
+            answers = [tokenizer.decode(x.argmax(-1)) for x in pair]
+            found[turn].append(fact in answers[1] if fact in answers[0] else None)
+    return {"tokens": len(item.ids), "rows": rows, "measured": measured, "found": found}
+
+
+def converse(subject: Subject, item: Needles) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """The ids of the text with all questions and the full cache's answers; of each turn where the question begins,
+    where the answer does, and where it ends."""
+    model, tokenizer, ids, spans = subject.model, subject.tokenizer, list(item.ids), []
+    with compress_ids(model, tokenizer, ids, CompressionRequest(method=FULL)).working_cache() as cache:
+        for question, _ in item.facts:
+            encode = encode_next_question if spans else encode_question
+            prompt = ids + encode(tokenizer, question, decode_tail(tokenizer, ids))
+            answer = generate(model, tokenizer, [prompt], 0, cache, max_new_tokens=LENGTH)[0].tolist()
+            begin, ids = len(ids), prompt + answer[:-1]  # an end token is part of the next question's template
+            spans.append((begin, len(prompt), len(ids)))
+    return ids, spans
+
+
+def predict(subject: Subject, ids: list[int], tokens: int, request: CompressionRequest) -> Tensor:
+    """Log-probabilities [n, V] after each of the n ids that follow the first `tokens`, which are compressed."""
+    context = compress_ids(subject.model, subject.tokenizer, ids[:tokens], request)
+    with context.working_cache() as cache:
+        rest = torch.tensor([ids[tokens:]])
+        logits = subject.model(input_ids=rest, **pass_arguments(cache, rest)).logits[0]
+    return torch.log_softmax(logits.float(), -1)
+
+
+def summarise(samples: Iterable[Sample]) -> list[dict]:
+    """Rows by memory, method and half of the turns ("all" for the whole)."""
+    samples, rows = list(samples), []
+    middle = len(samples[0]["measured"]) // 2
+    parts = {"all": slice(None), "first": slice(middle), "last": slice(middle, None)}
+    for index, (method, memory) in enumerate(samples[0]["rows"]):
+        for part, turns in parts.items():
+            row = {"method": method, "memory": memory, "turns": part, "tokens": samples[0]["tokens"]}
+            row |= fidelity_row([({"measured": sample["measured"][turns]}, index) for sample in samples])
+            found = [[t[index] for t in sample["found"][turns] if t[index] is not None] for sample in samples]
+            if groups := [group for group in found if group]:
+                share = bootstrap(groups)
+                row |= {"found": share.value, "found_low": share.low, "found_high": share.high, "facts": share.n}
+            rows.append(row)
+            print(f"{method:18} memory {memory:5} {part:6} kl {row['kl']:.4f} found {row.get('found', '-')}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
