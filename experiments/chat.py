@@ -20,8 +20,11 @@ from experiments.common import SUBJECT, Subject, parse_options, run_cases, subje
 from experiments.instructions import invent
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
+from lkv.hf.attention import patch_attention
 from lkv.methods.registry import FULL
+from lkv.methods.targets import KVShape
 from lkv.training.data.packing import insert_sentences
+from lkv.utils.prompts import encode_context
 
 METHODS = ["lkv", "streaming-llm", FULL]
 _THINGS = "mill boathouse chapel tower bakery cellar barn library".split()
@@ -54,7 +57,10 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
         f"In {town}, the number of the {thing} key is {key}." for (thing, town), key in zip(places, keys, strict=True)
     ]
     text = insert_sentences(source, invent(source, options.sentences), told[:4])
-    bound = {"retention": 1.0} if name == FULL else {"method": name, "memory": options.memory, "decode_eviction": True}
+    spec, tokens = patch_attention(subject.model).spec, len(encode_context(subject.tokenizer, text))
+    full_nbytes = KVShape(spec.layers * spec.kv_heads, spec.head_dim, 2).reference_nbytes(tokens)
+    bound: dict[str, Any] = {"method": name, "memory": int(options.memory * full_nbytes), "decode_eviction": True}
+    bound = {"retention": 1.0} if name == FULL else bound
     context = compress(subject.model, subject.tokenizer, text, policy=subject.policy, **bound)
     chat, seconds, most = Chat(context), [], 0
     for sentence in told[4:]:
@@ -70,7 +76,7 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
         "method": name,
         "found": [key in answer for key, answer in zip(keys, answers, strict=True)],
         "held": most,
-        "text": context.full_nbytes(),
+        "text": full_nbytes,
         "tokens": tokens,
         "seconds": [sum(part) / _EDGE for part in (seconds[:_EDGE], seconds[-_EDGE:])],
     }
