@@ -63,7 +63,7 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
     ids, spans = converse(subject, item)
     turns = list(zip(spans, item.facts, strict=True))
     expected = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
-    measured: list[list[tuple[float, float]]] = [[] for _ in turns]
+    measured: list[list[tuple[float, ...]]] = [[] for _ in turns]
     found: list[list[bool | None]] = [[] for _ in turns]
     for name, memory in rows:
         method, _, anew = name.partition(", ")
@@ -82,7 +82,8 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
 def converse(subject: Subject, item: Needles) -> tuple[list[int], list[tuple[int, int, int]]]:
     """The ids of the text with all questions and the full cache's answers; of each turn where the question begins,
     where the answer does, and where it ends."""
-    model, tokenizer, ids, spans = subject.model, subject.tokenizer, list(item.ids), []
+    model, tokenizer, ids = subject.model, subject.tokenizer, list(item.ids)
+    spans: list[tuple[int, int, int]] = []
     with compress_ids(model, tokenizer, ids, CompressionRequest(method=FULL)).working_cache() as cache:
         for question, _ in item.facts:
             encode = encode_next_question if spans else encode_question
