@@ -62,7 +62,7 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
     model, tokenizer = subject.model, subject.tokenizer
     ids, spans = converse(subject, item)
     turns = list(zip(spans, item.facts, strict=True))
-    expected = torch.log_softmax(model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+    expected = model.base_model(input_ids=torch.tensor([ids]))[0][0]
     measured: list[list[tuple[float, ...]]] = [[] for _ in turns]
     found: list[list[bool | None]] = [[] for _ in turns]
     for name, memory in rows:
@@ -72,7 +72,8 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
             once = predict(subject, ids, len(item.ids), request)
         for turn, ((begin, start, end), (_, fact)) in enumerate(turns):
             own = predict(subject, ids[:end], begin, request) if anew else once[: end - len(item.ids)]
-            pair = expected[start - 1 : end], own[start - 1 - end :]
+            states = expected[start - 1 : end], own[start - 1 - end :]
+            pair = [torch.log_softmax(model.lm_head(x).float(), -1) for x in states]
             measured[turn].append(tuple(float(f(*pair).float().mean()) for f in (kl_divergence, is_top1_equal)))
             answers = [tokenizer.decode(x.argmax(-1)) for x in pair]
             found[turn].append(fact in answers[1] if fact in answers[0] else None)
@@ -95,12 +96,11 @@ def converse(subject: Subject, item: Needles) -> tuple[list[int], list[tuple[int
 
 
 def predict(subject: Subject, ids: list[int], tokens: int, request: CompressionRequest) -> Tensor:
-    """Log-probabilities [n, V] after each of the n ids that follow the first `tokens`, which are compressed."""
+    """The last hidden states [n, D] of the n ids that follow the first `tokens`, which are compressed."""
     context = compress_ids(subject.model, subject.tokenizer, ids[:tokens], request)
     with context.working_cache() as cache:
         rest = torch.tensor([ids[tokens:]])
-        logits = subject.model(input_ids=rest, **pass_arguments(cache, rest)).logits[0]
-    return torch.log_softmax(logits.float(), -1)
+        return subject.model.base_model(input_ids=rest, **pass_arguments(cache, rest))[0][0]
 
 
 def summarise(samples: Iterable[Sample]) -> list[dict]:
