@@ -40,7 +40,7 @@ def measure(subject: Subject, rows: list[tuple[str, float]], name: str, question
     """The answers of each method and budget to the `questions` about a document, and which are right."""
     text, answers = (FOLDER / name).read_text(), []
     for method, memory in rows:
-        budget = {} if method == FULL else {"memory": memory, "policy": subject.policy}
+        budget: dict[str, Any] = {} if method == FULL else {"memory": memory, "policy": subject.policy}
         context = compress(subject.model, subject.tokenizer, text, method=method, **budget)
         answers.append([context.ask(question, LENGTH) for question, _ in questions])
     right = [[is_right(a, forms) for a, (_, forms) in zip(own, questions, strict=True)] for own in answers]
