@@ -9,14 +9,13 @@ follows, then all facts are asked for. Methods evict while the chat goes on (`de
 
 import random
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.bootstrap import bootstrap
-from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
+from experiments.common import SUBJECT, Subject, parse_options, run_samples, subject_of
 from experiments.instructions import invent
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
@@ -40,11 +39,7 @@ def main() -> None:
     )  # fmt: skip
     subject = subject_of(options, "chat")
     cases = {f"{number}-{name}": (number, name) for number in range(options.chats) for name in options.methods}
-    run_cases(
-        "experiments.chat", options, "chat", cases, lambda number, name: measure(subject, options, number, name),
-        lambda samples: [{"model": subject.name, **row} for row in summarise(samples.values())], subject.policy,
-        ["chats"],
-    )  # fmt: skip
+    run_samples("chat", options, cases, lambda *case: measure(subject, options, *case), summarise, subject, "chats")
 
 
 @torch.no_grad()
@@ -53,9 +48,7 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
     source = random.Random(options.seed * 100_000 + number)
     places = source.sample([(thing, town) for thing in _THINGS for town in _TOWNS], 8)
     keys = [str(source.randint(100, 999)) for _ in places]
-    told = [
-        f"In {town}, the number of the {thing} key is {key}." for (thing, town), key in zip(places, keys, strict=True)
-    ]
+    told = [f"In {b}, the number of the {a} key is {key}." for (a, b), key in zip(places, keys, strict=True)]
     text = insert_sentences(source, invent(source, options.sentences), told[:4])
     spec, tokens = patch_attention(subject.model).spec, len(encode_context(subject.tokenizer, text))
     full_nbytes = KVShape(spec.layers * spec.kv_heads, spec.head_dim, 2).reference_nbytes(tokens)
@@ -70,37 +63,25 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
         chat.ask(f"{turn}: say something short about {_TOPICS[turn % len(_TOPICS)]}.", 12)
         seconds.append((time.process_time() - started) / (chat.cache.get_seq_length() - tokens))
         most = max(most, chat.nbytes())
-    tokens = chat.cache.get_seq_length()
+    sample = {"method": name, "held": most, "text": full_nbytes, "tokens": chat.cache.get_seq_length()}
+    sample["seconds"] = [sum(part) / _EDGE for part in (seconds[:_EDGE], seconds[-_EDGE:])]
     answers = [chat.ask(f"What is the number of the {thing} key in {town}?", 24) for thing, town in places]
-    return {
-        "method": name,
-        "found": [key in answer for key, answer in zip(keys, answers, strict=True)],
-        "held": most,
-        "text": full_nbytes,
-        "tokens": tokens,
-        "seconds": [sum(part) / _EDGE for part in (seconds[:_EDGE], seconds[-_EDGE:])],
-    }
+    return sample | {"found": [key in answer for key, answer in zip(keys, answers, strict=True)]}
 
 
-def summarise(samples: Iterable[Sample]) -> list[dict]:
+def summarise(samples: list[Sample]) -> list[dict]:
     """Rows by method and by where the facts were told."""
-    samples, rows = list(samples), []
+    rows = []
     for method in dict.fromkeys(sample["method"] for sample in samples):
         own = [sample for sample in samples if sample["method"] == method]
+        times = {"last_by_first": sum(s["seconds"][1] for s in own) / sum(s["seconds"][0] for s in own)}
+        sizes = {"held": max(s["held"] for s in own), "full_nbytes": own[0]["text"]}
+        sizes["tokens"] = sum(s["tokens"] for s in own) / len(own)
         for place, part in (("text", slice(4)), ("first turns", slice(4, None))):
             share = bootstrap([[float(found) for found in sample["found"][part]] for sample in own])
-            row = {
-                "method": method,
-                "facts in the": place,
-                **share._asdict(),
-                "unit": "share of facts found at the end",
-            }
-            row |= {"tokens": sum(sample["tokens"] for sample in own) / len(own)}
-            row |= {"held": max(sample["held"] for sample in own), "full_nbytes": own[0]["text"]}
-            row["last_by_first"] = sum(s["seconds"][1] for s in own) / sum(s["seconds"][0] for s in own)
-            rows.append(row)
-            line = f"held {row['held']:,} last by first {row['last_by_first']:.2f}"
-            print(f"{method:14} {place:12} {share.value:.2f} {line}")
+            row: dict[str, Any] = {"method": method, "facts in the": place, **share._asdict()}
+            rows.append(row | {"unit": "share of facts found at the end"} | sizes | times)
+            print(f"{method:14} {place:12} {share.value:.2f} {sizes} {times}")
     return rows
 
 

@@ -178,6 +178,18 @@ def run_cases(
     return rows
 
 
+def run_samples(
+    name: str, options: argparse.Namespace, cases: dict[str, tuple[Any, ...]], measure: Callable[..., dict[str, Any]],
+    summarise: Callable[[list[dict[str, Any]]], list[dict[str, Any]]], subject: Subject, growing: str,
+) -> None:  # fmt: skip
+    """`run_cases` of the script `name`, whose rows are of one model and of all samples alike."""
+    run_cases(
+        f"experiments.{name}", options, name, cases, measure,
+        lambda samples: [{"model": subject.name, **row} for row in summarise(list(samples.values()))],
+        subject.policy, growing.split(),
+    )  # fmt: skip
+
+
 def wall_clock(run: Callable[[], Any], device: torch.device = _CPU) -> float:
     """Seconds of a run, to its end on `device`."""
     started = devices.synchronised_clock(device)

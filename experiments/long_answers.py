@@ -7,13 +7,12 @@ The full cache's own answer is drawn once, at a temperature of 0.8. Each method 
 cache at the end of the answer; entries in 16 bits count so in float32, too. Queries that methods observe come on top.
 """
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
+from experiments.common import SUBJECT, Subject, parse_options, run_samples, subject_of
 from experiments.fidelity import fidelity_row, kl_and_agreement
 from experiments.heldout import HeldOut
 from experiments.memory import TABLES, Sample, own_share
@@ -50,11 +49,7 @@ def main() -> None:
         torch.manual_seed(options.seed * 1000 + number)
         return measure(subject, prompt, options.answer, rows)
 
-    run_cases(
-        "experiments.long_answers", options, "long_answers", cases, measure_case,
-        lambda samples: [{"model": subject.name, **row} for row in summarise(samples.values())], subject.policy,
-        ["contexts", "tasks"],
-    )  # fmt: skip
+    run_samples("long_answers", options, cases, measure_case, summarise, subject, "contexts tasks")
 
 
 @torch.no_grad()
@@ -91,9 +86,9 @@ def read_bounded(subject: Subject, name: str, nbytes: int, ids: torch.Tensor, st
     return torch.cat(states), held
 
 
-def summarise(samples: Iterable[Sample]) -> list[dict]:
+def summarise(samples: list[Sample]) -> list[dict]:
     """Rows by memory, method and part of the answer ("all" for the whole)."""
-    samples, rows = list(samples), []
+    rows = []
     for index, (method, memory) in enumerate(samples[0]["rows"]):
         for part, third in (("all", slice(None)), *((name, slice(i, i + 1)) for i, name in enumerate(PARTS))):
             row = {"method": method, "memory": memory, "part": part, "answer": samples[0]["answer"]}

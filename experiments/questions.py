@@ -1,19 +1,18 @@
 """Questions about documents of everyday life: how many are answered right by the full cache, and after compression?
 
-python -m experiments.questions    (writes questions.json)
-python -m experiments.questions --model NAME    (questions-NAME.json)
+python -m experiments.questions [--model NAME]    (writes questions.json, or questions-NAME.json)
 
 The documents in `examples/questions` were written for this, with 46 questions whose answers stand in one place each. An
 answer is right if it holds one of the accepted forms. Every text is compressed before its questions are known.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.bootstrap import bootstrap
-from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
+from experiments.common import SUBJECT, Subject, parse_options, run_samples, subject_of
 from lkv.context.compression import compress
 from lkv.methods.registry import FULL
 
@@ -24,16 +23,11 @@ Sample = dict[str, Any]
 
 
 def main() -> None:
-    options = parse_options(
-        __doc__, "questions", **SUBJECT, methods=METHODS, memory=[0.1, 0.05], seed=0, out=Path
-    )  # fmt: skip
+    options = parse_options(__doc__, "questions", **SUBJECT, methods=METHODS, memory=[0.1, 0.05], seed=0, out=Path)
     subject = subject_of(options, "questions")
     rows = [(FULL, 1.0), *((method, memory) for memory in options.memory for method in options.methods)]
     cases = {name: (name, questions) for name, questions in json.loads((FOLDER / "questions.json").read_text()).items()}
-    run_cases(
-        "experiments.questions", options, "questions", cases, lambda *case: measure(subject, rows, *case),
-        lambda samples: [{"model": subject.name, **row} for row in summarise(samples.values())], subject.policy,
-    )  # fmt: skip
+    run_samples("questions", options, cases, lambda *case: measure(subject, rows, *case), summarise, subject, "")
 
 
 def measure(subject: Subject, rows: list[tuple[str, float]], name: str, questions: Sequence[Any]) -> Sample:
@@ -52,9 +46,9 @@ def is_right(answer: str, forms: Sequence[str]) -> bool:
     return any(form in answer.lower() for form in forms)
 
 
-def summarise(samples: Iterable[Sample]) -> list[dict]:
+def summarise(samples: list[Sample]) -> list[dict]:
     """Rows by method and budget: the share of right answers, and how many that the full cache knew were lost."""
-    samples, rows = list(samples), []
+    rows = []
     for index, (method, memory) in enumerate(samples[0]["rows"]):
         share = bootstrap([[float(right)] for sample in samples for right in sample["right"][index]])
         pairs = [pair for s in samples for pair in zip(s["right"][0], s["right"][index], strict=True)]

@@ -3,18 +3,16 @@
 On a CPU: the augmented column against SDPA with a differentiable additive mask, SmolLM2's heads. On CUDA: Triton and
 the augmented column against plain causal flash attention, which has no mask at all, Llama-3.1-8B's heads.
 
-python -m experiments.soft_mask_attention    (writes soft_mask_attention.json; --tune compares Triton's block sizes)
+python -m experiments.soft_mask_attention    (writes soft_mask_attention.json)
 
---tokens are 2048 on a CPU by default and 8192 on CUDA; --tune writes nothing.
+--tokens are 2048 on a CPU by default and 8192 on CUDA.
 """
 
 import ctypes
 import functools
-import statistics
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -45,14 +43,11 @@ LLAMA_8B = Shape(32, 8, 128, torch.bfloat16)
 
 def main() -> None:
     options = parse_options(
-        __doc__, "soft_mask_attention", device="cuda" if torch.cuda.is_available() else "cpu", tokens=int, repeats=10,
-        tune=False,
+        __doc__, "soft_mask_attention", device="cuda" if torch.cuda.is_available() else "cpu", tokens=int, repeats=10
     )  # fmt: skip
     on_cuda = options.device.startswith("cuda")
     shape = LLAMA_8B if on_cuda else SMOLLM2
     options.tokens = tokens = options.tokens or (8192 if on_cuda else 2048)
-    if options.tune:
-        return tune(shape, tokens, options.repeats)
     names = ("triton", "sdpa") if on_cuda else ("sdpa",)
     masked: dict[str, Attention] = {name: functools.partial(soft_mask_attention, backend=name) for name in names}
     baseline = "flash without a mask" if on_cuda else "additive mask"
@@ -142,7 +137,7 @@ def forward_and_backward(attend: Attention, arguments: list[Tensor]) -> None:
 def matmul_tflops(like: Tensor, size: int = 8192) -> float:
     """What a large matrix product reaches on the device in the dtype of `like`."""
     x = torch.randn(size, size, device=like.device, dtype=like.dtype)
-    return 2 * size**3 / statistics.median(wall_clock(lambda: x @ x, x.device) for _ in range(10)) / 1e12
+    return 2 * size**3 / median(wall_clock(lambda: x @ x, x.device) for _ in range(10)) / 1e12
 
 
 def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
@@ -165,26 +160,6 @@ def peak_bytes(attend: Attention, arguments: list[Tensor]) -> int | None:
     before = resident("VmRSS")
     forward_and_backward(attend, arguments)
     return resident("VmHWM") - before
-
-
-def tune(shape: Shape, tokens: int, repeats: int) -> None:
-    """Print the time of each kernel's candidates, the other two kernels as they are in use."""
-    from triton.runtime.errors import OutOfResources
-
-    from lkv.kernels.soft_mask_attention import triton as backend
-
-    arguments = inputs(shape, tokens, "cuda")
-    used = backend.tiles_on(arguments[0].device, shape.dtype, shape.dim)
-    assert used is not None
-    sizes = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (32, 128), (32, 64))
-    kernels = ("forward", "query_gradient", "key_gradient")
-    for kernel, size, warps, stages in product(kernels, sizes, (4, 8), (1, 2, 3, 4)):
-        tile: dict[str, Any] = {kernel: backend.Tile(*size, warps, stages)}
-        attend = functools.partial(backend.attend, scale=shape.dim**-0.5, tiles=used._replace(**tile))
-        run = functools.partial(forward_and_backward, attend, arguments)
-        with suppress(OutOfResources):
-            times = [wall_clock(run, arguments[0].device) for _ in range(repeats + 1)][1:]
-            print(f"{kernel:16} {tuple(tile[kernel])} {statistics.median(times) * 1e3:.2f} ms")
 
 
 if __name__ == "__main__":

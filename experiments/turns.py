@@ -8,16 +8,15 @@ cache. Methods compress the text once, before the first question; "METHOD, anew"
 questions and answers before each question. Budgets are shares of the bytes of the 16-bit cache of what is compressed.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.bootstrap import bootstrap
-from experiments.common import SUBJECT, Subject, parse_options, run_cases, subject_of
-from experiments.fidelity import fidelity_row
+from experiments.bootstrap import bootstrap, named_interval
+from experiments.common import SUBJECT, Subject, parse_options, run_samples, subject_of
+from experiments.fidelity import fidelity_row, kl_and_agreement
 from experiments.heldout import Needles, make_needles
 from lkv.context.compression import compress_ids
 from lkv.context.generation import generate
@@ -26,7 +25,6 @@ from lkv.methods.registry import FULL
 from lkv.methods.request import CompressionRequest
 from lkv.training.data import documents
 from lkv.utils.data_files import read_records
-from lkv.utils.fidelity import is_top1_equal, kl_divergence
 from lkv.utils.prompts import decode_tail, encode_next_question, encode_question
 
 METHODS = ["lkv", "lkv, anew", "lkv+compensation", "snapkv", "expected"]
@@ -45,15 +43,10 @@ def main() -> None:
     rows = [(method, memory) for memory in options.memory for method in options.methods]
 
     def measure_case(number: int) -> Sample:
-        seed = options.seed * 100_000 + number
-        item = make_needles(subject.tokenizer, tales, options.tokens, options.turns, seed)
+        item = make_needles(subject.tokenizer, tales, options.tokens, options.turns, options.seed * 100_000 + number)
         return measure(subject, item, rows)
 
-    run_cases(
-        "experiments.turns", options, "turns", cases, measure_case,
-        lambda samples: [{"model": subject.name, **row} for row in summarise(samples.values())], subject.policy,
-        ["contexts"],
-    )  # fmt: skip
+    run_samples("turns", options, cases, measure_case, summarise, subject, "contexts")
 
 
 @torch.no_grad()
@@ -63,7 +56,7 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
     ids, spans = converse(subject, item)
     turns = list(zip(spans, item.facts, strict=True))
     expected = model.base_model(input_ids=torch.tensor([ids]))[0][0]
-    measured: list[list[tuple[float, ...]]] = [[] for _ in turns]
+    measured: list[list[list[float]]] = [[] for _ in turns]
     found: list[list[bool | None]] = [[] for _ in turns]
     for name, memory in rows:
         method, _, anew = name.partition(", ")
@@ -74,7 +67,7 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
             own = predict(subject, ids[:end], begin, request) if anew else once[: end - len(item.ids)]
             states = expected[start - 1 : end], own[start - 1 - end :]
             pair = [torch.log_softmax(model.lm_head(x).float(), -1) for x in states]
-            measured[turn].append(tuple(float(f(*pair).float().mean()) for f in (kl_divergence, is_top1_equal)))
+            measured[turn].append(kl_and_agreement(*pair))
             answers = [tokenizer.decode(x.argmax(-1)) for x in pair]
             found[turn].append(fact in answers[1] if fact in answers[0] else None)
     return {"tokens": len(item.ids), "rows": rows, "measured": measured, "found": found}
@@ -103,9 +96,9 @@ def predict(subject: Subject, ids: list[int], tokens: int, request: CompressionR
         return subject.model.base_model(input_ids=rest, **pass_arguments(cache, rest))[0][0]
 
 
-def summarise(samples: Iterable[Sample]) -> list[dict]:
+def summarise(samples: list[Sample]) -> list[dict]:
     """Rows by memory, method and half of the turns ("all" for the whole)."""
-    samples, rows = list(samples), []
+    rows = []
     middle = len(samples[0]["measured"]) // 2
     parts = {"all": slice(None), "first": slice(middle), "last": slice(middle, None)}
     for index, (method, memory) in enumerate(samples[0]["rows"]):
@@ -114,8 +107,7 @@ def summarise(samples: Iterable[Sample]) -> list[dict]:
             row |= fidelity_row([({"measured": sample["measured"][turns]}, index) for sample in samples])
             found = [[t[index] for t in sample["found"][turns] if t[index] is not None] for sample in samples]
             if groups := [group for group in found if group]:
-                share = bootstrap(groups)
-                row |= {"found": share.value, "found_low": share.low, "found_high": share.high, "facts": share.n}
+                row |= named_interval("found", bootstrap(groups)) | {"facts": sum(map(len, groups))}
             rows.append(row)
             print(f"{method:18} memory {memory:5} {part:6} kl {row['kl']:.4f} found {row.get('found', '-')}")
     return rows

@@ -8,10 +8,12 @@ import sys
 import pytest
 import torch
 
-from experiments import chat, turns
+from experiments import chat, questions, turns
 from experiments.common import Subject
 from experiments.heldout import Needles
+from experiments.samples import read_kept_samples
 from lkv.cache.ragged_cache import RaggedCache
+from lkv.context.compression import compress
 from lkv.hf.attention import patch_attention
 from lkv.hf.loading import load_model
 from lkv.policy.policy import Policy
@@ -74,3 +76,32 @@ def test_an_endless_chat_stays_in_its_bytes(subject, tmp_path, monkeypatch):
     assert bounded["full_nbytes"] == full["full_nbytes"] and bounded["tokens"] > 20 * 12
     assert full["held"] >= 2 * 2 * 2 * 8 * 4 * full["tokens"]  # k and v of 2 layers, 2 heads, 8 channels, in float32
     assert 0.45 * bounded["full_nbytes"] < bounded["held"] <= 0.5 * bounded["full_nbytes"]
+
+
+def test_every_answer_stands_in_its_document():
+    asked = json.loads((questions.FOLDER / "questions.json").read_text())
+    assert sum(map(len, asked.values())) == 46
+    for name, pairs in asked.items():
+        text = (questions.FOLDER / name).read_text()
+        assert [forms for _, forms in pairs if not questions.is_right(text, forms)] == []
+        assert not any(questions.is_right(question, forms) for question, forms in pairs)
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_the_contexts(subject, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("The mill stands in Selby. " * 12)
+    (tmp_path / "questions.json").write_text(json.dumps({"a.txt": [["Where?", [""]], ["Who?", ["no such words"]]]}))
+    monkeypatch.setattr(questions, "FOLDER", tmp_path)
+    monkeypatch.setattr(questions, "subject_of", lambda options, kind: subject)
+    arguments = shlex.split("--memory 0.3 --methods lkv --out")
+    monkeypatch.setattr(sys, "argv", ["questions", *arguments, str(tmp_path / "some.json")])
+    questions.main()
+    rows = json.loads((tmp_path / "some.json").read_text())["rows"]
+    assert [(row["method"], row["memory"], row["value"], row["right"], row["lost"]) for row in rows] == [
+        ("full", 1.0, 0.5, 1, 0), ("lkv", 0.3, 0.5, 1, 0)
+    ]  # fmt: skip
+    samples = read_kept_samples(tmp_path / "some.json")["a.txt"]
+    context = compress(
+        subject.model, subject.tokenizer, "The mill stands in Selby. " * 12, memory=0.3, policy=subject.policy
+    )
+    assert samples["answers"][1] == [context.ask(question, questions.LENGTH) for question in ("Where?", "Who?")]
