@@ -169,9 +169,8 @@ def align(rows: Sequence[list[Cell]], is_last: bool = False) -> Iterator[list[Ce
         others = [len(row) - 1 for row in placed if len(row) > 1]  # cells beside the first
         is_table = len(others) > 1 and sum(others) >= _MIN_FILLED * len(table) * (len(columns) - 1)
         divided = {i for i, row in enumerate(table) if len(row) > len(whole[i])}
-        unaligned = _unaligned(placed, table) if is_table else divided
-        if divided and unaligned:
-            rejected = divided if is_last else unaligned
+        if rejected := _unaligned(placed, table) if divided and is_table else divided:
+            rejected = divided if is_last else rejected
             yield from align([whole[i] if i in rejected else row for i, row in enumerate(table)], is_last=True)
         elif not (is_table and has_labels):
             yield from whole
