@@ -29,7 +29,7 @@ from lkv.policy.policy import Policy
 from lkv.policy.shipped import shipped_policies
 
 ROOT = RESULTS.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "guides" / "memory.md")
+PAGES = tuple(ROOT / name for name in ("README.md", "docs/results.md", "docs/guides/chat.md", "docs/guides/memory.md"))
 CHECKED_PAGES = (PAGES[0], *sorted((ROOT / "docs").rglob("*.md")))
 QWEN = "qwen2.5-coder-0.5b-instruct"
 FITTED_ON = {
