@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import accumulate, pairwise, starmap
 from typing import NamedTuple
 
-from lkv.context.pdf_words import ROW_OFFSET, WORD_GAP, Glyph, are_dots, word_breaks
+from lkv.context.pdf_words import ROW_OFFSET, SAME_BASE, WORD_GAP, Glyph, are_dots
 
 # Shares of the font's size.
 CELL_GAP, _SPACED_GAP = 1.0, 3.0  # between cells, at least; behind a character for a space
 _MIN_LEADING, _MAX_LEADING = 0.7, 1.6  # between the lines of a cell
+_LOOSE_LEADING = 2.05  # the same for cells beside the middle of which others lie
 _ALIGNED = 0.05  # between the places of aligned cells
 _MIN_NARROW = 3  # gaps between columns that are narrow in all rows
 _DISTINCT = 1.2  # a gap between cells, by those within them
 _LEVEL = 0.4  # between the first lines, the last ones or the middles of the cells of a row, at most
 _ROW_GAP = 1.05  # between rows of cells of several lines, at least, by the distance of these lines
+_WIDE_ROW_GAP = 1.2  # the same for lines of one word or of numbers
 _MAX_ROW_GAP = 4.0  # between rows of one table
 _MARKER = 3.0  # the width of a column of marks of a list, at most
 _MAX_LINES = 8  # of a cell, or of texts side by side, such as addresses
@@ -63,15 +65,27 @@ def overlap(one: Segment, other: Segment) -> bool:
 
 def join_cells(segments: Sequence[Segment]) -> list[Segment]:
     """Put the lines of cells that are drawn one by one on one line, and number texts that are drawn side by side."""
+    divided = [[*divide(segment, _undrawn_spaces(segment.glyphs))] for segment in segments]
+    spaces = sum(glyph.text == " " for segment in segments for glyph in segment.glyphs)
+    if sum(map(len, divided)) - len(segments) > spaces:  # most of them are not drawn
+        divided = [[segment] for segment in segments]
     joined: list[Segment] = []
-    for table, _ in _grids(_drawn_rows(segments), lambda *_: True):
-        is_table = _is_table([row for row in table if len(row) > 1])
-        for row in table:
-            if is_table and len(row) > 1:
+    cells: set[int] = set()  # the orders of the parts in these cells and texts
+    for table, _ in _grids(_drawn_rows([part for line in divided for part in line]), lambda *_: True):
+        rows = [row for row in table if len(row) > 1]
+        is_table = _is_table(rows)
+        for row in rows:
+            are_texts = all(1 < len(cell) <= _MAX_LINES and _is_text(cell) for cell in row)
+            if is_table:
                 joined += (_joined(cell, max(cell[0].y for cell in row)) for cell in row)
+            elif are_texts and _leading(row) < _MAX_LEADING * row[0][0].size:
+                joined += (line._replace(block=cell[0].order + 1) for cell in row for line in cell)
             else:
-                are_apart = len(row) > 1 and all(1 < len(cell) <= _MAX_LINES and _is_text(cell) for cell in row)
-                joined += (line._replace(block=(cell[0].order + 1) * are_apart) for cell in row for line in cell)
+                continue
+            cells.update(part.order for cell in row for part in cell)
+    for segment, line in zip(segments, divided, strict=True):
+        others = [part for part in line if part.order not in cells]
+        joined += others if len(others) < len(line) else [segment]
     return joined
 
 
@@ -79,8 +93,11 @@ def _drawn_rows(segments: Sequence[Segment]) -> list[list[Cell]]:
     """Group segments in the order of drawing: lines below each other are a cell, cells beside each other are a row."""
     cells: list[Cell] = []
     for segment in sorted(segments, key=lambda segment: segment.order):
-        last, size = cells[-1][-1] if cells else None, segment.size
-        if last and _MIN_LEADING * size < last.y - segment.y < _MAX_LEADING * size and overlap(segment, last):
+        last, size = cells[-1][-1] if cells else segment, segment.size
+        gap = last.y - segment.y
+        leading = (cells and _leading(cells[-1:])) or gap
+        is_even = max(gap, leading) < _MAX_LEADING * size or abs(gap - leading) < SAME_BASE * size
+        if _MIN_LEADING * size < gap < _LOOSE_LEADING * size and is_even and overlap(segment, last):
             cells[-1].append(segment)
         else:
             cells.append([segment])
@@ -107,18 +124,24 @@ def _gap(row: list[Cell], below: list[Cell]) -> float:
     return min(cell[-1].y - cell[-1].depth for cell in row) - max(cell[0].y for cell in below)
 
 
+def _leading(row: list[Cell]) -> float:
+    """Return the distance between the lines of a cell the largest of a row; 0 for cells of one line."""
+    return max((cell[0].y - cell[-1].y) / max(1, len(cell) - 1) for cell in row)
+
+
 def _is_row(row: list[Cell], gap: float) -> bool:
     """Return whether cells are wrapped and lie at one level; `gap` is that to the other rows, 0 if there are none."""
-    several = [cell for cell in row if len(cell) > 1]
-    leading = max(((cell[0].y - cell[-1].y) / (len(cell) - 1) for cell in several), default=0.0)
+    several, size, leading = [cell for cell in row if len(cell) > 1], row[0][0].size, _leading(row)
     levels = zip(*((cell[0].y, cell[-1].y, (cell[0].y + cell[-1].y) / 2) for cell in row), strict=True)
-    top, low, middle = (max(level) - min(level) < _LEVEL * row[0][0].size for level in levels)
-    if max(map(len, row)) > _MAX_LINES:
+    top, low, middle = (max(level) - min(level) < _LEVEL * size for level in levels)
+    if max(map(len, row)) > _MAX_LINES or not all(map(_is_full, several)):
         return False
     if middle and not top and not low and len(several) < len(row):
-        return all(map(_is_full, several))
-    is_apart = gap > _ROW_GAP * leading  # else lines below each other may be cells of several rows
-    return (top or low or middle) and is_apart and all(_is_text(cell) and _is_full(cell) for cell in several)
+        return True
+    # Lines below each other may be cells of several rows, above all if they are single words or numbers.
+    is_apart = gap > (_ROW_GAP if all(map(_is_text, several)) else _WIDE_ROW_GAP) * leading
+    is_text = len(several) < len(row) or any(map(_is_text, several))
+    return (top or low or middle) and is_apart and is_text and leading < _MAX_LEADING * size
 
 
 def _is_text(cell: Cell) -> bool:
@@ -183,15 +206,20 @@ def align(rows: Sequence[list[Cell]], is_last: bool = False) -> Iterator[list[Ce
                 yield [row.get(i, []) for i in range(len(columns) if len(row) > 1 else 1 + max(row))]
 
 
-def parts(segment: Segment, usual_gap: float) -> Iterator[Cell]:
-    """Divide a segment at gaps between words where no space is drawn."""
-    glyphs, start, breaks = segment.glyphs, 0, word_breaks(segment.glyphs, usual_gap)
+def divide(segment: Segment, breaks: Set[Glyph]) -> Iterator[Segment]:
+    """Divide a segment before the glyphs behind gaps, but not within a row of dots."""
+    glyphs, start = segment.glyphs, 0
     for i, (before, glyph) in enumerate(pairwise(glyphs), 1) if breaks else ():
         if glyph in breaks and before.x < glyph.x and not are_dots(before, glyph):
-            end = max(each.end for each in glyphs[start:i])
-            yield [segment._replace(glyphs=glyphs[start:i], x=glyphs[start].x, end=end, breaks=breaks)]
+            end, order = max(each.end for each in glyphs[start:i]), glyphs[start].order
+            yield segment._replace(glyphs=glyphs[start:i], x=glyphs[start].x, end=end, order=order, breaks=breaks)
             start = i
-    yield [segment._replace(glyphs=glyphs[start:], x=glyphs[start].x, breaks=breaks)]
+    yield segment._replace(glyphs=glyphs[start:], x=glyphs[start].x, order=glyphs[start].order, breaks=breaks)
+
+
+def _undrawn_spaces(glyphs: list[Glyph]) -> set[Glyph]:
+    """Return the glyphs behind a gap between words where no space is drawn."""
+    return {b for a, b in pairwise(glyphs) if b.x - a.end > WORD_GAP * a.size and a.text != " " != b.text}
 
 
 def _place(row: list[Cell], columns: list[_Column]) -> dict[int, Cell]:

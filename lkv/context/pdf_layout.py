@@ -4,7 +4,7 @@ from bisect import bisect, bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain, dropwhile, groupby, pairwise
 
-from lkv.context.pdf_cells import CELL_GAP, Cell, Segment, align, join_cells, overlap, parts, segment_of
+from lkv.context.pdf_cells import CELL_GAP, Cell, Segment, align, divide, join_cells, overlap, segment_of
 from lkv.context.pdf_words import (
     ROW_OFFSET,
     SAME_BASE,
@@ -14,6 +14,7 @@ from lkv.context.pdf_words import (
     attach_accents,
     attach_capitals,
     texts_of,
+    word_breaks,
     word_gap,
 )
 from lkv.context.reading_order import in_reading_order
@@ -217,7 +218,9 @@ def _rows(segments: list[Segment]) -> list[list[Segment]]:
 def _block_lines(rows: list[list[Segment]]) -> Iterator[str]:
     """Yield the lines of a block, with a soft hyphen behind a hyphen where the following word does not fit."""
     usual_gap = word_gap([segment.glyphs for row in rows for segment in row], default=WORD_GAP)
-    parted = [[part for segment in row for part in parts(segment, usual_gap)] for row in rows]
+    parted = [
+        [[part] for segment in row for part in divide(segment, word_breaks(segment.glyphs, usual_gap))] for row in rows
+    ]
     lines = in_reading_order([_line_texts(cells) for cells in align(parted)])
     texts = [*(line.strip(" ") for line in lines), 8 * "?"]  # where the text goes on is not known yet
     for number, (row, indent) in enumerate(zip(rows, _indents(rows), strict=True)):

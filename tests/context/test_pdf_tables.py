@@ -16,6 +16,8 @@ COURIER = f"/Resources << /Font << /F1 {TYPE1.replace('Helvetica', 'Courier')} /
 LENGTH = 16  # letters of a line of a cell
 WORDS = st.text("abcdefghKLMN0123456789", min_size=1, max_size=8)
 CELLS = st.lists(WORDS, min_size=1, max_size=7).map(" ".join)
+LONG_WORDS = st.text("abcdefghKLMN0123456789", min_size=4, max_size=8)  # two are longer than any one
+TITLES = ["Name", "Place", "Year", "Number"]
 TEXTS = st.lists(st.text("abcdefghKLMN", min_size=2, max_size=6), min_size=1, max_size=9).map(" ".join)
 
 
@@ -195,3 +197,41 @@ def test_addresses_side_by_side_are_read_one_after_the_other(texts, offset):
     around = text_at(50, 740, "A line before the addresses"), text_at(50, 560, "and one behind them")
     shown = [line for lines in texts for line in lines]
     assert read(content.join(around)).split("\n") == ["A line before the addresses", *shown, "and one behind them"]
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.lists(LONG_WORDS, min_size=1, max_size=3), min_size=2, max_size=4), min_size=2, max_size=6
+    ),
+    leading=st.sampled_from([12, 15]),
+)
+def test_cells_of_one_word_a_line_are_joined_and_those_beside_them_stay_apart(rows, leading):
+    """Columns are as wide as their longest word, with less than the size between them and a line of prose above."""
+    count = min(map(len, rows))
+    titles = [[word] for word in TITLES[:count]]
+    rows = [titles, *([row[0][:1], *row[1:count]] for row in rows)]
+    content, y, prose = "", 740.0, "A line above the table that has spaces of its own and more words than it"
+    content += text_at(50, 780, prose)
+    for row in rows:
+        for column, words in enumerate(row):
+            place = 50 + (8 * WIDTH + 0.8 * SIZE) * column
+            content += "".join(text_at(place, y - leading * i, word) for i, word in enumerate(words))
+        y -= leading * max(map(len, row)) + 6
+    assert read(content).split("\n") == [prose, *("\t".join(map(" ".join, row)) for row in rows)]
+
+
+@given(
+    rows=st.lists(st.tuples(WORDS, TEXTS.filter(lambda text: len(text) > LENGTH), WORDS), min_size=2, max_size=6),
+    leading=st.floats(17, 20),
+)
+def test_wrapped_cells_with_wide_leading_in_rows_that_are_as_near_as_lines(rows, leading):
+    """As fpdf2 draws them: the other cells of a row lie beside the middle."""
+    content, y = "", 740.0
+    for first, text, last in rows:
+        lines = textwrap.wrap(text, LENGTH)
+        middle = y - leading * (len(lines) - 1) / 2
+        content += text_at(50, middle, first)
+        content += "".join(text_at(120, y - leading * i, line) for i, line in enumerate(lines))
+        content += text_at(120 + (LENGTH + 2) * WIDTH, middle, last)
+        y -= leading * len(lines)
+    assert read(content).split("\n") == ["\t".join(row) for row in rows]
