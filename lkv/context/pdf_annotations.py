@@ -96,11 +96,8 @@ def _drawn_text(note: DictionaryObject, page: PageObject) -> str:
     drawing = get(get(note, "/AP") or {}, "/N")
     if drawing is not None and not isinstance(drawing, StreamObject):  # one for each state
         drawing = get(drawing, str(note.get("/AS")))
-    return (
-        page.extract_xform_text(cast("EncodedStreamObject", drawing)).strip()
-        if isinstance(drawing, StreamObject)
-        else ""
-    )
+    is_drawn = isinstance(drawing, StreamObject)
+    return page.extract_xform_text(cast("EncodedStreamObject", drawing)).strip() if is_drawn else ""
 
 
 def get(dictionary: Any, key: str) -> Any:

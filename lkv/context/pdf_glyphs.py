@@ -6,6 +6,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from string import digits
 from typing import Any, NamedTuple
 from unicodedata import bidirectional
 
@@ -29,6 +30,8 @@ _MAX_UNNAMED = 0.05  # of a font's characters
 _MAX_CHARACTERS = 500_000  # of a page
 _SIDE_BEARINGS = 0.2  # of the font's size
 _EXACT = 0.01  # from the origin of a glyph to the box of its advance
+# Small digits that a font has for scripts: their feet if raised, their heads if lowered, their height and their size.
+_RAISED_FOOT, _LOWERED_HEAD, _MAX_HEIGHT, _SCRIPT_SIZE = 0.2, 0.36, 0.5, 0.6
 
 
 class PageText(NamedTuple):
@@ -83,6 +86,7 @@ class _Placed(NamedTuple):
     width: float
     style: _Style
     is_unnamed: bool
+    rise: float  # of a small digit that its font draws above the line, or below it
 
 
 def _read_page(page: pypdfium2.PdfPage, fields: Sequence[Field]) -> PageText:
@@ -117,9 +121,8 @@ def _is_unseen(glyph: _Placed, objects: Objects) -> bool:
     clip, covers = objects.views.get(glyph.style.address, (None, []))
     if clip is None or glyph.text == " ":
         return False
-    angle, (along, up) = math.radians(glyph.style.direction[0]), (glyph.width / 2, MIDDLE * glyph.style.size)
-    x = glyph.x + along * math.cos(angle) - up * math.sin(angle)
-    y = glyph.y + along * math.sin(angle) + up * math.cos(angle)
+    x, y = _turn(glyph.width / 2, MIDDLE * glyph.style.size, -glyph.style.direction[0])
+    x, y = x + glyph.x, y + glyph.y
     is_within = [box[0] <= x <= box[2] and box[1] <= y <= box[3] for box in (clip, *covers)]
     return not is_within[0] or any(is_within[1:])
 
@@ -132,13 +135,14 @@ def _directions(
     `rotation` is that of the page, clockwise.
     """
     frames: dict[tuple[int, bool], tuple[float, list[Glyph]]] = {}  # by degrees, and whether vertical; the exact angle
-    for order, (text, x, y, width, style, _) in enumerate(glyphs):
+    for order, (text, x, y, width, style, _, rise) in enumerate(glyphs):
         exact, is_vertical = style.direction
         near = [((round(exact) + step) % 360, is_vertical) for step in (0, -1, 1)]
         angle, frame = frames.setdefault(next((key for key in near if key in frames), near[0]), (exact, []))
         start, base = _turn(x, y, angle)
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        frame.append(Glyph(text, start, base, start + width, style.size, order))
+        size = style.size * (_SCRIPT_SIZE if rise else 1)
+        frame.append(Glyph(text, start, base + rise, start + width, size, order))
     if fields:
         frames.setdefault((rotation, False), (rotation, []))
     for key in sorted(frames, key=lambda key: (key[0] + 90 * key[1] - rotation + 5) % 360):
@@ -194,14 +198,27 @@ def _placed_glyphs(text: pypdfium2.PdfTextPage) -> Iterator[_Placed]:
             yield last
         pdfium.FPDFFont_GetGlyphWidth(pdfium.FPDFTextObj_GetFont(drawn), code, 1.0, width)
         # Of several glyphs of a character, pdfium gives the width of one: of an Arabic letter, or a small digit.
-        is_exact = style.is_embedded and abs(box.left - x.value) < _EXACT * style.size
+        edges = (box.bottom - y.value, box.top - y.value) if style.side else (box.left - x.value, box.right - x.value)
+        is_level = style.side is not None and not style.direction[1]  # not of vertical writing, nor oblique
+        is_exact = style.is_embedded and is_level and min(map(abs, edges)) < _EXACT * style.size
         is_own = bidirectional(character) == "AL" or (is_exact and character.isdigit())
         advance = most if is_own else min(abs(width.value) * style.stretch or most, most)
         if style.span:  # the box of /ActualText is what is drawn alone
             advance = most + _SIDE_BEARINGS * style.size
-        last = _Placed(character, x.value, y.value, advance, style, is_unnamed)
+        rise = _rise(text, i, style, (x.value, y.value)) if is_exact and character in digits else 0.0
+        last = _Placed(character, x.value, y.value, advance, style, is_unnamed, rise)
     if last:
         yield last
+
+
+def _rise(text: pypdfium2.PdfTextPage, index: int, style: _Style, origin: tuple[float, float]) -> float:
+    """Return how far above the line a digit stands that its font has for scripts, in points; 0 for other digits."""
+    left, right, bottom, top = (ctypes.c_double() for _ in range(4))
+    pdfium.FPDFText_GetCharBox(text, index, left, right, bottom, top)
+    _, low, _, high = _turn_box((left.value, bottom.value, right.value, top.value), style.direction[0])
+    foot, head = ((edge - _turn(*origin, style.direction[0])[1]) / (style.size or 1) for edge in (low, high))
+    is_script = (foot > _RAISED_FOOT or foot < 0 < head < _LOWERED_HEAD) and head - foot < _MAX_HEIGHT
+    return foot * style.size * is_script
 
 
 def _style(text: pypdfium2.PdfTextPage, index: int, drawn: Any) -> _Style:

@@ -101,9 +101,8 @@ def _parts(drawn: pypdfium2.PdfObject) -> Iterator[Box]:
     pdfium.FPDFPageObj_GetStrokeWidth(drawn, width)
     matrix, count = drawn.get_matrix(), pdfium.FPDFPath_CountSegments(drawn)
     segments = [pdfium.FPDFPath_GetPathSegment(drawn, i) for i in range(min(count, _MAX_SEGMENTS))]
-    starts = [
-        i for i, each in enumerate(segments) if pdfium.FPDFPathSegment_GetType(each) == pdfium.FPDF_SEGMENT_MOVETO
-    ]
+    kinds = enumerate(map(pdfium.FPDFPathSegment_GetType, segments))
+    starts = [i for i, kind in kinds if kind == pdfium.FPDF_SEGMENT_MOVETO]
     half = max(width.value * math.sqrt(abs(matrix.a * matrix.d - matrix.b * matrix.c)), _MIN_WIDTH) / 2
     for start, end in pairwise([*starts, len(segments)]):
         xs, ys = _corners(segments[start:end])
@@ -117,11 +116,8 @@ def _is_cover(drawn: pypdfium2.PdfObject) -> bool:
     fill, stroke, color = ctypes.c_int(), ctypes.c_int(), [ctypes.c_uint() for _ in range(4)]
     pdfium.FPDFPath_GetDrawMode(drawn, fill, stroke)
     count, (a, b, c, d, *_) = pdfium.FPDFPath_CountSegments(drawn), drawn.get_matrix().get()
-    if (
-        fill.value == pdfium.FPDF_FILLMODE_NONE
-        or not 4 <= count <= 5
-        or max(abs(b), abs(c)) > 1e-6 < max(abs(a), abs(d))
-    ):
+    is_turned = max(abs(b), abs(c)) > 1e-6 < max(abs(a), abs(d))
+    if fill.value == pdfium.FPDF_FILLMODE_NONE or not 4 <= count <= 5 or is_turned:
         return False
     xs, ys = _corners(pdfium.FPDFPath_GetPathSegment(drawn, i) for i in range(count))
     around: pypdfium2.PdfObject | None = drawn

@@ -87,11 +87,8 @@ def _row_glyphs(cells: dict[_Cell, list[Glyph]]) -> list[Glyph]:
         return []
     texts = ["\t".join(" ".join(lines_of(cell)).replace("\t", " ") for cell in row) for row in rows]
     glyphs = [*chain(*cells.values())]
-    first, x, end = (
-        min(glyphs, key=lambda glyph: glyph.order),
-        min(glyph.x for glyph in glyphs),
-        max(glyph.end for glyph in glyphs),
-    )
+    first = min(glyphs, key=lambda glyph: glyph.order)
+    x, end = min(glyph.x for glyph in glyphs), max(glyph.end for glyph in glyphs)
     return [first._replace(text=text, x=x, y=-top - first.size, end=end) for text, top in zip(texts, tops, strict=True)]
 
 

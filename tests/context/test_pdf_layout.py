@@ -316,23 +316,50 @@ def test_words_are_as_wide_as_their_font_says(words, widths, kerning, space):
     assert read(pdf(content, page=page, objects={100: font.replace(",", "")})) == " ".join(words)
 
 
-def test_digits_are_as_wide_as_drawn_where_a_font_has_small_ones_too():
-    """Of two glyphs of a digit, pdfium gives the width of one."""
+def embedded_pdf(content: str, glyphs: dict[int, str], widths: dict[int, int]) -> bytes:
+    """Write content in DejaVu Sans, whose glyphs have these characters, and these widths by a thousandth of an em."""
     file = (Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts/ttf/DejaVuSans.ttf").read_bytes()
-    names = "2 beginbfchar <0014> <0032> <0015> <0032> endbfchar"
+    names = "".join(f"<{glyph:04x}> <{ord(character):04x}>" for glyph, character in glyphs.items())
     system = "/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> /CIDToGIDMap /Identity"
     box = "/Flags 4 /FontBBox [0 0 1000 1000] /ItalicAngle 0 /Ascent 900 /Descent -200 /StemV 80"
     entries = "/Encoding /Identity-H /DescendantFonts [101 0 R] /ToUnicode 102 0 R"
-    widths = "/W [20 [636 300]] /FontDescriptor 103 0 R"
+    system += f" /W [{''.join(f'{glyph} [{width}]' for glyph, width in widths.items())}]"
+    space = "1 begincodespacerange <0000> <ffff> endcodespacerange"
     fonts = {
         100: f"<< /Type /Font /Subtype /Type0 /BaseFont /X {entries} >>",
-        101: f"<< /Type /Font /Subtype /CIDFontType2 /BaseFont /X {system} {widths} >>",
-        102: stream(f"begincmap 1 begincodespacerange <0000> <ffff> endcodespacerange {names} endbfchar endcmap"),
+        101: f"<< /Type /Font /Subtype /CIDFontType2 /BaseFont /X {system} /FontDescriptor 103 0 R >>",
+        102: stream(f"begincmap {space} {len(glyphs)} beginbfchar {names} endbfchar endcmap"),
         103: f"<< /Type /FontDescriptor /FontName /X {box} /FontFile2 104 0 R >>",
         104: stream(file.decode("latin-1"), f"/Length1 {len(file)}"),
     }
+    return pdf(content, page="/Resources << /Font << /F1 100 0 R >> >>", objects=fonts)
+
+
+def test_digits_are_as_wide_as_drawn_where_a_font_has_small_ones_too():
+    """Of two glyphs of a digit, pdfium gives the width of one."""
     content = "BT /F1 12 Tf 72 700 Td <0014> Tj <0014> Tj ET"
-    assert read(pdf(content, page="/Resources << /Font << /F1 100 0 R >> >>", objects=fonts)) == "22"
+    assert read(embedded_pdf(content, {20: "2", 21: "2"}, {20: 636, 21: 300})) == "22"
+
+
+@pytest.mark.parametrize(
+    ("turn", "before", "script", "after", "shown"),
+    [
+        ("1 0 0 1", "10", {2896: "5"}, " and 2", "10⁵ and 2"),
+        ("0 1 -1 0", "5m", {116: "2"}, ", 2m", "5m², 2m"),
+        ("-1 0 0 -1", "1990", {123: "1", 117: "3"}, ".", "1990¹³."),
+        ("1 0 0 1", "", {123: "1"}, "343", "¹343"),
+        ("1 0 0 1", "log", {15: "2"}, "8", "log₂8"),  # a comma is low enough
+    ],
+)
+def test_small_digits_of_a_font_are_scripts(turn, before, script, after, shown):
+    """As OpenType's `sups` and `subs` draw them: other glyphs of the same digits, on the line and in its size."""
+    plain = [{ord(character) - 29: character} for character in before + after]  # as DejaVu Sans numbers its glyphs
+    parts = [*plain[: len(before)], script, *plain[len(before) :]]
+    codes = "".join(f"{glyph:04x}" for part in parts for glyph in part)
+    glyphs = {glyph: character for part in parts for glyph, character in part.items()}
+    widths = dict.fromkeys(glyphs, 600) | dict.fromkeys(script, 401)
+    content = f"BT /F1 12 Tf {turn} 300 400 Tm <{codes}> Tj ET"
+    assert read(embedded_pdf(content, glyphs, widths)) == shown
 
 
 def test_documents_are_read_by_several_threads():
