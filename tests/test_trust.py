@@ -256,3 +256,23 @@ def test_a_generation_configuration_says_what_single_options_say(model, policy, 
     config = GenerationConfig(max_new_tokens=7, do_sample=True, temperature=3.0)
     sampled = answer(generation_config=config)
     assert sampled == answer(max_new_tokens=7, do_sample=True, temperature=3.0) != greedy
+
+
+@pytest.mark.parametrize("trained", ["", "v_proj"])
+def test_gradients_over_kept_entries_are_refused_and_those_of_a_prompt_are_the_models(model, trained):
+    model = tiny_llama(0, torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    prompt, new = ids(20), ids(4, 1)
+    gradients = []
+    for make in (transformers.DynamicCache, lambda: RaggedCache(model, method="knorm", retention=0.5)):
+        model.zero_grad()
+        model(prompt, past_key_values=(cache := make())).logits.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    for expected, own in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, expected)
+    loss = model(new, past_key_values=cache).logits.square().sum()
+    with pytest.raises(CacheError, match="gradients do not pass through a compressed cache"):
+        loss.backward()
+    with torch.no_grad():  # the cache is as it was
+        assert model(new, past_key_values=cache).logits.isfinite().all()

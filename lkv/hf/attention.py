@@ -277,7 +277,26 @@ def _attend(
         else lambda: model_attention()[0]
     )
     attend = layer.attend_again if is_reader else layer.attend
-    return attend(query, key, value, mask, scale, attend_full), None
+    reads_entries = not layer.is_before_eviction
+    out = attend(query, key, value, mask, scale, attend_full)
+    if reads_entries and any(x.requires_grad for x in (query, key, value)):
+        out = _NoGradients.apply(out, query, key, value)
+    return out, None
+
+
+class _NoGradients(torch.autograd.Function):
+    """Refuses gradients of attention over kept entries: entries are detached from the pass that made them."""
+
+    @staticmethod
+    def forward(context: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> None:
+        raise CacheError(
+            "gradients do not pass through a compressed cache, whose entries are detached; train without it, or read "
+            "under torch.no_grad()."
+        )
 
 
 def _are_weights_collected() -> bool:
