@@ -26,17 +26,18 @@ def test_the_pages_are_those_of_the_result_files(capsys):
     ],
 )
 def test_another_figure_is_found(tmp_path, monkeypatch, name, figure, message):
-    for page in ("README.md", "docs/results.md", "docs/claims.md", "docs/methods.md", "docs/guides/memory.md"):
+    pages = [path.relative_to(readme.ROOT).as_posix() for path in readme.PAGES]
+    for page in (*pages, "docs/claims.md", "docs/methods.md"):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         text = (readme.ROOT / page).read_text(encoding="utf-8")
         if page == name:
             assert re.search(figure, text)
             text = re.sub(figure, lambda match: match[0].translate(_OTHER), text, count=1)
         (tmp_path / page).write_text(text, encoding="utf-8")
-    pages = tuple(tmp_path / path.relative_to(readme.ROOT) for path in readme.PAGES)
+    copies = tuple(tmp_path / page for page in pages)
     monkeypatch.setattr(readme, "ROOT", tmp_path)
-    monkeypatch.setattr(readme, "PAGES", pages)
-    monkeypatch.setattr(readme, "CHECKED_PAGES", (*pages, tmp_path / "docs" / "claims.md"))
+    monkeypatch.setattr(readme, "PAGES", copies)
+    monkeypatch.setattr(readme, "CHECKED_PAGES", (*copies, tmp_path / "docs" / "claims.md"))
     with pytest.raises(SystemExit, match=message):
         readme.main(["--check"])
 
