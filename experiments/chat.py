@@ -48,15 +48,15 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
     source = random.Random(options.seed * 100_000 + number)
     places = source.sample([(thing, town) for thing in _THINGS for town in _TOWNS], 8)
     keys = [str(source.randint(100, 999)) for _ in places]
-    told = [f"In {b}, the number of the {a} key is {key}." for (a, b), key in zip(places, keys, strict=True)]
-    text = insert_sentences(source, invent(source, options.sentences), told[:4])
+    statements = [f"In {b}, the number of the {a} key is {key}." for (a, b), key in zip(places, keys, strict=True)]
+    text = insert_sentences(source, invent(source, options.sentences), statements[:4])
     spec, tokens = patch_attention(subject.model).spec, len(encode_context(subject.tokenizer, text))
     full_nbytes = KVShape(spec.layers * spec.kv_heads, spec.head_dim, 2).reference_nbytes(tokens)
     bound: dict[str, Any] = {"method": name, "memory": int(options.memory * full_nbytes), "decode_eviction": True}
     bound = {"retention": 1.0} if name == FULL else bound
     context = compress(subject.model, subject.tokenizer, text, policy=subject.policy, **bound)
     chat, seconds, most = Chat(context), [], 0
-    for sentence in told[4:]:
+    for sentence in statements[4:]:
         chat.ask(f"Remember this: {sentence}", 8)
     for turn in range(options.turns):
         started, tokens = time.process_time(), chat.cache.get_seq_length()

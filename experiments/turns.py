@@ -3,9 +3,9 @@
 python -m experiments.turns --data FOLDER    (FOLDER is the evaluation folder; writes turns.json)
 python -m experiments.turns --data FOLDER --model NAME    (turns-NAME.json)
 
-As many facts as there are `--turns` are hidden in a tale, and each is asked for once. The answers are those of the full
-cache. Methods compress the text once, before the first question; "METHOD, anew" compresses the text with all earlier
-questions and answers before each question. Budgets are shares of the bytes of the 16-bit cache of what is compressed.
+As many facts as there are `--turns` are hidden in a tale, and each is asked for once. The answers are the full
+cache's. Methods compress the text once, before the first question; "METHOD, anew" compresses the text with all earlier
+questions and answers before each question. Budgets are shares of the bytes of the compressed tokens in 16 bits.
 """
 
 from pathlib import Path

@@ -95,8 +95,8 @@ def encode_images(
 def _check_images(model: PreTrainedModel, processor: object, images: object) -> int:
     """Return the id of the model's image tokens; raises PromptError if it or the processor reads no images."""
     if not isinstance(images, list | tuple) or not images:
-        given = "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
-        raise PromptError(f"images is {given}; give a list of images, such as those of PIL.")
+        kind = "empty" if isinstance(images, list | tuple) else f"a {type(images).__name__}"
+        raise PromptError(f"images is {kind}; give a list of images, such as those of PIL.")
     image_token = getattr(model.config, "image_token_id", None)
     if not isinstance(image_token, int):
         raise PromptError(
