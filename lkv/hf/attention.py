@@ -22,7 +22,7 @@ from lkv.hf.base_cache import NO_MASK
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import extend
 from lkv.hf.generate_hook import NO_WEIGHTS, wrap_generation
-from lkv.hf.masks import KeyOffset, Mask, attend_prompt, key_mask
+from lkv.hf.masks import KeyOffset, Mask, MaskOffset, attend_prompt, key_mask
 from lkv.hf.model_spec import ModelSpec
 from lkv.hf.position_hook import record_positions
 from lkv.hf.rotation import layer_rotations
@@ -218,6 +218,10 @@ def _mask(base: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     offset = kwargs.get("kv_offset", 0)
     if offset is NO_MASK:
         return None
+    if isinstance(offset, MaskOffset) and kwargs.get("dtype") == torch.float64:
+        # Eager attention adds the mask and computes the softmax in float32, in which the least float64 is -inf: rows
+        # of padding, which see nothing, would be NaN.
+        kwargs["dtype"] = torch.float32
     # Only SDPA can use a `key_mask` instead of a 4-D mask: eager attention adds its mask to the scores, flash attention
     # takes no 4-D mask, and models whose layers share k and v slice the rows of theirs.
     has_rows = getattr(kwargs.get("config"), "num_kv_shared_layers", 0) and kwargs.get("attention_mask") is not None

@@ -12,7 +12,7 @@ from lkv.errors import CacheError
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import count_tokens
 from lkv.hf.image_positions import ImageOffset
-from lkv.hf.masks import KeyOffset
+from lkv.hf.masks import KeyOffset, MaskOffset
 from lkv.hf.other_layers import OtherLayer, RecurrentLayer
 from lkv.hf.state import note_pending_layer, note_traced_layer, register_cache, take_pending_layer
 
@@ -160,7 +160,8 @@ class BaseCache(Cache):
             return 1, NO_MASK
         layer_idx = self._attention_index(layer_idx)
         length, offset = super().get_mask_sizes(query_length, layer_idx)
-        return length, KeyOffset(offset) if isinstance(self.layers[layer_idx], AttentionCacheLayer) else offset
+        is_key_mask_enough = isinstance(self.layers[layer_idx], AttentionCacheLayer)
+        return length, KeyOffset(offset) if is_key_mask_enough else MaskOffset(offset)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         """Return the number of tokens read so far; a tensor while a decode step is traced."""

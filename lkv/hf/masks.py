@@ -15,11 +15,15 @@ from lkv.kernels.causal_attention import causal_attention
 Mask = Tensor | None
 
 
-class KeyOffset(int):
-    """The position of the first key that a mask covers; marks cache layers for which `key_mask` is enough.
+class MaskOffset(int):
+    """The position of the first key that a mask covers; marks the layers of LKV caches.
 
     transformers passes it from the cache to the mask function, which sees neither the cache nor its layer.
     """
+
+
+class KeyOffset(MaskOffset):
+    """A `MaskOffset` of a layer for which `key_mask` is enough."""
 
 
 def key_mask(attention_mask: Tensor | None, queries: int, keys: int, offset: int) -> Tensor | None:
