@@ -18,8 +18,9 @@ from lkv.hf.attention import patch_attention, unpatch_attention
 from lkv.methods.budgets import Uniform
 from lkv.methods.method import Method
 from lkv.methods.selectors import Selector
-from tests.conftest import tiny_llama, uneven_policy
+from tests.conftest import present, tiny_llama, uneven_policy
 from tests.context.test_compression import TEXT, Words
+from tests.families import SERVED
 
 QUESTIONS = ("what is one ?", "and what now then ?", "who ?", "say it all again")
 
@@ -259,13 +260,15 @@ def test_a_generation_configuration_says_what_single_options_say(model, policy, 
 
 
 @pytest.mark.parametrize("trained", ["", "v_proj"])
-def test_gradients_over_kept_entries_are_refused_and_those_of_a_prompt_are_the_models(model, trained):
-    model = tiny_llama(0, torch.float64)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Gemma3n"])
+def test_gradients_over_kept_entries_are_refused_and_those_of_a_prompt_are_the_models(family, trained):
+    model = present(next(own for own in SERVED if own.name == family)).build()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
     prompt, new = ids(20), ids(4, 1)
     gradients = []
-    for make in (transformers.DynamicCache, lambda: RaggedCache(model, method="knorm", retention=0.5)):
+    caches = lambda: transformers.DynamicCache(config=model.config), lambda: RaggedCache(model, method="knorm")
+    for make in caches:
         model.zero_grad()
         model(prompt, past_key_values=(cache := make())).logits.square().sum().backward()
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
@@ -276,3 +279,18 @@ def test_gradients_over_kept_entries_are_refused_and_those_of_a_prompt_are_the_m
         loss.backward()
     with torch.no_grad():  # the cache is as it was
         assert model(new, past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3n"])
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [({"prompt_tokens": 20}, [12, 8]), ({"prompt_tokens": 20, "streaming": True}, [20]), ({"prompt_tokens": 16}, [20])],
+    ids=["second chunk", "streaming", "beyond the prompt"],
+)
+def test_gradients_of_a_prompt_that_is_not_read_in_one_pass_are_refused(family, options, passes):
+    model = present(next(own for own in SERVED if own.name == family)).build()
+    cache = RaggedCache(model, method="knorm", **options)
+    for part in ids(20).split(passes, 1):
+        loss = model(part, past_key_values=cache).logits.square().sum()
+    with pytest.raises(CacheError, match="on prompts that are read in one pass"):
+        loss.backward()

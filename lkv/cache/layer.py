@@ -119,7 +119,7 @@ class RaggedLayer(AttentionCacheLayer):
         # k in float32, while v, and so attention, is in half precision.
         key, value = (x.detach() if x.requires_grad else x for x in (key, value))
         key = key if key.dtype == value.dtype else key.to(value.dtype)
-        padding = self._context.shared.padding
+        padding, self.is_detached = self._context.shared.padding, self.get_seq_length() > 0
         if self.prompt_length:
             return self._extend(query, key, value, scale, padding.hidden_keys(mask, query.shape[2])).transpose(1, 2)
         if not self._context.config.request.streaming:
@@ -202,7 +202,7 @@ class RaggedLayer(AttentionCacheLayer):
         is not appended.
         """
         assert self.store is not None
-        dtype, new = value.dtype, key.shape[2]
+        dtype, new, self.is_detached = value.dtype, key.shape[2], True
         if padding is not None:
             padding = self._drop_padding(padding, new)
         is_over_budget = new > self.store.free_slots and self._make_space(new, scale, key.device)

@@ -281,15 +281,14 @@ def _attend(
         else lambda: model_attention()[0]
     )
     attend = layer.attend_again if is_reader else layer.attend
-    reads_entries = not layer.is_before_eviction
     out = attend(query, key, value, mask, scale, attend_full)
-    if reads_entries and any(x.requires_grad for x in (query, key, value)):
+    if layer.is_detached and any(x.requires_grad for x in (query, key, value)):
         out = _NoGradients.apply(out, query, key, value)
     return out, None
 
 
 class _NoGradients(torch.autograd.Function):
-    """Refuses gradients of attention over kept entries: entries are detached from the pass that made them."""
+    """Refuses gradients of attention over entries that are detached from the pass that made them."""
 
     @staticmethod
     def forward(context: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -298,8 +297,8 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> None:
         raise CacheError(
-            "gradients do not pass through a compressed cache, whose entries are detached; train without it, or read "
-            "under torch.no_grad()."
+            "gradients do not pass through a compressed cache, whose entries are detached: train without it, or on "
+            "prompts that are read in one pass, or read under torch.no_grad()."
         )
 
 

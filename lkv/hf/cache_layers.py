@@ -26,6 +26,8 @@ class AttentionCacheLayer(CacheLayerMixin):
     # Whether compiled models may run the layer through `lkv::extend`, and whether it is still reading the prompt.
     is_traceable = False
     is_before_eviction = True
+    # Whether the last attention was over entries that are detached from the pass that made them.
+    is_detached = False
 
     @abstractmethod
     def attend(
