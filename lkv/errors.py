@@ -4,6 +4,8 @@ Every error that LKV raises on purpose derives from `LkvError`. Its message is o
 what is allowed and how to fix it; the command line prints that sentence and exits with status 2.
 """
 
+import math
+import operator
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -147,6 +149,20 @@ def check_retention(retention: float) -> float:
             "use 0.15 to keep 15%, or 1.0 to keep everything."
         )
     return value
+
+
+def check_count(value: object, error: LkvError, least: float = 1, most: float = math.inf) -> int:
+    """Return a whole number of any type, such as NumPy's, as an int.
+
+    Raises `error` for booleans, numbers of other types and numbers outside `least` to `most`.
+    """
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error from None
+    if not least <= count <= most or "bool" in str(getattr(value, "dtype", type(value))):
+        raise error
+    return count
 
 
 def describe_invalid_value(error: "ValidationError", names: Iterable[str], prefix: str = "") -> str:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lkv.cache.cache_config import CacheConfig, SharedState
 from lkv.cache.layer import RaggedLayer
 from lkv.cache.ragged_store import KVStore
-from lkv.errors import CacheError
+from lkv.errors import CacheError, check_count
 from lkv.hf.cache_argument import NAMES, cache_argument, find_cache
 from lkv.hf.image_positions import ImageOffset, following_positions
 from lkv.hf.model_spec import ModelSpec
@@ -68,8 +68,8 @@ def graphed_forward(model: PreTrainedModel, cache: ReplayableCache, tokens: int)
 
     Raises CacheError if `tokens` is not a positive number.
     """
-    if type(tokens) is not int or not 1 <= tokens <= MAX_COUNT:
-        raise CacheError(f"max_new_tokens is {tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}.")
+    problem = f"max_new_tokens is {tokens!r}, but it is a number of tokens: give one from 1 to {MAX_COUNT}."
+    tokens = check_count(tokens, CacheError(problem), 1, MAX_COUNT)
     step, plain = GraphedStep(model, cache, tokens), current_method(model, "forward")
 
     @functools.wraps(plain)

@@ -17,7 +17,7 @@ from lkv.cache.layer import RaggedLayer
 from lkv.cache.pass_checks import PassTracker, check_pass, check_rewind, take_prompt_images
 from lkv.cache.read_again import ReadAgainLayer
 from lkv.cache.tiers import check_width
-from lkv.errors import CacheError
+from lkv.errors import CacheError, check_count
 from lkv.hf.attention import patch_attention
 from lkv.hf.base_cache import BaseCache
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
@@ -250,11 +250,8 @@ class RaggedCache(BaseCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` copies of each row. Raises CacheError for less than one."""
-        if type(repeats) is not int or not 1 <= repeats <= MAX_COUNT:
-            raise CacheError(
-                f"repeats is {repeats!r}, but it is the number of copies of each row: give a whole number from 1 to "
-                f"{MAX_COUNT}."
-            )
+        limits = f"the number of copies of each row: give a whole number from 1 to {MAX_COUNT}."
+        repeats = check_count(repeats, CacheError(f"repeats is {repeats!r}, but it is {limits}"), 1, MAX_COUNT)
         rows = torch.arange(self.ragged_layers[0].row_count, device="cpu")
         self.reorder_cache(rows.repeat_interleave(repeats))
 

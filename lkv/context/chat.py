@@ -17,7 +17,7 @@ from lkv.context.generation import (
     stream_text,
 )
 from lkv.context.input_checks import check_text
-from lkv.errors import CacheError
+from lkv.errors import CacheError, check_count
 from lkv.hf.cache_layers import crop_to
 from lkv.utils.prompts import decode_tail, encode_next_question, encode_question
 
@@ -85,8 +85,8 @@ class Chat:
             CacheError: If there are fewer, or the cache evicts from turns.
         """
         with self._context._exclusive():
-            if type(turns) is not int or not 0 <= turns <= len(self.turns):
-                raise CacheError(f"{turns!r} turns cannot be undone: there are {len(self.turns)}; give 0 to that.")
+            problem = f"{turns!r} turns cannot be undone: there are {len(self.turns)}; give 0 to that."
+            turns = check_count(turns, CacheError(problem), 0, len(self.turns))
             if turns and not self.cache.is_rewindable:
                 raise CacheError(
                     "decode_eviction has evicted from text and turns together, so no turn can be removed; go back to a "

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lkv.cache.full_cache import FullCache
-from lkv.errors import CacheError, PromptError
+from lkv.errors import CacheError, PromptError, check_count
 from lkv.hf.attention import input_device
 from lkv.hf.cache_argument import NAMES, cache_argument
 from lkv.hf.image_positions import following_positions
@@ -71,7 +71,7 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
         if options.get(name) is not None and not is_one(options[name]):
             raise CacheError(f"{name} is {options[name]!r}; give {remedy}, or leave it out.")
     temperature = requested_option(options, "temperature")
-    is_positive = isinstance(temperature, int | float) and temperature > 0
+    is_positive = isinstance(temperature, Real) and float(temperature) > 0
     if requested_option(options, "do_sample") and temperature is not None and not is_positive:
         raise CacheError(
             f"temperature is {temperature!r}, but sampling divides by it: give one above 0, or leave do_sample out for "
@@ -83,9 +83,10 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
             f"{' and '.join(ignored)} would change nothing, because answers are greedy by default: add do_sample=True, "
             f"or leave {'them' if ignored[1:] else 'it'} out."
         )
-    counts = [requested_option(options, name) for name in _COUNTS]
-    if any(count is not None and (type(count) is not int or count != 1) for count in counts):
-        raise CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
+    problem = CacheError("ask() gives one answer by greedy decoding or sampling; for beams use model.generate.")
+    for name in _COUNTS:
+        if (count := requested_option(options, name)) is not None:
+            check_count(count, problem, 1, 1)
     if isinstance(cache, FullCache) and is_assisted(model, options):
         raise CacheError(
             "transformers' assisted decoding fails on an uncompressed cache that holds a text; leave "
@@ -122,8 +123,9 @@ def answer_length(
     """
     if max_new_tokens is None:
         max_new_tokens = requested_option(options or {}, "max_new_tokens")
-    if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
-        raise PromptError(f"max_new_tokens is {max_new_tokens!r}; give a whole number of tokens, 1 or more.")
+    if max_new_tokens is not None:
+        problem = f"max_new_tokens is {max_new_tokens!r}; give a whole number of tokens, 1 or more."
+        max_new_tokens = check_count(max_new_tokens, PromptError(problem))
     length, free = max_new_tokens or 1, longest_answer(model, tokens)
     if free < length:
         advice = f"ask for at most {free} new tokens" if free > 0 else "shorten the question or the text"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lkv.context.input_checks import image_of
 from lkv.context.protection import Span, protected_tokens
-from lkv.errors import PromptError
+from lkv.errors import PromptError, check_count
 from lkv.hf.attention import input_device
 from lkv.utils.prompts import Conversation, chat_template_parts, content_parts, context_parts, encode_context
 
@@ -148,8 +148,9 @@ def protected_in_images(
         return [place for place, own in enumerate(is_image) if own]
     if isinstance(spans, str) or not isinstance(spans, Sequence):
         raise PromptError(f"protect is {spans!r}; give 'images', or a list of words and of numbers of images.")
-    found = {place for span in spans if type(span) is int for place in _image_places(is_image, span, images)}
-    words: list[Span] = [span for span in spans if type(span) is not int]
+    words: list[Span] = [span for span in spans if not hasattr(span, "__index__")]
+    numbers = [span for span in spans if hasattr(span, "__index__")]
+    found = {place for number in numbers for place in _image_places(is_image, number, images)}
     tokenizer = text_tokenizer(processor)
     plain = encode_context(tokenizer, text, system)
     same_start, same_end = _common_start(ids, plain), _common_start(ids[::-1], plain[::-1])
@@ -166,8 +167,8 @@ def protected_in_images(
 def _image_places(is_image: list[bool], number: int, images: int) -> range:
     """Return the tokens of one of `images` images; PromptError if it does not exist or is in several parts."""
     starts = [place for place, own in enumerate(is_image) if own and not (place and is_image[place - 1])]
-    if not 0 <= number < images:
-        raise PromptError(f"protect names image {number}, but there are {images} images; count them from 0.")
+    problem = f"protect names image {number}, but there are {images} images; count them from 0."
+    number = check_count(number, PromptError(problem), 0, images - 1)
     if len(starts) != images:
         raise PromptError(
             f"protect names image {number}, but the tokens of {images} images are in {len(starts)} parts, because the "

@@ -1,12 +1,13 @@
 """Protected spans: parts of a text whose tokens every head keeps."""
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lkv.errors import PromptError
+from lkv.errors import PromptError, check_count
 from lkv.utils.prompts import (
     Conversation,
     Tools,
@@ -125,9 +126,10 @@ def _find(span: object, text: str, parts: list[tuple[int, str]]) -> Iterator[tup
             raise PromptError(f"the text does not contain {span[:60]!r}, which protect names; copy it from there.")
         yield from ((start, start + len(span)) for start in starts)
         return
-    if not (isinstance(span, tuple | list) and len(span) == 2 and all(type(end) is int for end in span)):
-        raise PromptError(f"the protected span {span!r} is neither words of the text nor (start, end) in characters.")
-    start, end = span
+    problem = f"the protected span {span!r} is neither words of the text nor (start, end) in characters."
+    if not isinstance(span, tuple | list) or len(span) != 2:
+        raise PromptError(problem)
+    start, end = (check_count(place, PromptError(problem), -math.inf) for place in span)
     if not 0 <= start < end <= len(text):
         raise PromptError(
             f"the protected span {(start, end)} is empty or outside of the text, which has {len(text)} characters; "

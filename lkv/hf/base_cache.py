@@ -1,5 +1,6 @@
 """BaseCache: the base class of all LKV caches. `state` describes how attention finds their layers."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from lkv.errors import CacheError
+from lkv.errors import CacheError, check_count
 from lkv.hf.cache_layers import AttentionCacheLayer
 from lkv.hf.compiled import count_tokens
 from lkv.hf.image_positions import ImageOffset
@@ -181,8 +182,8 @@ class BaseCache(Cache):
 
         Raises CacheError for a positive number, a length to keep: assisted decoding passes it before transformers 5.17.
         """
-        if isinstance(tokens_to_remove, bool) or not hasattr(tokens_to_remove, "__index__"):
-            raise CacheError(f"crop({tokens_to_remove!r}) is not a number of tokens to cut: give a whole one <= 0.")
+        problem = f"crop({tokens_to_remove!r}) is not a number of tokens to cut: give a whole one <= 0."
+        tokens_to_remove = check_count(tokens_to_remove, CacheError(problem), -math.inf)
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop({tokens_to_remove}) is not a number of tokens to cut: give one <= 0. If assisted decoding did "

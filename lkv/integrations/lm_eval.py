@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from lkv.context.compression import compress_ids
 from lkv.context.context import Context
-from lkv.errors import DEFAULT_RETENTION, IntegrationError, PromptError
+from lkv.errors import DEFAULT_RETENTION, IntegrationError, PromptError, check_count
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import cache_argument, find_cache
 from lkv.hf.positions import check_frequencies
@@ -63,8 +63,8 @@ class ContextSplit:
     def __post_init__(self) -> None:
         if self.context_field is not None and self.question_marker is not None:
             raise IntegrationError("context_field and question_marker both define the end of the context: give one.")
-        if type(self.window) is not int or self.window < 1:
-            raise IntegrationError(f"window is {self.window!r}, but a question has at least one token: give 1 or more.")
+        problem = f"window is {self.window!r}, but a question has at least one token: give 1 or more."
+        object.__setattr__(self, "window", check_count(self.window, IntegrationError(problem)))
         try:
             re.compile(self.question_marker or "")
         except (re.error, TypeError) as error:
@@ -171,14 +171,13 @@ class LKVLM(HFLM):
                 "--model lkv takes decoders that compute in the dtype of their weights: leave out backend and "
                 "mixed_precision_dtype, and give dtype=bfloat16, for example."
             )
-        if type(min_context) is not int or min_context < 1:
-            raise IntegrationError(f"min_context is {min_context!r}, but it is a number of tokens: give 1 or more.")
+        problem = f"min_context is {min_context!r}, but it is a number of tokens: give 1 or more."
         self._split = ContextSplit(**_take(options, "context_field", "question_marker", "window"))
         is_full = options.get("method") == FULL
         if is_full:
             options.pop("retention", None)  # it keeps everything
         self._request = CompressionRequest(**_take(options, "method", "retention", "policy", "bits"))
-        self._min_context = min_context
+        self._min_context = check_count(min_context, IntegrationError(problem))
         loading = {"use_safetensors": True} if isinstance(pretrained, str) else {}
         super().__init__(pretrained, batch_size=1, **loading | options)
         patch_attention(self.model)

@@ -12,9 +12,11 @@ from lkv.errors import (
     DEFAULT_RETENTION,
     BudgetError,
     CacheError,
+    LkvError,
     PolicyFileError,
     PromptError,
     RetentionError,
+    check_count,
 )
 from lkv.hf.attention import patch_attention
 from lkv.kernels import BITS_BY_NAME
@@ -127,16 +129,20 @@ class CompressionRequest:
         for name, flag in (("streaming", self.streaming), ("decode_eviction", self.decode_eviction)):
             if not isinstance(flag, bool):
                 raise CacheError(f"{name} is {flag!r}, but it is either True or False.")
-        if self.slack is not None and (type(self.slack) is not int or not 0 <= self.slack <= MAX_COUNT):
-            raise CacheError(
-                f"slack is {self.slack!r}, but it is a number of tokens: give one from 0 to {MAX_COUNT}, or None."
-            )
-        if self.chunk is not None and (type(self.chunk) is not int or self.chunk < 1):
-            raise PromptError(f"chunk is {self.chunk!r}, but a part of the text has at least one token.")
-        if self.prompt_tokens is not None and (type(self.prompt_tokens) is not int or self.prompt_tokens < 1):
-            raise CacheError(f"prompt_tokens is {self.prompt_tokens!r}, but a prompt has at least one token.")
-        if self.bits is not None and (type(self.bits) not in (int, str) or self.bits not in BITS_BY_NAME):
-            raise CacheError(f"bits is {self.bits!r}, but it must be one of {', '.join(map(repr, BITS_BY_NAME))}.")
+        slots = f"it is a number of tokens: give one from 0 to {MAX_COUNT}, or None"
+        self._convert("slack", slots, CacheError, 0, MAX_COUNT)
+        self._convert("chunk", "a part of the text has at least one token", PromptError)
+        self._convert("prompt_tokens", "a prompt has at least one token", CacheError)
+        precisions = f"it must be one of {', '.join(map(repr, BITS_BY_NAME))}"
+        if not isinstance(self.bits, str):
+            self._convert("bits", precisions, CacheError)
+        if self.bits not in (None, *BITS_BY_NAME):
+            raise CacheError(f"bits is {self.bits!r}, but {precisions}.")
+
+    def _convert(self, name: str, problem: str, error: type[LkvError], *bounds: int) -> None:
+        """Convert the count `name` to an int as `check_count` does."""
+        if (value := getattr(self, name)) is not None:
+            object.__setattr__(self, name, check_count(value, error(f"{name} is {value!r}, but {problem}."), *bounds))
 
     def with_default_memory(self) -> Self:
         """Return the request with the default memory budget if it sets no memory, retention, budget_tokens or bits."""

@@ -11,9 +11,10 @@ import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
-from lkv.errors import DEFAULT_RETENTION, PolicyFileError, RetentionError, check_retention
+from lkv.errors import DEFAULT_RETENTION, PolicyFileError, RetentionError, check_count, check_retention
 from lkv.kernels import FP8, QUANTIZED_BITS
 
 NORM_BITS = 16  # of an entry's k, and of its v
@@ -43,8 +44,9 @@ class RetentionTarget:
     def __post_init__(self) -> None:
         # Converted from any numeric type to float, so that it can be saved.
         object.__setattr__(self, "retention", check_retention(self.retention))
-        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
-            raise RetentionError(f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1.")
+        if self.tokens is not None:
+            problem = f"budget_tokens is {self.tokens!r}, but a head keeps a whole number of tokens >= 1."
+            object.__setattr__(self, "tokens", check_count(self.tokens, RetentionError(problem)))
 
     def share(self, tokens: int) -> float:
         """Return the fraction of a text's `tokens` unprotected tokens to keep, in [0, 1]."""
@@ -81,8 +83,8 @@ class MemoryTarget:
         """Read 0.1, "10%", 200_000_000 or "200MB". Raises RetentionError for anything else."""
         number: float | None = None
         unit = None
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            number = value
+        if isinstance(value, Real) and not isinstance(value, bool):
+            number = int(value) if isinstance(value, Integral) else float(value)
         elif isinstance(value, str) and (match := _MEMORY_TEXT.fullmatch(value.lower())):
             with suppress(ValueError):
                 number = float(match[1]) / 100 if match[2] else float(match[1]) * _BYTE_UNITS[match[3] or ""]
@@ -91,7 +93,7 @@ class MemoryTarget:
             raise RetentionError(f"memory is {value!r}; {_MEMORY_HELP}.")
         if number <= 1 and not (unit and unit != "%"):
             return cls(share=float(number))
-        is_whole = isinstance(value, int) if unit is None else unit or number % 1 == 0
+        is_whole = isinstance(value, Integral) if unit is None else unit or number % 1 == 0
         if unit == "%" or not 1 <= number < 2**60 or not is_whole:
             raise RetentionError(
                 f"memory is {value!r}, more than the 16-bit cache or no number of bytes; {_MEMORY_HELP}."

@@ -12,12 +12,14 @@ from packaging.version import Version
 from transformers import GenerationConfig, TextStreamer
 
 import lkv
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.chat import Chat
 from lkv.context.compress_prefill import compress_prefill
 from lkv.context.compression import compress
 from lkv.context.context import Context
-from lkv.errors import CacheError, ContextFileError, PromptError, RetentionError
+from lkv.errors import CacheError, ContextFileError, LkvError, PromptError, RetentionError
 from lkv.hf.spec import inspect_model
+from lkv.methods.targets import MemoryTarget
 from lkv.policy.policy import Policy
 from lkv.utils.prompts import encode_question
 from tests.conftest import tiny_llama
@@ -154,6 +156,41 @@ def test_a_retention_of_another_kind_of_number_is_saved(model, policy, tmp_path)
     context = compress(model, Words(), TEXT, retention=np.float32(0.25), policy=policy)
     context.save(tmp_path / "text.kv")
     assert Context.load(tmp_path / "text.kv", model, Words()).metadata["retention"] == 0.25
+
+
+def test_counts_are_whole_numbers_of_any_type(model, policy, tmp_path):
+    def use(count):
+        options = {"budget_tokens": count(12), "chunk": count(8), "slack": count(5), "bits": count(8)}
+        context = compress(model, Words(), TEXT, policy=policy, **options)
+        context.save(tmp_path / "text.kv")
+        saved = Context.load(tmp_path / "text.kv", model, Words())
+        answers = [*saved.batch_ask(["what ?"] * 2, count(3)), saved.ask("what ?", count(5), num_beams=count(1))]
+        chat = Chat(saved)
+        answers += [chat.ask("what ?", count(3)), "".join(chat.stream("who ?", count(4)))]
+        chat.undo(count(1))
+        cache = RaggedCache(model, method="knorm", prompt_tokens=count(20))
+        with cache.graphed(model, count(8)):
+            model.generate(torch.arange(3, 23)[None], past_key_values=cache, max_new_tokens=4)
+        cache.crop(count(-2))
+        cache.batch_repeat_interleave(count(2))
+        return answers, saved.metadata, len(chat.turns), cache.get_seq_length(), cache.nbytes()
+
+    expected = use(int)
+    assert use(np.int64) == expected == use(torch.tensor)
+    assert MemoryTarget.parse(np.int64(9000)) == MemoryTarget.parse(9000)
+    assert MemoryTarget.parse(np.float32(0.5)) == MemoryTarget.parse(0.5)
+
+
+@pytest.mark.parametrize(
+    "count", [2.0, True, np.float32(2), np.bool_(True), torch.tensor(True), torch.tensor(2.0)], ids=repr
+)
+def test_counts_are_no_booleans_and_no_other_numbers(model, count):
+    context = compress(model, Words(), TEXT, method="knorm")
+    with pytest.raises(PromptError, match="max_new_tokens is"):
+        context.ask("what ?", count)
+    for name in ("chunk", "slack", "bits", "budget_tokens"):
+        with pytest.raises(LkvError, match=f"{name} is"):
+            compress(model, Words(), TEXT, method="knorm", **{name: count})
 
 
 @pytest.mark.parametrize("method", ["lkv", "full"])

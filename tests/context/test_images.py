@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -186,7 +187,9 @@ def test_images_and_words_are_protected(qwen):
     ids, kept = kept_positions(model, processor, images=pictures(), protect="images")
     places = {place for place, token in enumerate(ids) if token == image}
     assert len(places) == 8 + 12 and places <= kept
-    ids, kept = kept_positions(model, processor, images=pictures(), protect=[1, "text that", (0, 3)], system="Be kind.")
+    ids, kept = kept_positions(
+        model, processor, images=pictures(), protect=[np.int64(1), "text that", (0, 3)], system="Be kind."
+    )
     second = [place for place, token in enumerate(ids) if token == image][8:]
     text = processor.tokenizer.decode(ids[second[-1] + 2 :])
     start = second[-1] + 2 + text.index("text that")
