@@ -150,9 +150,13 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     start = data[:8192].decode("latin-1").removeprefix("\xef\xbb\xbf")
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
     declared = _CHARSET.search(_NO_DECLARATION.sub("", start)) if is_declaring else None
-    text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None)
-    is_page = _PAGE_START.match(text[:4096]) and not name.lower().endswith(_TEXT_SUFFIXES)
-    if not is_html and (not is_page or _SERVER_CODE.search(_NO_DECLARATION.sub("", text))):
+
+    def is_page(text: str) -> bool:
+        begins_as_one = _PAGE_START.match(text[:4096]) and not name.lower().endswith(_TEXT_SUFFIXES)
+        return is_html or bool(begins_as_one and not _SERVER_CODE.search(_NO_DECLARATION.sub("", text)))
+
+    text, skipped = decode_text(data, name, (declared[1] or declared[2]).lower() if declared else None, is_page)
+    if not is_page(text):
         return text, skipped
     require("documents", "reading HTML", ["selectolax"])
     from lkv.context.html_text import html_text

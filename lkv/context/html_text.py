@@ -109,7 +109,7 @@ class _Renderer:
     def render(self, page: str) -> None:
         from selectolax.lexbor import LexborHTMLParser
 
-        parser = LexborHTMLParser(page.replace("\0", ""))
+        parser = LexborHTMLParser(page)
         self._sheets = StyleSheets(parser, page)
         self._counters = Counters(self._sheets.style)
         root = parser.root

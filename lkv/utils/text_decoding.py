@@ -2,6 +2,7 @@
 
 import codecs
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lkv.errors import DocumentError
@@ -39,11 +40,14 @@ class Document(NamedTuple):
     skipped: list[str]
 
 
-def decode_text(data: bytes, name: str, declared: str | None = None) -> Document:
+def decode_text(
+    data: bytes, name: str, declared: str | None = None, may_hold_nuls: Callable[[str], bool] = lambda text: False
+) -> Document:
     """Decode a document.
 
     A byte order mark takes precedence. Then UTF-8 is tried, because valid UTF-8 almost always is UTF-8 even if another
-    encoding is declared. Then the declared encoding is tried, and last the best detected one.
+    encoding is declared. Then the declared encoding is tried, and last the best detected one. `may_hold_nuls` is called
+    with a text that has some NULs; others are no text.
 
     Raises:
         DocumentError: For bytes that are not text.
@@ -54,14 +58,23 @@ def decode_text(data: bytes, name: str, declared: str | None = None) -> Document
     decoded = _replace_unreadable(data, _MARKS[mark]) if mark else None
     decoded = decoded or _decode_wide(data, name) or (None if is_seven_bit else _replace_unreadable(data, "utf-8"))
     decoded = decoded or _decode_declared(data, name, declared)
-    if decoded is None and b"\0" not in data:
-        decoded = _decode_as_detected(data, name)
+    if decoded is None:
+        raw = data.decode("latin-1")
+        if "\0" not in raw or (_has_few_nuls(raw) and may_hold_nuls(raw)):
+            decoded = _decode_as_detected(data.replace(b"\0", b""), name)
     text = "\0" if decoded is None else decoded.text
+    if "\0" in text and _has_few_nuls(text) and may_hold_nuls(text):
+        text = text.replace("\0", "")
     if decoded is None or "\0" in text or len(_CONTROLS.findall(text)) > _MAX_CONTROLS * len(text):
         raise DocumentError(
             f"{name} cannot be read as text ({_describe_problem(data)}); save it as UTF-8 text, Markdown, HTML or PDF."
         )
     return decoded
+
+
+def _has_few_nuls(text: str) -> bool:
+    """Return whether NULs are rare but for those at the end, which fill up files."""
+    return text.rstrip("\0").count("\0") < _MIN_NULS * len(text)
 
 
 def _decode_wide(data: bytes, name: str) -> Document | None:

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="ther
 PARTS = 25
 TYPES = [*"decimal lower-alpha upper-roman lower-roman upper-latin decimal-leading-zero disc none".split(), "'- '"]
 SPACES = ["", "", " ", "\n", "<!-- c -->", "<br>", "&nbsp;", "&emsp;", "<span></span>", "<b> </b>"]
+NULS = ["\0", *[""] * 9]  # which browsers ignore
 WHITE_SPACES = ("pre", "nowrap", "pre-line", "pre-wrap")
 COUNTERS = ".n::before { counter-increment: x; content: counter(x, upper-roman) '/' counters(x, '.') ') ' }"
 
@@ -36,7 +37,7 @@ class Page:
         for _ in range(self._random.randint(1, 4)):
             if self._random.random() < 0.5 or depth > 2:
                 self._words += 1
-                text += f"w{self._words}"
+                text += f"w{self._random.choice(NULS)}{self._words}"
             else:
                 gap = (0.3, "margin-right", ("1px", "12px", "1em")), (0.2, "padding", ("0 8px", "0 0 0 1em"))
                 style = self._style(*gap, (0.2, "white-space", WHITE_SPACES), (0.1, "counter-increment", ("x", "y 2")))
