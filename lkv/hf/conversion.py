@@ -157,13 +157,22 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     try:
         reader = GGUFReader(source)
         _check_layers(reader)
+        architecture = reader.fields["general.architecture"].contents()
+    except Exception as error:  # damaged files can raise anything
+        raise ModelLoadError(
+            f"{source} cannot be converted ({_reason(error)}); it is damaged or not whole: download it again."
+        ) from error
+    try:
         dtype = dtype or _stored_dtype(reader)
         config = AutoConfig.from_pretrained(source.parent, **options)
         apply_settings(config, reader)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source.parent, config=config, dtype=dtype, output_loading_info=True, **options, **plain
-        )
+            source.parent, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True,
+            **options, **plain,
+        )  # fmt: skip
         model, report = loaded
+        for name, shape, expected in report["mismatched_keys"]:
+            raise ValueError(f"{name} has the shape {list(shape)} there, not {list(expected)}")
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **options)
         apply_tokenizer_settings(tokenizer, reader)
         if not (missing := _missing_tensors(model, set(report["missing_keys"]))):
@@ -173,11 +182,10 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
             f"{source} holds {error}, which transformers does not read from GGUF, so that the model would compute "
             "something else; give the folder or hub id of the model itself."
         ) from error
-    except Exception as error:  # damaged or newer files can raise anything
-        reason = shorten(str(error), 160) or type(error).__name__
+    except Exception as error:
         raise ModelLoadError(
-            f"{source} cannot be converted ({reason}); give a whole GGUF file of a language model that transformers "
-            "reads, or the folder or hub id of the model itself."
+            f"{source} cannot be converted: transformers does not read this model of the architecture {architecture!r} "
+            f"from GGUF ({_reason(error)}); give the folder or hub id of the model itself, with its safetensors."
         ) from error
     if missing:
         raise ModelLoadError(
@@ -187,6 +195,10 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
     fields = [reader.get_field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
     add_end_tokens(model, [int(field.contents()) for field in fields if field is not None])
     return model, tokenizer
+
+
+def _reason(error: Exception) -> str:
+    return shorten(str(error), 160) or type(error).__name__
 
 
 def _missing_tensors(model: PreTrainedModel, missing: set[str]) -> set[str]:

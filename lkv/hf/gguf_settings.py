@@ -21,6 +21,7 @@ _ATTRIBUTES = {
         "norm_epsilon",
     ),
     "attention.key_length": ("head_dim",),
+    "context_length": ("max_position_embeddings",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "logit_scale": ("logit_scale",),
@@ -32,7 +33,7 @@ _ATTRIBUTES = {
 }
 # Settings that tensor shapes imply, that transformers maps for every architecture, or that are only descriptive.
 _SHAPES = (
-    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count*",
+    "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count*",
     "attention.value_length", "attention.*_length_swa", "expert_count", "expert_shared_count", "ssm.*", "shortconv.*",
     "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count_swa",
 )  # fmt: skip

@@ -11,7 +11,10 @@ import torch
 from lkv.cli.main import main
 from lkv.errors import MissingPackageError, ModelLoadError
 from lkv.hf.loading import load_model
-from tests.hf.gguf_files import EPSILON, largest_difference, write_gguf
+from tests.hf.gguf_files import EPSILON, decoder, largest_difference, write_gguf
+
+FALCON = {"attention.layer_norm_epsilon": 1e-5, "rope.dimension_count": None, "attention.key_length": None}
+YARN = EPSILON | {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}
 
 
 def folders(cache: Path) -> list[str]:
@@ -69,9 +72,14 @@ def test_two_processes_at_once_convert_once(tmp_path, cache):
     [
         (lambda path: path.unlink(), "cannot be read (No such file or directory)"),
         (lambda path: path.write_bytes(b"PK\x03\x04 not a model"), "is not a GGUF file"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-20_000]), "cannot be converted ("),
-        (lambda path: path.write_bytes(path.read_bytes()[:40]), "cannot be converted ("),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20_000]), "it is damaged or not whole: download it again."),
+        (lambda path: path.write_bytes(path.read_bytes()[:40]), "it is damaged or not whole: download it again."),
         (lambda path: write_gguf(path, "whisper"), "architecture whisper is not supported"),
+        (
+            lambda path: write_gguf(path, "falcon", FALCON, decoder(fused=True)),
+            "of the architecture 'falcon' from GGUF (",
+        ),
+        (lambda path: write_gguf(path, "gpt-oss", YARN), "of the architecture 'gpt-oss' from GGUF ("),
         (
             lambda path: write_gguf(path, settings=EPSILON | {"block_count": 10**6}),
             "it declares 1,000,000 layers, but has",

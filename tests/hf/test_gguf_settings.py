@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import pytest
+import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import GPT2Tokenizer, LlamaTokenizer
 
@@ -16,7 +18,21 @@ from lkv.errors import ModelLoadError
 from lkv.hf.conversion import _DONE, _VERSION, is_complete
 from lkv.hf.gguf_settings import UnreadPartError, apply_tokenizer_settings
 from lkv.hf.loading import load_model
-from tests.hf.gguf_files import DIM, EPSILON, HEADS, HIDDEN, WIDE, Settings, decoder, largest_difference, write_gguf
+from lkv.hf.spec import max_positions
+from tests.hf.gguf_files import (
+    CONTEXT,
+    DIM,
+    EPSILON,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    VOCABULARY,
+    WIDE,
+    Settings,
+    decoder,
+    largest_difference,
+    write_gguf,
+)
 
 
 def llama3_factors(base: float, factor: float = 8.0, original: int = 8192) -> np.ndarray:
@@ -103,6 +119,30 @@ def test_the_scaling_of_llama_3_is_named_so(tmp_path, cache, capsys):
     model, _ = load_model(str(write_gguf(tmp_path / "a.gguf", architecture, EPSILON | settings, tensors, **more)))
     rope_parameters = model.config.rope_parameters
     assert rope_parameters["rope_type"] == "llama3" and rope_parameters["factor"] == 8
+
+
+def test_a_gpt2_has_as_many_positions_as_its_file(tmp_path, cache):
+    def tensors():
+        matrices = {"attn_qkv": 3 * HIDDEN, "attn_output": HIDDEN, "ffn_up": 4 * HIDDEN}
+        parts = [f"blk.{layer}.{part}" for layer in range(LAYERS) for part in ("attn_norm", "ffn_norm")]
+        yield from ((f"{part}.{kind}", (HIDDEN,)) for part in [*parts, "output_norm"] for kind in ("weight", "bias"))
+        yield from (("token_embd.weight", (VOCABULARY, HIDDEN)), ("position_embd.weight", (CONTEXT, HIDDEN)))
+        for layer in range(LAYERS):
+            for part, rows in matrices.items():
+                yield from ((f"blk.{layer}.{part}.weight", (rows, HIDDEN)), (f"blk.{layer}.{part}.bias", (rows,)))
+            yield from (
+                (f"blk.{layer}.ffn_down.weight", (HIDDEN, 4 * HIDDEN)),
+                (f"blk.{layer}.ffn_down.bias", (HIDDEN,)),
+            )
+
+    others = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count")
+    settings = dict.fromkeys(others) | {"attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 4 * HIDDEN}
+    path = write_gguf(tmp_path / "tiny.gguf", "gpt2", settings, tensors)
+    model, _ = load_model(str(path))
+    stored = {tensor.name: torch.tensor(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+    assert torch.equal(model.transformer.wpe.weight, stored["position_embd.weight"]) and len(stored) == 28
+    assert torch.equal(model.transformer.h[1].attn.c_attn.weight, stored["blk.1.attn_qkv.weight"].T)
+    assert max_positions(model) == CONTEXT
 
 
 @pytest.mark.parametrize(
