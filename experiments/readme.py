@@ -360,8 +360,9 @@ def prose_figures() -> dict[str, list[str]]:
     at_4096 = {"tokens": 4096, "dtype": "float32", "what": "token", "threads": 1}
     (tiers,), (prefill,) = read("decode", method="lkv, tiers", **at_4096), read("prefill", method="lkv", tokens=4096)
     full = KVShape(32 * 8, 128, 2).reference_nbytes(2**17) / 1e9  # Llama-3.1-8B: 32 layers of 8 heads
-    readme = [f"128k tokens takes {full:.1f} GB; with the default budget, a tenth, it takes {full / 10:.1f} GB"]
-    readme += [f"takes {prefill['value'] - 1:.0%} more time", f"takes {tiers['value']:.2f} of the full cache's time"]
+    readme = [f"takes {full:.1f} GB for 128k tokens, or {full / 10:.1f} GB at the default of a tenth"]
+    readme += [f"prefill takes {prefill['value'] - 1:.0%} longer"]
+    readme += [f"a decode step {tiers['value']:.2f} of the full cache's time"]
     return {"README.md": readme}
 
 

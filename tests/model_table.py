@@ -18,7 +18,7 @@ _END = "<!-- end of the table -->\n"
 def family_table() -> str:
     """The families, what is evicted from and how a scorer may read k; then those that are refused, with the reason."""
     lines = [
-        "| family | evicted from | stays | k un-rotated for the scorer | `lkv fit` | vLLM |",
+        "| family | evicted from | stays | k un-rotated for the scorer | policy can be trained | vLLM |",
         "|---|---|---|---|---|---|",
     ]
     for family in SERVED + HYBRIDS:

@@ -355,7 +355,7 @@ def plot_memory(profile: ProfileResults, published: str = "", weights: bool = Fa
 
 def plot_training(curves: Mapping[str, pd.DataFrame]) -> "Figure":
     """KL and agreement over the contexts seen; at a third of R dashed, where it was measured."""
-    panels = {"validation_kl": "KL(full || compressed), nats a token", "validation_agreement": "top-1 agreement"}
+    panels = {"validation_kl": "KL(full || compressed), nats per token", "validation_agreement": "top-1 agreement"}
     panels = {key: title for key, title in panels.items() if any(key in run for run in curves.values())}
     if not panels:
         raise ReportError("these runs have no held-out samples to draw; train with data that has some to spare.")

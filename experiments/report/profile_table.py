@@ -15,7 +15,7 @@ from lkv.errors import ReportError
 _PREFILL = {  # column: field of the profile and its scale
     Column("prefill, s", 0): ("prefill_seconds", 1.0),
     Column("overhead, %", -1, 1, signed=True): ("prefill_ratio", 100.0),
-    Column("decode, ms a token", -1): ("decode_ms", 1.0),
+    Column("decode, ms per token", -1): ("decode_ms", 1.0),
     Column("decode of full", 0): ("decode_ratio", 1.0),
     Column("k and v, MiB", -1, 1): ("kv_bytes", 2**-20),
     Column("peak, MiB", 0, 1): ("peak_bytes", 2**-20),

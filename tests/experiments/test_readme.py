@@ -20,7 +20,7 @@ def test_the_pages_are_those_of_the_result_files(capsys):
     ("name", "figure", "message"),
     [
         ("README.md", r"0\.26 ", "tables differ from the result files"),
-        ("README.md", r"takes 6% more", "README.md: 'takes 6% more time' is what the result files say"),
+        ("README.md", r"takes 6% longer", "README.md: 'prefill takes 6% longer' is what the result files say"),
         ("docs/results.md", r"0\.250 \[0\.212", "tables differ from the result files"),
         ("docs/claims.md", r"46\.7 \[37\.6", r"claims\.md: 57\.8 \[48\.7, 56\.2\] is not in ruler"),
     ],
