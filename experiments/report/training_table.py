@@ -53,8 +53,8 @@ def build_training(curves: Mapping[str, pd.DataFrame]) -> Table:
         for name, row in last.items()
     ]
     note = (
-        "Held-out samples; KL in nats per token and top-1 agreement with the full cache, at the run's final retention R "
-        "and at a third of it. The samples are the same for runs, with any seed, that agree in data folder, model, "
+        "Held-out samples; KL in nats per token and top-1 agreement with the full cache, at the run's final R and at a "
+        "third of it. The samples are the same for runs, with any seed, that agree in data folder, model, "
         "--min-tokens, --max-tokens, --continuations, --tokens-a-continuation, --max-continuation and "
         "--validation-samples."
     )
