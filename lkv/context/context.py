@@ -108,7 +108,7 @@ class Context:
         """Answer a question about the text.
 
         Args:
-            question: The question, without any chat template.
+            question: The question, without any chat template; white space around it is left out.
             max_new_tokens: The maximum number of new tokens. Defaults to that of a `generation_config` that you pass,
                 else to 128 or, if fewer fit into the model's context, to what fits.
             stream: Print the answer while it is generated.

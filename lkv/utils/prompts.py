@@ -279,25 +279,23 @@ def encode_context(
 def encode_question(
     tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "", kind: ContextKind = "text"
 ) -> list[int]:
-    """Tokenise everything from the end of a context of this kind, the text `before`, to where the answer begins."""
+    """Tokenise everything from the end of a context of this kind, the text `before`, to where the answer begins.
+
+    White space around the question is left out, as some templates do: with others its tokens would depend on it.
+    """
     _, between, after = chat_template_parts(tokenizer)
     if kind == "conversation" and _has_template(tokenizer):  # the user's turn has begun
-        between, question = "", _strip_start(tokenizer, before, question)
-    return encode_continuation(tokenizer, between + question + after, before)
-
-
-def _strip_start(tokenizer: "PreTrainedTokenizerBase", before: str, text: str) -> str:
-    """Return `text` without white space at its start if the tokenizer merges that with the end of `before`."""
-    end = before[-_TAIL_CHARACTERS:]
-    ids = encode(tokenizer, end)
-    is_merged = text[:1].isspace() and encode(tokenizer, end + text)[: len(ids)] != ids
-    return text.lstrip() if is_merged else text
+        between = ""
+    return encode_continuation(tokenizer, between + question.strip() + after, before)
 
 
 def encode_next_question(tokenizer: "PreTrainedTokenizerBase", question: str, before: str = "") -> list[int]:
-    """Tokenise everything from the end of an answer, the text `before`, to where the next answer begins."""
+    """Tokenise everything from the end of an answer, the text `before`, to where the next answer begins.
+
+    White space around the question is left out, as in `encode_question`.
+    """
     between, after = next_turn_parts(tokenizer)
-    return encode_continuation(tokenizer, between + question + after, before)
+    return encode_continuation(tokenizer, between + question.strip() + after, before)
 
 
 def render_messages(
@@ -315,7 +313,7 @@ def render_messages(
         messages: The turns; the last one is the user's or a tool's.
         after: Return only what follows a context of this kind. A text begins the first user turn, a conversation ends
             where that turn's content begins. System messages, which can no longer come before the context, begin that
-            turn.
+            turn. White space around the messages of user and system is left out, as in `encode_question`.
         tools: What the model may call; after a context, by default what that was made with.
         context_tools: The tools of the context.
         has_thinking: Whether the template lets the model think before its answer.
@@ -331,6 +329,8 @@ def render_messages(
         tools = context_tools
     options: dict[str, Any] = {"tools": tools or context_tools or None, "has_thinking": has_thinking}
     if after:
+        for turn in turns:
+            turn["content"] = turn["content"].strip() if turn["role"] in ("user", "system") else turn["content"]
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         turns = [turn for turn in turns if turn["role"] != "system"]
         if turns[0]["role"] != "user":
@@ -352,7 +352,7 @@ def render_messages(
             f"{_names(context_tools)}, but the request has {request}; leave that out, or create the context with these "
             "tools."
         )
-    return _strip_start(tokenizer, before, rest[0]) if after == "conversation" else rest[0]
+    return rest[0]
 
 
 def _names(tools: Tools | None) -> str:

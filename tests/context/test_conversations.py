@@ -83,19 +83,35 @@ def test_conversation_and_question_are_the_template_s_whole(parts, template):
     assert ids + question == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("start", ["", " ", "\n", "\n\n", "  ", "\t\n "])
-def test_white_space_before_a_question_does_not_merge_with_the_turn(start):
-    tokenizer = load_default()[1]
+@pytest.mark.parametrize("blanks", [" ", "\n", "\n\n", "\t\n "])
+@pytest.mark.parametrize("template", [TEMPLATE, CHATML, MERGED, "of SmolLM2"])
+def test_white_space_around_a_question_changes_nothing_whatever_the_template_does_with_it(parts, template, blanks):
+    model, tokenizer, policy = parts
+    if template == "of SmolLM2":
+        tokenizer = load_default()[1]
+    else:
+        tokenizer.chat_template = template
     turns = [turn for turn in TURNS if turn["role"] in ("user", "assistant") and turn["content"]]
-    ids = encode_context(tokenizer, turns)
-    asked = {"role": "user", "content": start + QUESTION}
-    whole = tokenizer.apply_chat_template([*turns, asked], add_generation_prompt=True)["input_ids"]
-    if whole[: len(ids)] != ids:  # the white space changes tokens of the context, which is compressed before
-        whole = tokenizer.apply_chat_template([*turns, asked | {"content": QUESTION}], add_generation_prompt=True)
-        whole = whole["input_ids"]
-    assert ids + encode_question(tokenizer, start + QUESTION, decode_tail(tokenizer, ids), "conversation") == whole
-    rendered = render_messages(tokenizer, [asked], "conversation")
-    assert ids + encode_continuation(tokenizer, rendered) == whole
+    asked = [{"role": "user", "content": QUESTION}, turns[-1], {"role": "user", "content": "Why?"}]
+    blank = [turn | {"content": blanks + turn["content"] + blanks} if turn in asked[::2] else turn for turn in asked]
+    for context, kind in ((TURNS[1]["content"], "text"), (turns, "conversation")):
+        ids = encode_context(tokenizer, context)
+        before = decode_tail(tokenizer, ids)
+        question = encode_question(tokenizer, QUESTION, before, kind)
+        assert encode_question(tokenizer, blank[0]["content"], before, kind) == question
+        for messages, expected in ((blank[:1], question), (blank, None)):
+            rendered = encode_continuation(tokenizer, render_messages(tokenizer, messages, kind), before)
+            plain = render_messages(tokenizer, asked[: len(messages)], kind)
+            assert rendered == (expected or encode_continuation(tokenizer, plain, before))
+    whole = tokenizer.apply_chat_template([*turns, asked[0]], add_generation_prompt=True)["input_ids"]
+    assert ids + question == whole
+    if template != "of SmolLM2":
+        context = compress(model, tokenizer, turns, policy=policy)
+        chats = [Chat(context.fork()), Chat(context.fork())]
+        for chat, asking in zip(chats, (asked, blank), strict=True):
+            chat.ask(asking[0]["content"], 4)
+            chat.ask(asking[2]["content"], 4)
+        assert chats[0]._ids == chats[1]._ids
 
 
 def test_answers_are_those_of_the_stock_model_that_sees_what_is_kept(parts, tmp_path):

@@ -21,7 +21,7 @@ from lkv.hf.prompt_kv import FrozenPromptLayer, LayerKV, PromptKV, as_prompt_kv
 from lkv.hf.spec import unwrap_model
 from lkv.methods.base import PrecomputedScores, Selector
 from lkv.methods.registry import register_selector
-from lkv.utils.prompts import encode_question
+from lkv.utils.prompts import chat_template_parts, encode_continuation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -181,14 +181,15 @@ def replay_scores(
     Raises:
         PromptError: If a part does not fit into the model's context.
     """
-    layers = [_LargestAttention(layer) for layer in prompt]
+    layers, (_, before, after) = [_LargestAttention(layer) for layer in prompt], chat_template_parts(tokenizer)
     for start in range(0, len(ids), _CHUNK):
         request = _NEXT + str(tokenizer.decode(ids[start - _OVERLAP : start])) if start else REQUEST
         part = ids[start : start + _CHUNK]
         repeated = slice(start, start + len(part))
         for layer in layers:
             layer.repeated = repeated
-        replay(model, prompt, layers, encode_question(tokenizer, request) + part, repeated=repeated)
+        question = encode_continuation(tokenizer, before + request + after)
+        replay(model, prompt, layers, question + part, repeated=repeated)
     device = prompt[0].key.device
     scores = torch.stack([layer.scores.to(device) for layer in layers])
     scores[..., :_SINKS] = _KEPT
