@@ -64,7 +64,13 @@ def padding_lengths(mask: Tensor) -> list[int]:
     visible = _keys_of_last_query(mask).cpu()
     hidden = (visible.cumsum(-1) == 0).sum(-1)
     if bool((visible.sum(-1) != visible.shape[-1] - hidden).any()):
-        raise PromptError("the batch is padded on the right; pad it on the left (tokenizer.padding_side = 'left').")
+        if not bool(visible[:, -1].all()):
+            raise PromptError("the batch is padded on the right; pad it on the left (tokenizer.padding_side = 'left').")
+        row, token = (~visible & (visible.cumsum(-1) > 0)).nonzero()[0].tolist()
+        raise PromptError(
+            f"the attention mask hides tokens between others, in row {row} from token {token} on; remove them from the "
+            "prompt, and pad rows on the left instead."
+        )
     return hidden.tolist()
 
 

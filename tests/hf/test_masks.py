@@ -224,13 +224,17 @@ def test_a_model_that_asks_for_a_whole_mask_is_given_it():
 
 
 @torch.no_grad()
-def test_a_prompt_that_is_padded_on_the_right_is_refused():
+def test_a_prompt_that_is_padded_on_the_right_or_has_a_hole_is_refused():
     model, mask = tiny_llama(), torch.ones(2, 40, dtype=torch.long)
     mask[1, 15:20] = 0
-    for tokens in (40, 20):
-        cache = RaggedCache(model, method="knorm", prompt_tokens=40)
-        with pytest.raises(PromptError, match="padded on the right; pad it on the left"):
-            model(ids(2, tokens), attention_mask=mask[:, :tokens], **cache_argument(cache))
+    mask[1, :2] = 0
+    hole = "hides tokens between others, in row 1 from token 15 on; remove them"
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        for tokens, problem in ((20, "padded on the right; pad it on the left"), (40, hole)):
+            cache = RaggedCache(model, method="knorm", prompt_tokens=tokens if implementation == "eager" else 40)
+            with pytest.raises(PromptError, match=problem):
+                model(ids(2, tokens), attention_mask=mask[:, :tokens], **cache_argument(cache))
 
 
 @torch.no_grad()
