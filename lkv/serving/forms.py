@@ -2,6 +2,7 @@
 
 import re
 from typing import Any
+from urllib.parse import unquote
 
 from pydantic_core import from_json
 
@@ -13,7 +14,17 @@ _MAX_PARTS, _MAX_PART_HEADERS = 8, 2048  # of a form: number, bytes
 def parameter(header: str, name: str) -> str | None:
     """Return a parameter of a header such as `form-data; name="file"`, or None."""
     found = re.search(rf';\s*{name}=(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', header, re.IGNORECASE)
-    return None if found is None else re.sub(r"\\(.)", r"\1", found[1] or "") or found[2] or ""
+    return None if found is None else re.sub(r"\\([\\\"])", r"\1", found[1] or "") or found[2] or ""
+
+
+def _file_name(header: str) -> str | None:
+    """Return the name of a part's file as clients encode it: by RFC 5987, or as browsers do, which escape no `%`."""
+    if extended := re.fullmatch(
+        r"(utf-8|iso-8859-1)'[^']*'(.*)", parameter(header, r"filename\*") or "", re.IGNORECASE
+    ):
+        return unquote(extended[2], extended[1])
+    name = parameter(header, "filename")
+    return name and re.sub("%(?:22|0D|0A)", lambda code: unquote(code[0]), name)
 
 
 def form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, bytes]]:
@@ -27,7 +38,7 @@ def form_parts(body: bytes, boundary: str) -> list[tuple[str, str | None, bytes]
         if not end or len(head) > _MAX_PART_HEADERS:
             raise PromptError("a part of the form has no headers, or too long ones; send it again.")
         header = head.decode("utf-8", "replace")
-        fields.append((parameter(header, "name") or "", parameter(header, "filename"), data))
+        fields.append((parameter(header, "name") or "", _file_name(header), data))
     return fields
 
 

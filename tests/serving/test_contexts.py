@@ -1,10 +1,12 @@
 """Contexts of a server: texts and conversations, their settings, and their ids."""
 
 import json
+from urllib.parse import quote
 
 import pytest
 
 from lkv.context.compression import compress
+from lkv.serving.schemas import parse_context
 from lkv.utils.prompts import render_messages
 from tests.serving.server import (
     CALL,
@@ -105,6 +107,29 @@ def test_the_same_text_is_one_file(server, context):
     assert [one["id"] for one in server.ask("/v1/contexts")[1]["data"]].count(context) == 1
     assert server.ask("/v1/contexts", {"text": TEXT, "name": "again"})[1]["name"] == "again"
     assert server.ask(f"/v1/contexts/{context}")[1]["name"] == "again"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        'a"b.txt',
+        "two\r\nlines.txt",
+        "50%25.txt",
+        "100%.txt",
+        "a%20b%2F.txt",
+        r"C:\new\a.txt",
+        "Br\u00fccke; a=b.txt",
+        "%0a",
+    ],
+)
+def test_a_file_has_the_name_that_its_client_encodes(name):
+    """As the HTML standard and urllib3 encode it, and by RFC 5987, as older clients do for what is not ASCII."""
+    encoded = name.replace("\r", "%0D").replace("\n", "%0A").replace('"', "%22")
+    sent = [f'filename="{encoded}"']
+    sent += [f"filename=x; filename*={charset}''{quote(name, encoding=charset)}" for charset in ("utf-8", "ISO-8859-1")]
+    for parameter in sent:
+        body = form(TEXT.encode()).replace(b'filename="a.txt"', parameter.encode())
+        assert parse_context(body, "multipart/form-data; boundary=b")[0].name == " ".join(name.split())
 
 
 def test_a_context_within_a_memory(server, parts):
