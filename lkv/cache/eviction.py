@@ -1,7 +1,7 @@
 """Eviction: select the kept entries of each head and gather them into a store."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -80,8 +80,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         checks = shared.pending_norm_checks
         kept = TieredStore.from_ragged(store, split, free_slots, checks, None, is_centred, fit)
     elif fit is not None:
-        key, value = store.pack()
-        store.fill(key, fit(key, value))
+        store.v[slot_indices(store.starts, store.lens, device)] = fit(*store.pack()).to(store.v)
     shared.check_scores(index, selector, device)
     return kept
 
@@ -100,29 +99,38 @@ def entry_limits(context: LayerContext, heads: int, lengths: Sequence[int]) -> T
     return torch.cat([torch.tensor(row, device="cpu") for row in rows], 1)
 
 
-def evict_entries(
-    context: LayerContext, store: KVStore, limits: Tensor, free_slots: int, score: Callable[[RaggedStore], Tensor],
-    end: int = 0,
-) -> KVStore:  # fmt: skip
-    """Make a store of the best entries of `store`, appended ones included; raises CacheError for NaN scores.
+class NewEntries(NamedTuple):
+    """The entries appended since the last eviction.
+
+    `padding` is the left padding of each row in tokens, `scale` that of attention scores, and `queries` [B, Hq, n, d]
+    are the last ones, if the method reads them.
+    """
+
+    number: int
+    first_position: int
+    padding: list[int]
+    scale: float
+    queries: Tensor | None = None
+
+
+def evict_entries(context: LayerContext, store: KVStore, new: NewEntries, limits: Tensor, free_slots: int) -> KVStore:
+    """Make a store of the best entries of `store`, the `new` ones included; raises CacheError for NaN scores.
 
     Args:
         context: The layer's context.
         store: The entries.
+        new: The appended ones.
         limits: The maximum number of entries of each row and head, cumulative over the tiers from the best on,
             [tiers, B, H].
         free_slots: As in `gather_best`.
-        score: `score(entries)` returns the current scores [B * H, n] of an unquantised store, -inf beyond a head's
-            last entry; it may write scores and positions to the store.
-        end: The position after the text, by which decode eviction knows recent tokens.
     """
     entries = store.restore()
     counts, device = entries.counts, entries.k.device
     lens = torch.minimum(limits, counts)
-    table = score(entries)
+    table = _score_entries(context, new, entries)
     shared, is_tiered, selector = context.shared, context.config.is_tiered, context.config.method.selector
     window = selector.recent_window if context.config.request.decode_eviction else 0
-    recent = RecentTokens(end, window) if window else None
+    recent = RecentTokens(new.first_position + new.number, window) if window else None
     check_scores = partial(shared.check_scores, context.index, selector, device)
     if not is_tiered and (kernels := kernels_for(entries.k, entries.v)) is not None:
         kept_entries = RaggedStore(lens[-1], free_slots, entries.k, entries.v, has_scores=True)
@@ -155,22 +163,8 @@ def evict_entries(
     return kept
 
 
-class NewEntries(NamedTuple):
-    """The entries appended since the last eviction.
-
-    `padding` is the left padding of each row in tokens, `scale` that of attention scores, and `queries` [B, Hq, n, d]
-    are the last ones, if the method reads them.
-    """
-
-    number: int
-    first_position: int
-    padding: list[int]
-    scale: float
-    queries: Tensor | None
-
-
-def score_entries(context: LayerContext, new: NewEntries, entries: RaggedStore) -> Tensor:
-    """Return the current scores of all `entries` as `evict_entries` takes them; the `new` ones get scores first."""
+def _score_entries(context: LayerContext, new: NewEntries, entries: RaggedStore) -> Tensor:
+    """Return the current scores [B * H, n] of all `entries`, -inf beyond a head's last; the `new` ones get theirs."""
     assert entries.scores is not None and entries.positions is not None
     key, value, starts, counts, *_ = entries.attention_view()
     places = zip(entries.starts.flatten().tolist(), entries.counts.flatten().tolist(), strict=True)

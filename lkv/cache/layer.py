@@ -3,14 +3,13 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState, mean_entries
-from lkv.cache.eviction import NewEntries, entry_limits, evict_entries, evict_prompt, score_entries
+from lkv.cache.eviction import NewEntries, entry_limits, evict_entries, evict_prompt
 from lkv.cache.ragged_store import KVStore, RaggedStore, extend_padded
 from lkv.cache.saved_state import check_layer, restore_store
 from lkv.errors import CacheError
@@ -308,8 +307,7 @@ class RaggedLayer(AttentionCacheLayer):
         assert self.store is not None
         appended, end = self.store.appended_tokens, self.get_seq_length()
         new = NewEntries(appended, self.base_length, self._padding, scale, self._last_queries)
-        score = partial(score_entries, self._context, new)
-        self.store = store = evict_entries(self._context, self.store, limits, free_slots, score, end)
+        self.store = store = evict_entries(self._context, self.store, new, limits, free_slots)
         self.real_tokens = [real + appended for real in self.real_tokens]
         self.base_length = end
         return store

@@ -342,8 +342,7 @@ class RaggedStore(KVStore):
     def _fill_pools(self, pools: list[Tensor], packed: Sequence[Tensor]) -> None:
         slots = slot_indices(self.starts, self.lens, self.k.device) if packed else None
         for pool, values in zip(pools, packed, strict=False):
-            if values is not pool:  # as `pack` gives them without free slots
-                pool[slots] = values.to(pool)
+            pool[slots] = values.to(pool)
 
     @override
     def nbytes(self) -> int:

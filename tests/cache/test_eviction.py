@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pad_sequence
 
 from lkv.cache.cache_config import CacheConfig, LayerContext, SharedState
-from lkv.cache.eviction import EntryRows, best_mask, evict_entries, gather_best
+from lkv.cache.eviction import EntryRows, NewEntries, best_mask, evict_entries, gather_best
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.cache.ragged_store import RaggedStore
 from lkv.cache.tiers import TierSplit, count_tiers
@@ -94,11 +94,15 @@ def test_entries_are_evicted_by_their_scores(data, batch, heads, appended):
     store.k.normal_(), store.v.normal_()
     score = st.sampled_from([-torch.inf, -1.0, 0.0, 2.0])
     table = {at: data.draw(st.lists(score, min_size=n, max_size=n)) for at, n in numbered(store.counts)}
-    context = LayerContext(
-        0, CacheConfig(Method("mine", Uniform(0.5), Knorm()), CompressionRequest()), SharedState(0), None
-    )
     rows = pad_sequence([torch.tensor(row) for row in table.values()], batch_first=True, padding_value=-torch.inf)
-    new = evict_entries(context, store, limits[None], 1, lambda entries: rows)
+
+    class Given(Knorm):
+        def score_stored(self, layer, entries):
+            return rows
+
+    config = CacheConfig(Method("mine", Uniform(0.5), Given()), CompressionRequest())
+    context = LayerContext(0, config, SharedState(0), None)
+    new = evict_entries(context, store, NewEntries(appended, 0, [0] * batch, 1.0), limits[None], 1)
     assert torch.equal(new.lens, torch.minimum(limits, store.counts)) and new.appended_tokens == 0
     for (row, head), scores in table.items():
         start = int(store.starts[row, head])
