@@ -66,7 +66,7 @@ def measure(subject: Subject, options: Any, number: int, name: str) -> Sample:
     sample = {"method": name, "held": most, "text": full_nbytes, "tokens": chat.cache.get_seq_length()}
     sample["seconds"] = [sum(part) / _EDGE for part in (seconds[:_EDGE], seconds[-_EDGE:])]
     answers = [chat.ask(f"What is the number of the {thing} key in {town}?", 24) for thing, town in places]
-    return sample | {"found": [key in answer for key, answer in zip(keys, answers, strict=True)]}
+    return sample | {"hits": [key in answer for key, answer in zip(keys, answers, strict=True)]}
 
 
 def summarise(samples: list[Sample]) -> list[dict]:
@@ -78,7 +78,7 @@ def summarise(samples: list[Sample]) -> list[dict]:
         sizes = {"held": max(s["held"] for s in own), "full_nbytes": own[0]["text"]}
         sizes["tokens"] = sum(s["tokens"] for s in own) / len(own)
         for place, part in (("text", slice(4)), ("first turns", slice(4, None))):
-            share = bootstrap([[float(found) for found in sample["found"][part]] for sample in own])
+            share = bootstrap([[float(hit) for hit in sample["hits"][part]] for sample in own])
             row: dict[str, Any] = {"method": method, "facts in the": place, **share._asdict()}
             rows.append(row | {"unit": "share of facts found at the end"} | sizes | times)
             print(f"{method:14} {place:12} {share.value:.2f} {sizes} {times}")

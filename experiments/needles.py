@@ -45,23 +45,23 @@ def main() -> None:
         item = make_needles(tokenizer, prose, tokens, int(needles), options.seed * 100_000 + number)
         prompt = read_prompt(model, torch.tensor([item.ids]), queries=True)
         rows = rows_of(grids, item.ids, prompt)
-        question, found, kept = encode_question(tokenizer, item.question), [], []
+        question, hits, kept = encode_question(tokenizer, item.question), [], []
         for methods in [[row[2]] for row in rows] if options.by_memory else [[row[2] for row in rows]]:
             comparison = MethodComparison(model, item.ids, prompt, methods)
             kept += comparison.realised_retentions()
             answers = comparison.generate(question, 24, last=True)
-            found += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
-        return {"rows": [row[:2] for row in rows], "found": found, "realised": kept}
+            hits += [item.answer in tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+        return {"rows": [row[:2] for row in rows], "hits": hits, "realised": kept}
 
     def summarise(samples: dict[str, dict]) -> list[dict]:
         groups: dict[tuple[str, float, int, int], list[tuple[bool, float]]] = {}
         for key, sample in samples.items():
             hidden, _, tokens = cases[key]
-            for row, found, kept in zip(sample["rows"], sample["found"], sample["realised"], strict=True):
-                groups.setdefault((*row, tokens, int(hidden)), []).append((found, kept))
+            for row, hit, kept in zip(sample["rows"], sample["hits"], sample["realised"], strict=True):
+                groups.setdefault((*row, tokens, int(hidden)), []).append((hit, kept))
         rows = []
         for (method, retention, tokens, needles), members in groups.items():
-            mean = bootstrap([[float(found)] for found, _ in members])
+            mean = bootstrap([[float(hit)] for hit, _ in members])
             row = {"model": subject.name, "method": method, "tokens": tokens, "needles": needles}
             row |= {"dtype": options.dtype, "memory" if options.by_memory else "retention": retention}
             row |= {"realised": sum(kept for _, kept in members) / len(members)}

@@ -57,7 +57,7 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
     turns = list(zip(spans, item.facts, strict=True))
     expected = model.base_model(input_ids=torch.tensor([ids]))[0][0]
     measured: list[list[list[float]]] = [[] for _ in turns]
-    found: list[list[bool | None]] = [[] for _ in turns]
+    hits: list[list[bool | None]] = [[] for _ in turns]
     for name, memory in rows:
         method, _, anew = name.partition(", ")
         request = CompressionRequest(method=method, memory=memory, policy=subject.policy)
@@ -69,8 +69,8 @@ def measure(subject: Subject, item: Needles, rows: list[tuple[str, float]]) -> S
             pair = [torch.log_softmax(model.lm_head(x).float(), -1) for x in states]
             measured[turn].append(kl_and_agreement(*pair))
             answers = [tokenizer.decode(x.argmax(-1)) for x in pair]
-            found[turn].append(fact in answers[1] if fact in answers[0] else None)
-    return {"tokens": len(item.ids), "rows": rows, "measured": measured, "found": found}
+            hits[turn].append(fact in answers[1] if fact in answers[0] else None)
+    return {"tokens": len(item.ids), "rows": rows, "measured": measured, "hits": hits}
 
 
 def converse(subject: Subject, item: Needles) -> tuple[list[int], list[tuple[int, int, int]]]:
@@ -105,11 +105,11 @@ def summarise(samples: list[Sample]) -> list[dict]:
         for part, turns in parts.items():
             row = {"method": method, "memory": memory, "turns": part, "tokens": samples[0]["tokens"]}
             row |= fidelity_row([({"measured": sample["measured"][turns]}, index) for sample in samples])
-            found = [[t[index] for t in sample["found"][turns] if t[index] is not None] for sample in samples]
-            if groups := [group for group in found if group]:
-                row |= named_interval("found", bootstrap(groups)) | {"facts": sum(map(len, groups))}
+            hits = [[t[index] for t in sample["hits"][turns] if t[index] is not None] for sample in samples]
+            if groups := [group for group in hits if group]:
+                row |= named_interval("recall", bootstrap(groups)) | {"facts": sum(map(len, groups))}
             rows.append(row)
-            print(f"{method:18} memory {memory:5} {part:6} kl {row['kl']:.4f} found {row.get('found', '-')}")
+            print(f"{method:18} memory {memory:5} {part:6} kl {row['kl']:.4f} recall {row.get('recall', '-')}")
     return rows
 
 
