@@ -80,7 +80,7 @@ def evict_prompt(context: LayerContext, prompt: LayerKV, padding: list[int] | No
         checks = shared.pending_norm_checks
         kept = TieredStore.from_ragged(store, split, free_slots, checks, None, is_centred, fit)
     elif fit is not None:
-        store.v[slot_indices(store.starts, store.lens, device)] = fit(*store.pack()).to(store.v)
+        store.fill(None, fit(*store.pack()))
     shared.check_scores(index, selector, device)
     return kept
 

@@ -1,6 +1,5 @@
 """Stores of one layer's KV entries, with a separate number of entries for each (batch row, KV head)."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lkv.kernels.ragged_attention import RaggedKV, append, append_and_attend, ragged_attention
+from lkv.kernels.ragged_attention import RaggedKV, append, append_and_attend, can_attend_quantized, ragged_attention
 from lkv.kernels.selection import kernels_for
 from lkv.utils import devices
 
@@ -84,12 +83,26 @@ class KVStore(Protocol):
         Returns:
             The attention output, [B, Hq, T, dv].
         """
+        kv = self.stored_view()
+        if kv.quantized and not can_attend_quantized(query, kv, key, value):
+            append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
+            self.count_appended(key.shape[2])
+            return self.attend(query, scale, options)
+        out = append_and_attend(
+            query, key, value, kv, scale, buffers=buffers, sinks=options.sinks, softcap=options.softcap
+        )
+        self.count_appended(key.shape[2])
+        return out
 
     def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
         """Attend as `extend` from tokens that are the last entries already: [B, Hq, T, dv]."""
+        kv = self.stored_view()
+        kv = self.attention_view() if kv.quantized and not can_attend_quantized(query, kv) else kv
+        return ragged_attention(query, kv, scale, sinks=options.sinks, softcap=options.softcap)
 
     def append(self, row: int, key: Tensor, value: Tensor) -> None:
         """Append k [1, H, n, d] and v of new tokens to one row, without counting them (`count_appended`)."""
+        append(key, value, self.stored_view().of_row(row))
 
     def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Attend from `query` [B, Hq, T, d] to the compressed entries only, without a mask.
@@ -99,6 +112,10 @@ class KVStore(Protocol):
 
     def attention_view(self) -> RaggedKV:
         """Return all entries in the model's coordinates, appended ones included."""
+
+    def stored_view(self) -> RaggedKV:
+        """Return all entries as they are stored, appended ones included."""
+        return self.attention_view()
 
     def restore(self) -> "RaggedStore":
         """Return an unquantised store of all entries in the model's coordinates; itself if nothing is quantised."""
@@ -197,33 +214,8 @@ class RaggedStore(KVStore):
         return self.k.dtype
 
     @override
-    def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: Buffers = None,
-        options: SoftmaxOptions = PLAIN,
-    ) -> Tensor:
-        kv = self.attention_view()
-        out = append_and_attend(
-            query, key, value, kv, scale, buffers=buffers, sinks=options.sinks, softcap=options.softcap
-        )
-        self.count_appended(key.shape[2])
-        return out
-
-    @override
-    def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
-        return ragged_attention(query, self.attention_view(), scale, sinks=options.sinks, softcap=options.softcap)
-
-    @override
     def drop_scores(self) -> None:
         self.scores = self.positions = None
-
-    @override
-    def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        append(key, value, self.attention_view().of_row(row))
 
     @override
     def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
@@ -331,18 +323,12 @@ class RaggedStore(KVStore):
         slots = slot_indices(self.starts, self.lens, self.k.device)
         return self.k[slots], self.v[slots]
 
-    def fill(self, key: Tensor, value: Tensor, *extras: Tensor) -> None:
-        """Fill the compressed entries with the results of `pack`, and with scores and positions if given."""
-        self._fill_pools(self._pools(), (key, value, *extras))
-
-    def fill_scores(self, *extras: Tensor) -> None:
-        """Fill scores and positions of the compressed entries, if they are given."""
-        self._fill_pools(self._pools()[2:], extras)
-
-    def _fill_pools(self, pools: list[Tensor], packed: Sequence[Tensor]) -> None:
-        slots = slot_indices(self.starts, self.lens, self.k.device) if packed else None
-        for pool, values in zip(pools, packed, strict=False):
-            pool[slots] = values.to(pool)
+    def fill(self, *packed: Tensor | None) -> None:
+        """Fill the compressed entries with the results of `pack`, scores and positions; None leaves what there is."""
+        slots = slot_indices(self.starts, self.lens, self.k.device)
+        for pool, values in zip(self._pools(), packed, strict=False):
+            if values is not None:
+                pool[slots] = values.to(pool)
 
     @override
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lkv.cache.ragged_store import PLAIN, Buffers, KVStore, RaggedStore, SoftmaxOptions, packed_starts, slot_indices
+from lkv.cache.ragged_store import KVStore, RaggedStore, packed_starts, slot_indices
 from lkv.cache.tier_writer import TierWriter, head_numbers
 from lkv.cache.tiers import KeyBasis, Tier, TierSplit, check_width, code_width, rotation, to_dtype
 from lkv.kernels import QUANTIZED_BITS
@@ -16,8 +16,6 @@ from lkv.kernels.ragged_attention import (
     Basis,
     QuantizedKV,
     RaggedKV,
-    append,
-    append_and_attend,
     can_attend_quantized,
     ragged_attention,
 )
@@ -104,8 +102,8 @@ class TieredStore(KVStore):
             if number in key_codes:
                 codes = *key_codes[number], *value_codes[number]
                 quantized.append(Tier(split.precisions[number], split.lens[number], codes, *extras))
-            else:
-                rest.fill_scores(*extras)
+            elif extras:
+                rest.fill(None, None, *extras)
         return cls(basis, tuple(quantized), rest)
 
     @property
@@ -144,39 +142,8 @@ class TieredStore(KVStore):
         self.tiers = tuple(replace(tier, scores=None, positions=None) for tier in self.tiers)
 
     @override
-    def extend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        buffers: Buffers = None,
-        options: SoftmaxOptions = PLAIN,
-    ) -> Tensor:
-        kv = self._pools()
-        if can_attend_quantized(query, kv, key, value):
-            out = append_and_attend(
-                query, key, value, kv, scale, buffers=buffers, sinks=options.sinks, softcap=options.softcap
-            )
-            self.count_appended(key.shape[2])
-            return out
-        append(key, value, kv._replace(quantized=()))  # rows may have more tiers than attention supports
-        self.count_appended(key.shape[2])
-        return self.attend(query, scale, options)
-
-    @override
-    def attend(self, query: Tensor, scale: float, options: SoftmaxOptions = PLAIN) -> Tensor:
-        kv = self._pools()
-        kv = kv if can_attend_quantized(query, kv) else self.attention_view()
-        return ragged_attention(query, kv, scale, sinks=options.sinks, softcap=options.softcap)
-
-    @override
-    def append(self, row: int, key: Tensor, value: Tensor) -> None:
-        append(key, value, self._pools().of_row(row))
-
-    @override
     def attend_compressed(self, query: Tensor, scale: float, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-        kv = self._pools()._replace(lens=self._device_compressed)
+        kv = self.stored_view()._replace(lens=self._device_compressed)
         if not can_attend_quantized(query, kv):
             return self.restore(with_appended=False).attend_compressed(query, scale, softcap)
         return ragged_attention(query, kv, scale, causal=False, lse=True, softcap=softcap)
@@ -357,8 +324,8 @@ class TieredStore(KVStore):
     def entry_nbytes(self) -> int:
         return self._rest.entry_nbytes()
 
-    def _pools(self) -> RaggedKV:
-        """Return all entries as stored."""
+    @override
+    def stored_view(self) -> RaggedKV:
         rest = self._rest
         return RaggedKV(rest.k, rest.v, self._device_starts, self._device_lens, self._quantized, self._basis)
 

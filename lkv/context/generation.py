@@ -50,7 +50,8 @@ _CHECKED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_time": (lambda value: isinstance(value, Real), "a number of seconds"),
     "top_p": (lambda value: isinstance(value, Real) and 0 <= float(value) <= 1, "a number from 0 to 1"),
     **dict.fromkeys(
-        ("eos_token_id", "pad_token_id"), (lambda value: _are_ids(value), "a token's id, or a list of them")
+        ("eos_token_id", "pad_token_id"),
+        (lambda value: isinstance(value, Integral | Tensor) or _is_list(value, Integral), "a token's id, or several"),
     ),
     **dict.fromkeys(
         ("min_new_tokens", "min_length", "prompt_lookup_num_tokens"),
@@ -92,10 +93,6 @@ def check_options(model: PreTrainedModel, cache: object, options: dict[str, Any]
             "transformers' assisted decoding fails on an uncompressed cache that holds a text; leave "
             f"{', '.join(_ASSISTED)} out, or use a method that compresses."
         )
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, Integral | Tensor) or _is_list(value, Integral)
 
 
 def _is_list(value: object, kind: Any) -> bool:

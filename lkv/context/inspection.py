@@ -189,7 +189,11 @@ def render_page(
         "entryBytes": result.entry_bytes(),
         "basisBytes": result.shape.heads * result.shape.basis_bits / 8,
         "tiers": [
-            {"name": _precision_name(each), "bytes": result.entry_bytes(each), "coded": each.is_quantized}
+            {
+                "name": str(each) if each.is_quantized else "full precision",
+                "bytes": result.entry_bytes(each),
+                "coded": each.is_quantized,
+            }
             for each in result.precisions
         ],
         "start": start,
@@ -210,8 +214,3 @@ def is_page(path: Path) -> bool:
     """Return whether the file at `path` is a page that `render_page` made."""
     with path.open("rb") as file:
         return b"<title>LKV: what is kept</title>" in file.read(1024)
-
-
-def _precision_name(precision: Precision) -> str:
-    """Return the name of a tier on the page."""
-    return str(precision) if precision.is_quantized else "full precision"

@@ -301,12 +301,9 @@ class MethodComparison:
         targets = len(continuation) - max(1, skip)
         hidden: list[Tensor] = []
         head = self._model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
-        try:
-            with self._working_cache() as cache:
-                out = self._model(input_ids=ids, **pass_arguments(cache, ids), logits_to_keep=targets)
-        finally:
-            handle.remove()
+        keep_inputs = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+        with keep_inputs, self._working_cache() as cache:
+            out = self._model(input_ids=ids, **pass_arguments(cache, ids), logits_to_keep=targets)
         return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
 
     def _batch(self, ids: list[int]) -> Tensor:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +33,10 @@ def report_progress(model: PreTrainedModel, on_tokens: Callable[[float], None]) 
         states = args[0] if args else kwargs["hidden_states"]
         on_tokens(states.shape[0] * states.shape[1] / len(layers))
 
-    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in layers]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def estimate_reading_seconds(model: PreTrainedModel, tokens: int) -> float:

@@ -1,13 +1,14 @@
 """A prompt prefilled once with the full cache: its k, v and queries serve training and all compared methods."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lkv.errors import CacheError, UnsupportedModelError
@@ -181,7 +182,7 @@ def read_prompt(
     full = [_CapturingLayer(queries) for _ in patched.rotations]
     layers, others = make_layers(patched.kinds, full)
     decoded: dict[str, Any] = {}
-    with _recorded_images(model, decoded) if images else nullcontext():
+    with _record_images(model, decoded) if images else nullcontext():
         arguments = pass_arguments(BaseCache(layers, others), ids, not images and patched.position_hook is not None)
         unwrap_model(model).base_model(input_ids=ids, **arguments, **images or {})
     positions = take_image_positions(*ids.shape) if patched.position_hook else None
@@ -196,18 +197,13 @@ def read_prompt(
     return prompt
 
 
-@contextmanager
-def _recorded_images(model: PreTrainedModel, found: dict[str, Any]) -> Iterator[None]:
-    """Store in `found` what the decoder reads of images in the block."""
+def _record_images(model: PreTrainedModel, images: dict[str, Any]) -> RemovableHandle:
+    """Store in `images` what the decoder reads of images, until the result is removed."""
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.update((name, kwargs[name]) for name in _IMAGE_INPUTS if kwargs.get(name) is not None)
+        images.update((name, kwargs[name]) for name in _IMAGE_INPUTS if kwargs.get(name) is not None)
 
-    handle = unwrap_model(model).get_decoder().register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return unwrap_model(model).get_decoder().register_forward_pre_hook(record, with_kwargs=True)
 
 
 def query_rotations(model: PreTrainedModel, wanted_by: str) -> list[Rotation]:

@@ -3,7 +3,7 @@
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -314,11 +314,7 @@ def equal_tokens(model: Any) -> Iterator[Tensor]:
         return args, kwargs
 
     token = model.config.get_text_config(decoder=True).vocab_size // 2
-    modules = [module for module, _ in full_attention_modules(model)]
-    handles = [module.register_forward_pre_hook(repeat_first, with_kwargs=True) for module in modules]
-    try:
-        with evaluation_mode(model):
-            yield torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluation_mode(model), ExitStack() as hooks:
+        for module, _ in full_attention_modules(model):
+            hooks.enter_context(module.register_forward_pre_hook(repeat_first, with_kwargs=True))
+        yield torch.full((1, PROBE_TOKENS), token, device=model.get_input_embeddings().weight.device)

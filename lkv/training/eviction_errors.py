@@ -1,6 +1,7 @@
 """Eviction errors: the change of attention output without a token, measured while the model repeats the text."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -47,17 +48,11 @@ def measure_eviction_errors(
     ]
     projections = [[getattr(module, name) for module, name in attention] for attention in modules]
     layers = [_ErrorLayer(part, own) for part, own in zip(prompt, projections, strict=True)]
-    # Before other hooks, which may shard the input.
-    hooks = [
-        projection.register_forward_pre_hook(layer.apply_gates, prepend=True)
-        for layer, own in zip(layers, projections, strict=True)
-        for projection in own
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer, own in zip(layers, projections, strict=True):
+            for projection in own:  # before other hooks, which may shard the input
+                hooks.enter_context(projection.register_forward_pre_hook(layer.apply_gates, prepend=True))
         out = replay(model, prompt, layers, encode_question(tokenizer, REQUEST) + ids, hidden_states=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
     kinds, device = patch_attention(model).kinds, prompt[0].key.device
     inputs = [hidden for hidden, kind in zip(out.hidden_states, kinds, strict=False) if kind.is_evicted]
     norms = (hidden.float().square().sum().to(device) for hidden in inputs)

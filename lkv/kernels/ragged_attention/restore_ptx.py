@@ -21,15 +21,10 @@ INPUTS = {8: 4, FP8: 4, 4: 2, 3: 3}
 _AND_OR = "0xEA"  # the table of (a & b) | c
 
 
-def _half(value: float) -> float:
-    """Return the nearest number of float16."""
-    return float(torch.tensor(value, dtype=torch.float64, device="cpu").half())
-
-
 def _summand(bits: int) -> float:
-    """Return a of w (w^2 + a)."""
+    """Return a of w (w^2 + a), a number that float16 has."""
     slope, cubic = LEVELS[bits]
-    return _half(_SCALES[bits] ** 2 * slope / cubic)
+    return float(torch.tensor(_SCALES[bits] ** 2 * slope / cubic, dtype=torch.float64, device="cpu").half())
 
 
 def _factor(bits: int) -> float:

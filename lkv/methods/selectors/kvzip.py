@@ -4,12 +4,13 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lkv.errors import CacheError, PromptError
 from lkv.hf.attention import patch_attention
@@ -104,7 +105,7 @@ def replay(
         )
     read, new = as_prompt_kv(prompt), torch.tensor([ids], device=device)
     offset = None if read.positions is None else ImageOffset.of_prompt(read.positions)
-    with nullcontext() if repeated is None or not read.images else _repeated_images(model, read, repeated):
+    with nullcontext() if repeated is None or not read.images else _repeat_images(model, read, repeated):
         return unwrap_model(model).base_model(
             input_ids=new,
             position_ids=following_positions(offset, None, start, new),
@@ -114,9 +115,11 @@ def replay(
         )
 
 
-@contextmanager
-def _repeated_images(model: "PreTrainedModel", read: PromptKV, repeated: slice) -> Iterator[None]:
-    """Give the decoder the images of the `repeated` tokens, which come last, in place of the ids of their tokens."""
+def _repeat_images(model: "PreTrainedModel", read: PromptKV, repeated: slice) -> RemovableHandle:
+    """Give the decoder the images of the `repeated` tokens, which come last, in place of the ids of their tokens.
+
+    This ends when the result is removed.
+    """
     embeddings, mask = read.images["inputs_embeds"][:, repeated], read.images.get("visual_pos_masks")
 
     def insert(
@@ -131,11 +134,7 @@ def _repeated_images(model: "PreTrainedModel", read: PromptKV, repeated: slice) 
             kwargs["deepstack_visual_embeds"] = [layer[first : first + count] for layer in features]
         return args, kwargs
 
-    handle = unwrap_model(model).get_decoder().register_forward_pre_hook(insert, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return unwrap_model(model).get_decoder().register_forward_pre_hook(insert, with_kwargs=True)
 
 
 class _LargestAttention(ReplayLayer):
