@@ -23,7 +23,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lkv.errors import ModelLoadError
-from lkv.hf.gguf_settings import UnreadPartError, apply_settings, apply_tokenizer_settings
+from lkv.hf.gguf_settings import (
+    AbsentSettingError,
+    UnreadPartError,
+    apply_settings,
+    apply_tokenizer_settings,
+    check_settings,
+)
 from lkv.utils.extras import require
 from lkv.utils.files import file_digest
 
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
 
 _DONE = "conversion.json"
 _MAGIC = b"GGUF"
-_VERSION = 3  # of the conversion; folders of other versions are converted again
+_VERSION = 4  # of the conversion; folders of other versions are converted again
 _KEEPS_PACKED = hasattr(transformers, "GgufConfig")
 
 
@@ -164,6 +170,7 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         ) from error
     try:
         dtype = dtype or _stored_dtype(reader)
+        check_settings(reader)
         config = AutoConfig.from_pretrained(source.parent, **options)
         apply_settings(config, reader)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -177,6 +184,11 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
         apply_tokenizer_settings(tokenizer, reader)
         if not (missing := _missing_tensors(model, set(report["missing_keys"]))):
             _check_unread(reader, model, set(report["missing_keys"]))
+    except AbsentSettingError as error:
+        raise ModelLoadError(
+            f"{source} lacks the setting {error}, without which llama.cpp does not load it either; download it again, "
+            "or give the folder or hub id of the model itself."
+        ) from error
     except UnreadPartError as error:
         raise ModelLoadError(
             f"{source} holds {error}, which transformers does not read from GGUF, so that the model would compute "

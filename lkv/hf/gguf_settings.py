@@ -1,7 +1,8 @@
 """A GGUF file's settings of the forward pass: applied to the transformers configuration, or rejected by name.
 
-transformers reads the settings in its own mapping and silently drops the rest. The reference is how llama.cpp reads a
-setting: `llama_model::load_hparams` and `ggml_rope_ext`.
+transformers reads the settings in its own mapping, silently drops the rest, and takes the defaults of its configuration
+classes for those that a file lacks. The reference is how llama.cpp reads a setting: `llama_model::load_hparams` and
+`ggml_rope_ext`.
 """
 
 import re
@@ -37,6 +38,17 @@ _SHAPES = (
     "attention.value_length", "attention.*_length_swa", "expert_count", "expert_shared_count", "ssm.*", "shortconv.*",
     "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count_swa",
 )  # fmt: skip
+# Settings that llama.cpp requires, of all architectures and of some (of Gemma 4 it has a default for two).
+_REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
+_REQUIRED_BY = {
+    "qwen2moe": ("expert_count", "expert_used_count"),
+    "qwen3moe": ("expert_count", "expert_used_count"),
+    "lfm2": ("attention.head_count_kv", "shortconv.l_cache"),
+    "gemma4": (
+        "attention.key_length", "attention.key_length_swa", "attention.sliding_window",
+        "attention.sliding_window_pattern", "final_logit_softcapping",
+    ),
+}  # fmt: skip
 # Settings with another neutral value than 0, "" and "none", the values that mean the same as a missing setting.
 _NEUTRAL = {"attention.causal": (True,), "expert_gating_func": (0, 1), "expert_weights_scale": (0, 1)}
 # llama.cpp and transformers compute the attention scale of these models from the hidden size instead of the head size.
@@ -56,6 +68,31 @@ _WHOLE_WORDS = frozenset(
 
 class UnreadPartError(ValueError):
     """A GGUF file has a setting or tensor that changes the model's outputs and that transformers does not support."""
+
+
+class AbsentSettingError(ValueError):
+    """A GGUF file lacks a setting without which llama.cpp does not load it."""
+
+
+def check_settings(reader: Any) -> None:
+    """Raise AbsentSettingError for a GGUF file without the settings that llama.cpp needs.
+
+    Args:
+        reader: The file's `gguf.GGUFReader`.
+    """
+    settings = _settings(reader)
+    architecture = reader.get_field("general.architecture").contents()
+    required = [*_REQUIRED, *_REQUIRED_BY.get(architecture, ())]
+    if not {"attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"} & settings.keys():
+        required.append("attention.layer_norm_rms_epsilon")
+    if "attention.key_length" not in settings and any(
+        tensor.name.endswith(".attn_output.weight") and tensor.shape[0] != settings.get("embedding_length")
+        for tensor in reader.tensors
+    ):  # the heads are not `embedding_length / head_count` wide
+        required.append("attention.key_length")
+    for name in required:
+        if name not in settings:
+            raise AbsentSettingError(f"{architecture}.{name}")
 
 
 def apply_tokenizer_settings(tokenizer: Any, reader: Any) -> None:
@@ -97,9 +134,8 @@ def apply_settings(config: Any, reader: Any) -> None:
     """
     architecture = reader.get_field("general.architecture").contents()
     text, prefix = config.get_text_config(decoder=True), f"{architecture}."
-    unread = {
-        name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if name.startswith(prefix)
-    }
+    unread = _settings(reader)
+    _add_defaults(text, unread)
     tensors = {tensor.name for tensor in reader.tensors}
     for setting in [name for name in unread if any(fnmatch(name, pattern) for pattern in _SHAPES)]:
         del unread[setting]
@@ -141,6 +177,29 @@ def apply_settings(config: Any, reader: Any) -> None:
     type(config).from_dict(config.to_dict())  # validates the values, as loading the folder will
 
 
+def _settings(reader: Any) -> dict[str, Any]:
+    """Return the settings of a file's architecture, without its name before each."""
+    prefix = f"{reader.get_field('general.architecture').contents()}."
+    return {
+        name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if name.startswith(prefix)
+    }
+
+
+def _add_defaults(text: Any, settings: dict[str, Any]) -> None:
+    """Add llama.cpp's values for absent settings, where the configuration class may have those of another model."""
+    heads, width = settings["attention.head_count"], settings.get("feed_forward_length")
+    if hasattr(text, "num_key_value_heads") and "attention.head_count_kv" not in settings:
+        text.num_key_value_heads = text.num_attention_heads
+    if hasattr(text, "head_dim") and isinstance(heads, int) and heads:
+        settings.setdefault("attention.key_length", settings["embedding_length"] // heads)
+    if hasattr(text, "moe_intermediate_size") and isinstance(width, int) and "expert_used_count" in settings:
+        settings.setdefault("expert_feed_forward_length", width // settings["expert_used_count"])
+        if hasattr(text, "shared_expert_intermediate_size"):
+            settings.setdefault("expert_shared_feed_forward_length", width)
+    if hasattr(text, "rope_parameters"):
+        settings.setdefault("rope.freq_base", 10000.0)
+
+
 def _head_dim(text: Any) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
@@ -151,6 +210,8 @@ def _apply_window(text: Any, unread: dict[str, Any], longest: int) -> None:
     if text.model_type == "mistral":
         text.sliding_window = window or None  # the class default is a window
     layer_types = getattr(text, "layer_types", None)
+    if text.model_type == "gemma3_text" and not window:
+        pattern, unread["attention.sliding_window_pattern"] = 1, 1  # no layer slides
     if pattern and layer_types:
         if isinstance(pattern, int):
             pattern = [(layer + 1) % pattern != 0 for layer in range(len(layer_types))]
@@ -167,8 +228,7 @@ def _apply_rope(text: Any, unread: dict[str, Any], factors: dict[str, Any]) -> N
     nested = "full_attention" in text.rope_parameters
     rope = dict(text.rope_parameters["full_attention"] if nested else text.rope_parameters)
     head_dim = _head_dim(text)
-    if (base := unread.pop("rope.freq_base", None)) is not None and not hasattr(text, "global_head_dim"):
-        rope["rope_theta"] = base
+    rope["rope_theta"] = unread.pop("rope.freq_base")
     if (base := unread.pop("rope.freq_base_swa", None)) is not None:
         if not nested and base != rope["rope_theta"]:
             unread["rope.freq_base_swa"] = base

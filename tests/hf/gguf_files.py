@@ -206,7 +206,9 @@ def forward(path: Path, ids: list[int]) -> np.ndarray:
     is_gemma, epsilon = architecture.startswith("gemma"), settings["attention.layer_norm_rms_epsilon"]
     cap = lambda x, limit: limit * np.tanh(x / limit) if limit else x  # noqa: E731
     x = all_tensors["token_embd.weight"][ids] * (math.sqrt(HIDDEN) if is_gemma else 1)
-    positions = np.arange(len(ids))
+    positions, default_caps = np.arange(len(ids)), (50.0, 30.0) if architecture == "gemma2" else (None, None)
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = [settings.get(name, default) for name, default in zip(names, default_caps, strict=True)]
     for layer in range(LAYERS):
         own = {
             name.removeprefix(f"blk.{layer}."): values
@@ -224,13 +226,15 @@ def forward(path: Path, ids: list[int]) -> np.ndarray:
             q, k = normalised(q, own["attn_q_norm.weight"], epsilon), normalised(k, own["attn_k_norm.weight"], epsilon)
         pattern = settings.get("attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6}.get(architecture))
         is_sliding = pattern is None or (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern != 0)
+        if architecture == "gemma3" and "attention.sliding_window" not in settings:
+            is_sliding = False
         base = settings.get("rope.freq_base", 10000.0)
         if architecture == "gemma3" and is_sliding:
             base = settings.get("rope.freq_base_swa", 10000.0)
         turn = (settings, all_tensors, base, architecture == "llama", not (architecture == "gemma3" and is_sliding))
         q, k = rope(q, *turn), rope(k, *turn)
         scores = np.einsum("qhd,khd->hqk", q, np.repeat(k, HEADS // KV_HEADS, 1))
-        scores = cap(scores * (settings.get("attention.scale") or DIM**-0.5), settings.get("attn_logit_softcapping"))
+        scores = cap(scores * (settings.get("attention.scale") or DIM**-0.5), caps[0])
         distance = positions[:, None] - positions
         window = settings.get("attention.sliding_window", CONTEXT) if is_sliding else CONTEXT
         scores = np.where((distance >= 0) & (distance < window), scores, -np.inf)
@@ -250,7 +254,7 @@ def forward(path: Path, ids: list[int]) -> np.ndarray:
         x = x + (normalised(y, own["post_ffw_norm.weight"], epsilon) if is_gemma else y)
     x = normalised(x, all_tensors["output_norm.weight"], epsilon)
     logits = x @ all_tensors.get("output.weight", all_tensors["token_embd.weight"]).T
-    return cap(logits, settings.get("final_logit_softcapping"))
+    return cap(logits, caps[1])
 
 
 def largest_difference(path: Path, tokens: int) -> float:

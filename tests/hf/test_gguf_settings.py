@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, pre_tokenizers
-from transformers import GPT2Tokenizer, LlamaTokenizer
+from transformers import AutoConfig, GPT2Tokenizer, LlamaTokenizer
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from lkv.errors import ModelLoadError
 from lkv.hf.conversion import _DONE, _VERSION, is_complete
-from lkv.hf.gguf_settings import UnreadPartError, apply_tokenizer_settings
+from lkv.hf.gguf_settings import UnreadPartError, apply_settings, apply_tokenizer_settings
 from lkv.hf.loading import load_model
 from lkv.hf.spec import max_positions
 from tests.hf.gguf_files import (
@@ -61,6 +62,8 @@ GEMMA_NORMS = "post_attention_norm post_ffw_norm"
 GEMMA2: Settings = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 8}
 EXPERTS: Settings = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": WIDE}
 SHARED: Settings = {"expert_shared_feed_forward_length": WIDE}
+# Without these heads are as wide as hidden size / heads.
+LENGTHS: Settings = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"))
 QKV = "attn_q attn_k attn_v"
 FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
     "plain": ("llama", {}, decoder(), {}),
@@ -97,6 +100,22 @@ FILES: dict[str, tuple[str, Settings, Callable, dict]] = {
                             "rope.freq_base": 1e6, "rope.freq_base_swa": 20000.0},
         decoder(norms=GEMMA_NORMS, output=False, head_norms=True), {},
     ),
+    "gemma3_without_base": (
+        "gemma3", {"rope.freq_base": None, "attention.sliding_window": 8,
+                   "attention.sliding_window_pattern": [True, False]},
+        decoder(norms=GEMMA_NORMS, output=False, head_norms=True), {},
+    ),
+    "gemma3_without_window": (
+        "gemma3", {"rope.freq_base": 500.0}, decoder(norms=GEMMA_NORMS, output=False, head_norms=True), {},
+    ),
+    "gemma2_without_caps": ("gemma2", {}, decoder(norms=GEMMA_NORMS, output=False), {}),
+    "qwen3_without_lengths": ("qwen3", LENGTHS, decoder(head_norms=True), {}),
+    "gemma2_without_lengths": ("gemma2", GEMMA2 | LENGTHS, decoder(norms=GEMMA_NORMS, output=False), {}),
+    "qwen3moe_without_lengths": (
+        "qwen3moe", EXPERTS | LENGTHS | {"expert_feed_forward_length": None, "feed_forward_length": 2 * WIDE},
+        decoder(head_norms=True, experts="exps"), {},
+    ),
+    "qwen2moe_without_lengths": ("qwen2moe", EXPERTS | LENGTHS, decoder(QKV, experts="exps shexp"), {}),
     "gemma3_scale": (
         "gemma3", {"attention.scale": 0.1, "attention.sliding_window": 8},
         decoder(norms=GEMMA_NORMS, output=False, head_norms=True), {},
@@ -174,6 +193,50 @@ def test_what_a_model_has_no_place_for_is_refused_by_name(tmp_path, cache, capsy
     with pytest.raises(ModelLoadError, match=f"tiny.gguf holds {part}, which transformers does not read"):
         load_model(str(path))
     assert not [folder for folder in cache.iterdir() if folder.is_dir()]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "minimax-m2", "gemma3", "stablelm", "nemotron"])
+@pytest.mark.parametrize(("given", "base"), [(None, 10000.0), (500.0, 500.0)])
+def test_the_base_of_rope_is_llama_cpp_s_where_a_file_has_none(tmp_path, architecture, given, base):
+    """The classes of transformers have others: 1e6 for Gemma 3, 5e6 for MiniMax."""
+    if architecture.replace("-", "_") not in GGUF_CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not read {architecture}")
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, EPSILON | {"rope.freq_base": given})
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=path.name)
+    apply_settings(config, gguf.GGUFReader(path))
+    rope = config.rope_parameters
+    assert rope.get("full_attention", rope)["rope_theta"] == base
+
+
+def wide(tensors):
+    """The tensors with heads of twice the width."""
+    for name, (rows, *columns) in tensors:
+        if name.endswith(("attn_q.weight", "attn_k.weight", "attn_v.weight")) or "attn_q_norm" in name:
+            rows *= 2
+        yield name, (rows, *(2 * size if "attn_output" in name else size for size in columns))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "tensors", "absent"),
+    [
+        ("llama", {"attention.layer_norm_rms_epsilon": None}, decoder(), "attention.layer_norm_rms_epsilon"),
+        ("llama", {"context_length": None}, decoder(), "context_length"),
+        ("llama", {"attention.head_count": None}, decoder(), "attention.head_count"),
+        ("qwen2", {"block_count": None}, decoder(QKV), "block_count"),
+        ("qwen3moe", EXPERTS | {"expert_used_count": None}, decoder(experts="exps"), "expert_used_count"),
+        ("qwen3", LENGTHS, lambda: wide(decoder(head_norms=True)()), "attention.key_length"),
+        ("qwen3", LENGTHS | {"rope.dimension_count": 2 * DIM}, lambda: wide(decoder()()), "attention.key_length"),
+        ("gemma2", GEMMA2 | LENGTHS, lambda: wide(decoder(norms=GEMMA_NORMS)()), "attention.key_length"),
+        ("lfm2", {"attention.head_count_kv": None}, decoder(), "attention.head_count_kv"),
+        ("gemma4", {}, decoder(), "attention.key_length_swa"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_llama_cpp_needs_and_a_file_lacks_is_named(
+    tmp_path, cache, capsys, architecture, settings, tensors, absent
+):
+    path = write_gguf(tmp_path / "tiny.gguf", architecture, EPSILON | settings, tensors)
+    with pytest.raises(ModelLoadError, match=rf"tiny.gguf lacks the setting {architecture}.{absent}, without which"):
+        load_model(str(path))
 
 
 def test_conversions_of_earlier_versions_are_made_again(tmp_path, cache, capsys):
