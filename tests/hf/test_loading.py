@@ -10,11 +10,33 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lkv.cli.main import main
 from lkv.context.compression import compress
-from lkv.errors import LkvError
+from lkv.errors import LkvError, ModelLoadError
 from lkv.hf import loading
-from lkv.hf.loading import load_model
+from lkv.hf.loading import load_model, load_tokenizer
 from tests.conftest import present, save_model
 from tests.vision import VISION, tokenizer
+
+
+@pytest.mark.parametrize("content", ["", '{"eos_token_id": [2,', "[1]", "\ufeff{}", "{" + '"a":[' * 100_000])
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "chat_template.json", "special_tokens_map.json", "vocab.json"]
+)
+def test_a_broken_file_beside_the_weights_is_named(tmp_path, name, content):
+    """transformers leaves some of them out without a word; an answer would then go on behind its end."""
+    folder = save_model(tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    load_model(str(folder))  # a missing one is fine
+    (folder / name).write_text(content, encoding="utf-8")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(ModelLoadError, match=rf"its file {name} is not a JSON object; copy or download it again"):
+            load(str(folder))
+
+
+def test_an_empty_chat_template_is_named(tmp_path):
+    folder = save_model(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("\n")
+    with pytest.raises(ModelLoadError, match=r"its file chat_template.jinja is empty; copy or download it again"):
+        load_model(str(folder))
 
 
 @pytest.mark.parametrize(
