@@ -257,16 +257,18 @@ class ChatRequest(RequestObject):
     max_tokens: Length | None = None
     max_completion_tokens: Length | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Length | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, le=_MAX_TOKENS)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
 
     def sampling(self) -> SamplingParams:
-        """Return how the answer is generated: greedily unless a temperature is given."""
+        """Return how the answer is generated: greedily unless a temperature is given, or if `top_p` is 0."""
         length = self.max_completion_tokens or self.max_tokens
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(self.temperature or 0.0, self.top_p or 1.0, self.top_k, self.seed, length, stop)
+        temperature = 0.0 if self.top_p == 0 else self.temperature or 0.0
+        top_k = None if self.top_k in (-1, 0) else self.top_k
+        return SamplingParams(temperature, self.top_p or 1.0, top_k, self.seed, length, stop)
 
     def check_offered(self) -> None:
         """Raise PromptError for unsupported fields that could change the answer, including misspelt ones."""

@@ -179,6 +179,10 @@ def test_sampling_seeds_and_stops(server, context, expected):
     assert server.answer("Who?", context, **hot) == server.answer("Who?", context, **hot)
     texts = {server.answer("Who?", context, temperature=1.9, seed=seed, max_tokens=12) for seed in range(4)}
     assert len(texts) > 1
+    assert server.answer("Who?", context, top_p=0, **hot) == server.answer("Who?", context, max_tokens=12)
+    for off in (-1, 0):  # as in vLLM's API
+        assert server.answer("Who?", context, top_k=off, **hot) == server.answer("Who?", context, **hot)
+    assert server.chat("Who?", context, top_k=-2)[0] == server.chat("Who?", context, top_p=-0.1)[0] == 400
     whole = expected["Who?"]
     stop = whole[2:4].strip()
     status, cut = server.chat("Who?", context, stop=[stop, "never"])
