@@ -131,6 +131,8 @@ def table_lines(rows: list[list[Cell]]) -> list[str]:
 
 def _row_line(texts: list[str]) -> str:
     """Return the cells of a row on one line, or those of a layout one after the other."""
+    if len(texts) == 1:
+        return texts[0]
     several = [text for text in texts if "\n" in text]
     if any("\t" in text or len(text) > _MAX_CELL for text in several):
         return "\n".join(text for text in texts if text)

@@ -8,8 +8,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
 from lkv.context.css_counters import LISTS, Counters, Style, integer, list_type
-from lkv.context.flow_text import UNSEEN, Cell, FlowText, operand_text, script_text, table_lines
+from lkv.context.flow_text import SPACES, UNSEEN, FlowText, operand_text, script_text
 from lkv.context.style_sheets import StyleSheets, gap, is_repeated, is_styled_apart, is_transparent, other_alternatives
+from lkv.context.table_boxes import Boxes, line_breaks
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborNode
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 # Section "Rendering" of the standard: https://html.spec.whatwg.org/multipage/rendering.html
 _DISPLAYS = {
-    "none": "annotation annotation-xml area base basefont datalist defs desc link meta metadata noembed noframes "
-    "param rp selectedcontent source style symbol title track",
+    "none": "annotation annotation-xml area base basefont col colgroup datalist defs desc link meta metadata "
+    "noembed noframes param rp selectedcontent source style symbol title track",
     "block": "address article aside body center dd details dialog div dt fieldset figcaption footer foreignObject form "
     "frameset header hgroup html legend main nav optgroup option search section select summary text",
     "spaced block": "blockquote dir dl figure h1 h2 h3 h4 h5 h6 hr listing menu ol p plaintext pre ul xmp",
@@ -27,18 +28,21 @@ _DISPLAYS = {
     "table": "mtable table",
     "table-row": "mlabeledtr mtr tr",
     "table-cell": "mtd td th",
-    "table-row-group": "caption colgroup tbody tfoot thead",
+    "table-caption": "caption",
+    "table-header-group": "thead",
+    "table-row-group": "tbody",
+    "table-footer-group": "tfoot",
+    "contents": "slot",
 }
 _DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.split()}
+_WITHOUT_BOX = ("none", "table-column", "table-column-group")
 _DISPLAY_KEYWORDS = (None, "inherit", "revert")
-_LINE_BREAKS = {"inline": 0, "inline-block": 0, "contents": 0, "table-cell": 0, "spaced block": 2}  # else 1
 _PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
 _NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
 _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}
 _SCRIPTED = ("mmultiscripts", "msub", "msup", "msubsup", "munder", "mover", "munderover")
 _INPUTS_WITHOUT_TEXT = ("color", "file", "hidden", "password", "range")
 
-_ROW_GROUPS = {"caption": -2, "thead": -1, "tfoot": 1}  # where a table has them; others are between
 _MAX_SPAN = 100  # columns of a cell; larger spans are mistakes or attacks
 
 _MAX_DEPTH = 5000  # the parser takes quadratic time; browsers display 512 levels
@@ -95,16 +99,18 @@ class _Renderer:
     """Renders without recursion, because pages may be nested arbitrarily deep."""
 
     def __init__(self) -> None:
-        self.text = FlowText()
+        self._boxes = Boxes()
         self.left_out: Counter[str] = Counter()
         self._lists = 0  # within one another
         self._list_type = "disc"
         self._slots: list[dict[str, list[LexborNode]]] = []  # what shadow trees show of their hosts' content, by name
-        self._tables: list[list[list[Cell]]] = []
         self._white_space = "normal"
         self._is_visible = True
-        self._outer_texts: list[FlowText] = []
         self._quotes = 0
+
+    @property
+    def text(self) -> FlowText:
+        return self._boxes.flow()
 
     def render(self, page: str) -> None:
         from selectolax.lexbor import LexborHTMLParser
@@ -120,8 +126,8 @@ class _Renderer:
                 step()
             elif step.is_text_node:
                 is_flowing = self._sheets.linked and not self._white_space.startswith(("pre", "break"))
-                if is_flowing and is_styled_apart(step, self.text.last_character()):
-                    self.text.add_space()
+                if is_flowing and is_styled_apart(step, self._boxes.text.last_character()):
+                    self._boxes.text.add_space()
                 self._write(step.text_content or "")
             elif step.is_element_node:
                 steps.extend(reversed(self._enter(step)))
@@ -131,6 +137,8 @@ class _Renderer:
     def _write(self, text: str) -> None:
         if not self._is_visible:
             self.left_out["hidden element"] += bool(text.strip())
+        elif self._boxes.is_apart() and not text.strip(SPACES):
+            return
         elif self._white_space in ("pre", "pre-wrap", "break-spaces"):
             self.text.write_verbatim(text.translate(UNSEEN))
         elif self._white_space == "pre-line":
@@ -154,7 +162,7 @@ class _Renderer:
             return [*_children(node)] if tag == "object" else []  # whose content stands in for it
         is_hidden = attributes.get("hidden", "until-found") != "until-found" or "popover" in attributes
         is_hidden |= tag == "dialog" and "open" not in attributes
-        if display == "none" or (is_hidden and is_default):
+        if display in _WITHOUT_BOX or _is_misplaced(node) or (is_hidden and is_default):
             self.left_out["hidden element"] += default != "none" and _has_text(node)
             return []
         if is_repeated(node):
@@ -162,14 +170,11 @@ class _Renderer:
             return []
         is_doubtful = node.mem_id in self._sheets.doubtful or is_transparent(style)
         self.left_out["perhaps hidden element"] += is_doubtful and _has_text(node)
-        outer_style = {} if node.parent is None else self._sheets.style(node.parent)
-        is_apart = re.search("flex|grid", outer_style.get("display", ""))
+        is_apart = re.search("flex|grid", self._boxes.outer_display())
         if is_apart or style.get("float") in ("left", "right") or style.get("position") in ("absolute", "fixed"):
-            display = re.sub("^inline.*", "block", display)
-        is_nested_list = display == "spaced block" and tag in LISTS and self._lists
-        has_row = self._tables and self._tables[-1]
-        if is_nested_list or (display == "table-cell" and not has_row):
-            display = "block" if is_nested_list else "inline-block"
+            display = re.sub("^(?:inline-(?=table)|(?:inline|table-).*)", "", display) or "block"
+        if display == "spaced block" and tag in LISTS and self._lists:
+            display = "block"
         return self._render_box(node, display, style)
 
     def _skip(self, tag: str, attributes: dict[str, str | None]) -> None:
@@ -183,26 +188,33 @@ class _Renderer:
                 self.text.add_space()
 
     def _render_box(self, node: "LexborNode", display: str, style: Style) -> list[_Step]:
-        breaks = _LINE_BREAKS.get(display, 1)
+        breaks = line_breaks(display)
         white_space, is_visible, kind = self._white_space, self._is_visible, self._list_type
+        is_in_row = self._boxes.outer_display() == "table-row"
 
         def separate(side: str) -> None:
             if breaks:
-                self.text.separate(breaks)
+                self._boxes.text.separate(breaks)
             elif display.startswith("inline-"):
-                self.text.add_space()
+                self._boxes.text.add_space()
             elif display == "inline":
-                self.text.add_gap(gap(node.tag, style, side))
+                self._boxes.text.add_gap(gap(node.tag, style, side))
 
         def leave() -> None:
+            if display != "contents":
+                self._boxes.leave()
             separate("right")
             self._white_space, self._is_visible, self._list_type = white_space, is_visible, kind
             self._lists -= node.tag in LISTS
             self._counters.leave()
             if display == "list-item":  # without text, browsers display its marker
-                marker, self.text.marker = self.text.marker.rstrip(), ""
-                self.text.write_verbatim(marker.rstrip("* "))
+                marker, self._boxes.text.marker = self._boxes.text.marker.rstrip(), ""
+                self._boxes.text.write_verbatim(marker.rstrip("* "))
 
+        if display != "contents":
+            columns = max(1, min(integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
+            rows = integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
+            self._boxes.enter(display, columns, rows)
         separate("left")
         self._counters.enter(style, node, display == "list-item")
         self._lists += node.tag in LISTS
@@ -211,20 +223,14 @@ class _Renderer:
         self._is_visible = {"hidden": False, "collapse": False, "visible": True}.get(
             style.get("visibility", ""), is_visible
         )
-        if display == "table":
-            self._tables.append([])
-            rows = sorted(_children(node), key=lambda child: _ROW_GROUPS.get(child.tag or "", 0))
-            return [*rows, self._write_table, leave]
-        if display == "table-row" and self._tables:
-            self._tables[-1].append([])
         before, after = (partial(self._write_generated, node, place) for place in ("before", "after"))
         content = [before, *self._render_content(node, display, style), after]
-        row = node.parent if display == "table-cell" else None
+        row = node.parent if is_in_row else None
         is_struck = _is_struck(node, style) or (row is not None and _is_struck(row, self._sheets.style(row)))
-        if is_struck and not display.startswith("table-row") and _has_text(node):
+        if is_struck and not re.match("(?:inline-)?table(?!-c)", display) and _has_text(node):
             # Marked as in Markdown, so that it is not read as valid, nor as one with what replaces it.
             content = [lambda: self._write("~~"), *content, lambda: self._write("~~")]
-        return [*(self._render_cell(node, content) if display == "table-cell" else content), leave]
+        return [*content, leave]
 
     def _write_generated(self, node: "LexborNode", place: str) -> None:
         self._write(self._sheets.content(node, place, self._counters))
@@ -294,16 +300,7 @@ class _Renderer:
 
     def _capture(self, steps: Sequence[_Step], use: Callable[[str], None]) -> list[_Step]:
         """Return steps that render into a separate text and pass it to `use`."""
-
-        def begin() -> None:
-            self._outer_texts.append(self.text)
-            self.text = FlowText()
-
-        def end() -> None:
-            text, self.text = self.text.value(), self._outer_texts.pop()
-            use(text)
-
-        return [begin, *steps, end]
+        return [self._boxes.capture, *steps, lambda: use(self._boxes.leave())]
 
     def _write_image(self, attributes: dict[str, str | None]) -> None:
         """Add an image's alternative text, apart from what is beside the image; an empty one marks decoration."""
@@ -360,16 +357,6 @@ class _Renderer:
         if self.text.last_character().isdigit():
             self.text.add_space()
 
-    def _render_cell(self, node: "LexborNode", content: list[_Step]) -> list[_Step]:
-        columns = max(1, min(integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
-        rows = integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
-        row = self._tables[-1][-1]
-        return self._capture(content, lambda text: row.append(Cell(text, columns, rows)))
-
-    def _write_table(self) -> None:
-        lines = table_lines(self._tables.pop())
-        self.text.write_verbatim("\n".join(line for line in lines if line.strip()))
-
 
 def _children(node: "LexborNode") -> list["LexborNode"]:
     children = []
@@ -382,6 +369,13 @@ def _children(node: "LexborNode") -> list["LexborNode"]:
 
 def _has_text(node: "LexborNode") -> bool:
     return bool((node.text() or "").strip())
+
+
+def _is_misplaced(node: "LexborNode") -> bool:
+    """Return whether an element is a form or hidden input, which the standard's rules keep from being a cell."""
+    parent = node.parent.tag if node.parent else None
+    is_form = node.tag == "form" and parent in ("table", "tbody", "tfoot", "thead", "tr")
+    return is_form or (node.tag == "input" and (node.attributes.get("type") or "").lower() == "hidden")
 
 
 def _is_struck(node: "LexborNode", style: Style) -> bool:

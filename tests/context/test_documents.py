@@ -108,3 +108,32 @@ def roman(number: int) -> str:
 
 
 ROMAN = ("i ii iii iv v vi vii viii ix", "x xx xxx xl l lx lxx lxxx xc", "c cc ccc cd d dc dcc dccc cm", "m mm mmm")
+
+
+DISPLAYS = "block contents flex flow-root grid inline inline-block inline-flex inline-grid inline-table".split()
+DISPLAYS += "list-item table table-cell table-row table-row-group".split()
+INNER_TAGS = {"div": "div", "table": "tbody", "tbody": "tr", "tr": "td", "td": "table"}
+TREES: st.SearchStrategy[Any] = st.none()  # words (None), and elements: a `display` (empty for the tag's) and parts
+for _ in range(4):
+    TREES = st.none() | st.tuples(st.just("") | st.sampled_from(DISPLAYS), st.lists(TREES, min_size=2, max_size=4))
+
+
+def markup(tree: Any, tag: str, words: list[str]) -> str:
+    """A tree as elements; its words are added to `words`."""
+    display, parts = tree or ("", [None])
+    content = ""
+    for part in parts:
+        if part is None and tag in ("div", "td"):
+            words.append(f"w{len(words)}")
+            content += f" {words[-1]} "
+        else:
+            content += markup(part, INNER_TAGS[tag], words)
+    return f'<{tag} style="display:{display}">{content}</{tag}>'
+
+
+@given(TREES, st.sampled_from(["div", "table"]))
+def test_words_of_tables_stay_in_their_order(tree, tag):
+    words: list[str] = []
+    page = markup(tree, tag, words)
+    text = parse_document(page.encode(), "page.html").text
+    assert [word for word in text.split() if word != "*"] == words

@@ -1,4 +1,4 @@
-"""Random pages of lists, counters, margins and white space: the words that Chromium prints are those that are read."""
+"""Random pages of lists, tables, counters and white space: the words that Chromium prints are those that are read."""
 
 import random
 import re
@@ -17,6 +17,8 @@ TYPES = [*"decimal lower-alpha upper-roman lower-roman upper-latin decimal-leadi
 SPACES = ["", "", " ", "\n", "<!-- c -->", "<br>", "&nbsp;", "&emsp;", "<span></span>", "<b> </b>"]
 NULS = ["\0", *[""] * 9]  # which browsers ignore
 WHITE_SPACES = ("pre", "nowrap", "pre-line", "pre-wrap")
+DISPLAYS = ["block", "contents", "flex", "grid", "inline", "inline-block", "inline-flex", "inline-table", "flow-root"]
+DISPLAYS += ["table", "table-cell", "table-row", "table-row-group", "table-header-group", "table-footer-group"]
 COUNTERS = ".n::before { counter-increment: x; content: counter(x, upper-roman) '/' counters(x, '.') ') ' }"
 
 
@@ -60,11 +62,25 @@ class Page:
             text += "</li>" + (self.draw(depth + 1) if self._random.random() < 0.1 else "")
         return f"{text}</{tag}>"
 
+    def _table(self, depth: int, *tags: str) -> str:
+        """Return an element whose parts have the next of the tags; those of the last are blocks."""
+        text = f"<{tags[0]}{self._style((0.2, 'display', DISPLAYS))}>"
+        for _ in range(self._random.randint(1, 3)):
+            if tags[1:]:
+                text += self._table(depth, *tags[1:]) + self._random.choice(["", " ", "\n"])
+            else:
+                part = self._line() if self._random.random() < 0.8 else self.draw(depth + 2)
+                text += f"&nbsp;{part}&nbsp;"
+        return f"{text}</{tags[0]}>"
+
     def draw(self, depth: int = 0) -> str:
-        """Return a block: a paragraph, a list, or several of them."""
-        kind = self._random.choice(["p", "list", "list", "div"]) if depth < 3 else "p"
+        """Return a block: a paragraph, a list, a table, or several of them."""
+        kind = self._random.choice(["p", "list", "list", "table", "div"]) if depth < 3 else "p"
         if kind == "list":
             return self._list(depth)
+        if kind == "table":
+            groups = self._random.choice(["tbody", "thead", "tfoot"])
+            return self._table(depth, *self._random.choice([("table", groups, "tr", "td"), ("div", "div", "div")]))
         style = self._style((0.1, "counter-reset", ("x 2",)), (0.2, "list-style-type", TYPES))
         if kind == "p":
             return f"<div{self._random.choice(['', ' class=n'])}{style}>{self._line()}</div>"
@@ -80,8 +96,8 @@ def words(text: str) -> list[list[str]]:
 def test_words_and_numbers_are_those_that_a_browser_prints(tmp_path, seed):
     page = Page(seed)
     parts = [page.draw() + page.draw() for _ in range(PARTS)]
-    style = f"@page {{ size: 4000px 4000px }} body {{ font: 16px/20px sans-serif; padding-left: 200px }} {COUNTERS}"
-    text = f"<!doctype html><meta charset=utf-8><style>{style}</style>"
+    style = "@page { size: 4000px 4000px } body { font: 16px/20px sans-serif; padding-left: 200px } * { gap: 8px }"
+    text = f"<!doctype html><meta charset=utf-8><style>{style} {COUNTERS}</style>"
     text += "".join(f'<section style="break-after: page">{part}<p>END</section>' for part in parts)
     (tmp_path / "page.html").write_text(text)
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
