@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, command: "Commands | None" = No
             requested = parse_arguments(words, command, program)
             if not sys.stderr.isatty():
                 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # keep progress bars out of logs
-            if _is_busy():
+            if hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2:  # others compute
                 os.environ.setdefault("GOMP_SPINCOUNT", _SPINS_WHEN_BUSY)  # which PyTorch reads when it is imported
             for name in _IRRELEVANT_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
@@ -86,11 +86,6 @@ def main(arguments: Sequence[str] | None = None, command: "Commands | None" = No
         print(f"lkv: the system refuses to read or write ({error}); give another place.", file=sys.stderr)
         return _USER_ERROR
     return 0
-
-
-def _is_busy() -> bool:
-    """Return whether other programs use half of the cores or more."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= (os.cpu_count() or 1) / 2
 
 
 def _flush_output() -> None:

@@ -141,9 +141,8 @@ def load(
                 raise ValueError(f"its {name} is {str(value)[:80]!r}")
         if "stored_id" in header:  # of a context in a server's store
             metadata["stored_id"] = str(header["stored_id"])
-        ids, vocabulary = tensors.pop("ids"), vocabulary_size(model)
-        if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0 or ids.max() >= vocabulary:
-            raise ValueError("its ids are not of this model's vocabulary")
+        ids = tensors.pop("ids")
+        _check_ids(path, ids, vocabulary_size(model))
         offset = tensors.pop("image_offset", None)
         cache = _restored_cache(model, metadata, ids.tolist(), tensors)
         if offset is not None:
@@ -168,6 +167,18 @@ def load(
                 f"{path} takes more memory than is free; free some, or load it for a model on another device."
             ) from error
         raise ContextFileError(f"{path} does not hold a whole context ({error}); compress it again.") from error
+
+
+def _check_ids(path: Path, ids: Tensor, vocabulary: int) -> None:
+    """Raise ValueError for `ids` that are none, and ContextFileError for those beyond the model's vocabulary."""
+    if ids.ndim != 1 or ids.dtype != torch.int32 or not len(ids) or ids.min() < 0:
+        raise ValueError("its ids are no token ids")
+    if (largest := int(ids.max())) >= vocabulary:
+        raise ContextFileError(
+            f"{path} has the token number {largest:,}, but the model has embeddings of {vocabulary:,} tokens; if they "
+            "have changed since it was saved, as by model.resize_token_embeddings, load it with the model as it was, "
+            "or compress the text again."
+        )
 
 
 def _check_origin(path: Path, header: dict[str, Any], model: PreTrainedModel, policy: Policy | None) -> None:

@@ -106,11 +106,6 @@ def _string_match_all(answer: str, truths: Sequence[str], classes: Sequence[str]
     return 100 * sum(matches) / len(matches)
 
 
-def _string_match_part(answer: str, truths: Sequence[str], classes: Sequence[str]) -> float:
-    """Return 100 if the answer contains any of the true answers."""
-    return 100.0 * any(_contained(answer, truths))
-
-
 def _best(metric: Callable[[str, str, Sequence[str]], float]) -> Callable[[str, Sequence[str], Sequence[str]], float]:
     """Return the highest score over the true answers of a metric in 0..1 that takes one of them."""
     return lambda answer, truths, classes: 100 * max(metric(answer, truth, classes) for truth in truths)
@@ -124,5 +119,5 @@ METRICS: dict[str, Callable[[str, Sequence[str], Sequence[str]], float]] = {
     "retrieval": _best(_retrieval),
     "code_sim": _best(_code_sim),
     "string_match_all": _string_match_all,
-    "string_match_part": _string_match_part,
+    "string_match_part": lambda answer, truths, classes: 100.0 * any(_contained(answer, truths)),
 }

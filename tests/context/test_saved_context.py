@@ -152,7 +152,7 @@ FORGED = {
 def test_a_forged_file_is_refused_in_one_sentence(saved, how):
     path, model = saved
     forge(path, FORGED[how])
-    with pytest.raises(ContextFileError, match="does not hold a whole context"):
+    with pytest.raises(ContextFileError, match=r"does not hold a whole context|has the token number"):
         Context.load(path, model, Words())
 
 

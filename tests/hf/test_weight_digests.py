@@ -144,6 +144,17 @@ def test_other_weights_of_the_same_model_are_refused(path, change, used_before):
         Context.load(path, change(model), Words())
 
 
+def test_embeddings_of_other_sizes_go_on_or_are_named(path):
+    model, ids = tiny_llama(dtype=torch.float32), Context.load(path, tiny_llama(dtype=torch.float32), Words()).ids
+    answer = Context.load(path, model, Words()).ask("what is one ?", 4)
+    model.resize_token_embeddings(model.config.vocab_size + 3)
+    assert Context.load(path, model, Words()).ask("what is one ?", 4) == answer
+    model.resize_token_embeddings(max(ids))
+    problem = rf"token number {max(ids)}, but the model has embeddings of {max(ids)} tokens; if they have changed since"
+    with pytest.raises(ContextFileError, match=problem):
+        Context.load(path, model, Words())
+
+
 def test_a_model_that_gets_the_weights_of_another_one_is_that_one(path, tmp_path):
     model, other = tiny_llama(dtype=torch.float32), tiny_llama(3, dtype=torch.float32)
     spec = patch_attention(other).spec

@@ -80,7 +80,8 @@ def split_held_out(items: Sequence[ItemT], validation: bool) -> list[ItemT]:
     Questions over the same passages are in the same split.
     """
     texts = [_text_read(item) for item in items]
-    held_out = {text for text in texts if _is_in_held_out_share(text)}
+    hashes = {text: int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) for text in texts}
+    held_out = {text for text, number in hashes.items() if number % _HELD_OUT_SHARE == 0}
     # A few texts may all be in one split: then the shortest is held out, but never the longest, nor a text of a few
     # words if there are others.
     if len(held_out) in (0, len({*texts})):
@@ -95,10 +96,6 @@ def _text_read(item: Item) -> str:
     if isinstance(item, MultiHopQuestion) and item.passages:
         return "\n\n".join(sorted(passage.text for passage in item.passages))
     return item_texts(item)[0]
-
-
-def _is_in_held_out_share(text: str) -> bool:
-    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest()) % _HELD_OUT_SHARE == 0
 
 
 def read_dataset(
