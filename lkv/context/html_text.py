@@ -36,7 +36,7 @@ _DISPLAYS = {
 }
 _DISPLAY = {tag: display for display, tags in _DISPLAYS.items() for tag in tags.split()}
 _WITHOUT_BOX = ("none", "table-column", "table-column-group")
-_DISPLAY_KEYWORDS = (None, "inherit", "revert")
+_DISPLAY_KEYWORDS = (None, "inherit", "revert", "revert-layer")
 _PREFORMATTED = ("listing", "plaintext", "pre", "textarea", "xmp")
 _NOT_READ = {name: name for name in ("audio", "canvas", "embed", "object", "script", "template", "video")}
 _NOT_READ |= {"frame": "embedded page", "iframe": "embedded page"}

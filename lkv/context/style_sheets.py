@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from lkv.context.css_counters import LISTS, Counters, Style, unescape
 
@@ -38,11 +39,38 @@ _FEATURE = re.compile(r"\(\s*(?:(min-|max-)width\s*:|width\s*([<>])=?)\s*([\d.]+
 _MOMENTS = "hover|focus|focus-within|focus-visible|active|target|visited"
 _OTHER_TIMES = re.compile(rf"::|:(?:before|after|first-l|{_MOMENTS})|:-")
 _NOT_MOMENTS = re.compile(rf":not\(\s*:(?:{_MOMENTS})\s*\)")
+_KNOWN_FEATURE = (
+    r"(?:\(\s*(?:display\s*:\s*(?:block|contents|flow-root|(?:inline-)?(?:flex|grid|table))"
+    r"|position\s*:\s*(?:-webkit-)?sticky|--[\w-]*\s*:[^()]*)\s*\)|selector\(\s*:(?:has|is|where)\([^()]*\)\s*\))"
+)
+_KNOWN_FEATURES = re.compile(rf"@supports\s*(?:not\s*)?{_KNOWN_FEATURE}(?:\s*(?:and|or)\s*{_KNOWN_FEATURE})*")
+_LAYERS = re.compile(r"@layer\b(.*)", re.DOTALL | re.IGNORECASE)
 _SCRIPT_TYPES = re.compile(r"|module|(?:text|application)/(?:java|ecma)script", re.IGNORECASE)
 _SOLID = frozenset("code kbd mi mn mo mtext samp tspan tt var".split())  # whose parts are not apart
 _MAX_RULES = 2000
 _MAX_SEARCHED = 2 * 10**8  # characters; each rule is looked for in the whole page
 _MAX_NESTED = 20  # blocks
+
+
+class _Rule(NamedTuple):
+    selector: str
+    declarations: str
+    layer: tuple[float, ...]  # the numbers of its cascade layers, the outermost first; then infinity
+
+    def precedence(self, is_important: bool) -> tuple[tuple[float, ...], tuple[int, int, int]]:
+        """Return a key; of two rules, the one with the greater key applies."""
+        return tuple(-number if is_important else number for number in self.layer), _specificity(self.selector)
+
+
+class _Block(NamedTuple):
+    selectors: str | None  # "" outside of rules and None where nothing applies
+    declarations: list[str]
+    layer: tuple[str, ...] = ()  # names, the outermost first
+    is_doubtful: bool = False  # whether it is for browsers with a feature that is not known
+
+    def rule_declarations(self) -> str:
+        is_hiding = [self.is_doubtful and _HIDES.search(part.lower()) for part in self.declarations]
+        return ";".join(part for part, hides in zip(self.declarations, is_hiding, strict=True) if part and not hides)
 
 
 class StyleSheets:
@@ -60,24 +88,25 @@ class StyleSheets:
         self.doubtful: set[int] = set()
         self.unread, self.linked = 0, len(_linked_sheets(parser))
         self._styles: dict[tuple[int, str], tuple[Style, Style]] = {}
-        rules = [rule for rule in _page_rules(parser) if _USED.search(rule[1].lower())]
+        rules = [rule for rule in _page_rules(parser) if _USED.search(rule.declarations.lower())]
         most = min(_MAX_RULES, _MAX_SEARCHED // len(page or " "))
         if len(rules) > most:
-            rules = [rule for rule in rules if not all(_USED.findall(rule[1].lower()))]
+            rules = [rule for rule in rules if not all(_USED.findall(rule.declarations.lower()))]
         self.unread += len(rules[most:])
-        for selector, declarations in sorted(rules[:most], key=lambda rule: _specificity(rule[0])):
-            pseudo = _PSEUDO_ELEMENT.search(selector)
-            own = selector[: pseudo.start()] if pseudo else selector
-            try:
-                nodes = parser.css(_NOT_MOMENTS.sub("", own) or "*")
-            except SelectolaxError:
-                self.unread += bool(_HIDES.search(declarations.lower())) and not _OTHER_TIMES.search(selector)
-                continue
-            place, (usual, important) = pseudo[1].lower() if pseudo else "", _parse(declarations)
-            for node in nodes:
-                styles = self._styles.setdefault((node.mem_id, place), ({}, {}))
-                styles[0].update(usual)
-                styles[1].update(important)
+        for is_important in (False, True):
+            for rule in sorted(rules[:most], key=lambda rule: rule.precedence(is_important)):
+                if not (style := _parse(rule.declarations)[is_important]):
+                    continue
+                pseudo = _PSEUDO_ELEMENT.search(rule.selector)
+                own = rule.selector[: pseudo.start()] if pseudo else rule.selector
+                try:
+                    nodes = parser.css(_NOT_MOMENTS.sub("", own) or "*")
+                except SelectolaxError:
+                    self.unread += _hides(style) and not _OTHER_TIMES.search(rule.selector)
+                    continue
+                for node in nodes:
+                    key = node.mem_id, pseudo[1].lower() if pseudo else ""
+                    self._styles.setdefault(key, ({}, {}))[is_important].update(style)
         if _is_scripted(parser, page):
             for (number, place), styles in self._styles.items():
                 for style in () if place else styles:
@@ -92,8 +121,7 @@ class StyleSheets:
         if "content" not in style:
             return ""
         content = style["content"]
-        is_hidden = any(_HIDES.fullmatch(f"{name}:{value}") for name, value in style.items())
-        if not re.search("[\"'(]", content) or _ICON.match(content) or is_hidden:
+        if not re.search("[\"'(]", content) or _ICON.match(content) or _hides(style):
             return ""
         counters.enter(style)
         text = ""
@@ -128,6 +156,10 @@ def gap(tag: str | None, style: Style, side: str) -> float:
     border = re.search(r"solid|dashed|dotted|double|groove|ridge|inset|outset", style.get(f"border-{side}", ""))
     margin, padding = (_length(style.get(f"{name}-{side}", "0")) for name in ("margin", "padding"))
     return margin + max(0.0, padding) + (border is not None)
+
+
+def _hides(style: Style) -> bool:
+    return any(_HIDES.fullmatch(f"{name}:{value}") for name, value in style.items())
 
 
 def is_transparent(style: Style) -> bool:
@@ -203,15 +235,17 @@ def _linked_sheets(parser: "LexborHTMLParser") -> set[str]:
     return sheets
 
 
-def _page_rules(parser: "LexborHTMLParser") -> Iterator[tuple[str, str]]:
-    """Yield each selector and its declarations, in the order of the page."""
+def _page_rules(parser: "LexborHTMLParser") -> Iterator[_Rule]:
+    """Yield a rule for each selector, in the order of the page."""
+    layers: dict[tuple[str, ...], int] = {}
     for node in parser.css("style"):
         if (node.attributes.get("type") or "text/css").lower() != "text/css":
             continue
         css, media = _NO_PARTS.sub(_without_marks, node.text()), node.attributes.get("media")
-        for selectors, declarations in _rules(f"@media {media} {{{css}}}" if media else css):
-            for selector in re.split(r",(?![^(\[]*[)\]])", selectors):
-                yield selector.strip(), declarations
+        for block in _blocks(f"@media {media} {{{css}}}" if media else css, layers):
+            numbers = [layers[block.layer[:depth]] for depth in range(1, len(block.layer) + 1)]
+            for selector in re.split(r",(?![^(\[]*[)\]])", block.selectors or ""):
+                yield _Rule(selector.strip(), block.rule_declarations(), (*numbers, inf))
 
 
 def _without_marks(part: re.Match[str]) -> str:
@@ -219,29 +253,47 @@ def _without_marks(part: re.Match[str]) -> str:
     return re.sub("[{};!()]", lambda mark: f"\\{ord(mark[0]):x} ", part[1] or "")
 
 
-def _rules(css: str) -> list[tuple[str, str]]:
-    """Return the selectors and declarations of a sheet's rules that apply to a window of `_WIDTH` pixels."""
-    rules: list[tuple[str, list[str]]] = []
-    # The open blocks: their selectors, "" outside of rules and None where nothing applies, and declarations.
-    blocks: list[tuple[str | None, list[str]]] = [("", [])]
+def _blocks(css: str, layers: dict[tuple[str, ...], int]) -> list[_Block]:
+    """Return the rules of a sheet that apply to a window of `_WIDTH` pixels.
+
+    Args:
+        css: The sheet.
+        layers: The numbers of the layers by their names, which the sheet's own are added to.
+    """
+    rules: list[_Block] = []
+    blocks = [_Block("", [])]  # the open ones
     for head, mark in _PART.findall(css):
-        (outer, declarations), head = blocks[-1], head.strip()
+        outer, head = blocks[-1], head.strip()
+        names = _LAYERS.fullmatch(head) if outer.selectors is not None else None
+        layer = outer.layer
+        for name in names[1].split(",") if names else ():
+            layer = _add_layer(outer.layer, name.strip(), layers)
         if mark != "{":
-            declarations.append(head)
+            outer.declarations.append(head)
             if mark == "}" and len(blocks) > 1:
                 blocks.pop()
             continue
         selectors: str | None = head
-        if outer is None or len(blocks) > _MAX_NESTED:
+        if outer.selectors is None or len(blocks) > _MAX_NESTED:
             selectors = None
         elif head.startswith("@"):
-            selectors = outer if _applies(head) else None
-        elif outer:
-            selectors = head.replace("&", f":is({outer})") if "&" in head else f":is({outer}) {head}"
-        blocks.append((selectors, []))
+            selectors = outer.selectors if _applies(head) else None
+        elif outer.selectors:
+            parents = f":is({outer.selectors})"
+            selectors = head.replace("&", parents) if "&" in head else f"{parents} {head}"
+        is_doubtful = head.lower().startswith("@supports") and not _KNOWN_FEATURES.fullmatch(head.lower())
+        blocks.append(_Block(selectors, [], layer, outer.is_doubtful or is_doubtful))
         if selectors:
-            rules.append((selectors, blocks[-1][1]))
-    return [(selectors, ";".join(filter(None, declarations))) for selectors, declarations in rules]
+            rules.append(blocks[-1])
+    return rules
+
+
+def _add_layer(outer: tuple[str, ...], name: str, layers: dict[tuple[str, ...], int]) -> tuple[str, ...]:
+    """Add a layer if it is new; return its names with those of the layers around it."""
+    for part in name.split(".") if name else [f" {len(layers)}"]:  # no other has the name of one without
+        outer = (*outer, part)
+        layers.setdefault(outer, len(layers))
+    return outer
 
 
 def _applies(head: str) -> bool:
