@@ -16,11 +16,36 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 _WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
-# What browsers mean by these names (https://encoding.spec.whatwg.org), with Python's names.
-_LABELS = {"windows-1252": "iso-8859-1 iso8859-1 latin-1 latin1 l1 us-ascii ascii ansi", "gb18030": "gb2312 gbk x-gbk"}
-_LABELS |= {"cp932": "shift_jis shift-jis sjis x-sjis windows-31j", "cp949": "euc-kr ks_c_5601-1987 korean"}
-_LABELS |= {"windows-1254": "iso-8859-9 latin5", "cp874": "tis-620 iso-8859-11", "big5hkscs": "big5 x-x-big5"}
+# Labels that browsers know and Python does not (https://encoding.spec.whatwg.org/#names-and-labels), by Python's names.
+_LABELS = {
+    "utf-8": "csunicode iso-10646-ucs-2 ucs-2 unicode unicode-1-1-utf-8 unicode11utf8 unicode20utf8 unicodefeff "
+    "unicodefffe x-unicode20utf8",
+    "cp1252": "ansi x-user-defined",
+    "cp949": "cseuckr csksc56011987 iso-ir-149 ks_c_5601-1989 ksc_5601 windows-949",
+    "gb18030": "csgb2312 gb_2312 gb_2312-80 x-gbk",
+    "big5": "cn-big5 x-x-big5",
+    "cp932": "windows-31j x-sjis",
+    "euc-jp": "cseucpkdfmtjapanese x-euc-jp",
+    "iso8859-8": "csiso88598e csiso88598i logical visual",
+    "iso8859-15": "csisolatin9",
+    "iso8859-6": "csiso88596e csiso88596i",
+    "iso8859-7": "sun_eu_greek",
+    "mac-roman": "csmacintosh mac x-mac-roman",
+    "mac-cyrillic": "x-mac-cyrillic x-mac-ukrainian",
+    "cp874": "dos-874 windows-874",
+    "koi8-r": "koi koi8",
+    "koi8-u": "koi8-ru",
+}
 _PYTHON_NAMES = {label: name for name, labels in _LABELS.items() for label in labels.split()}
+# What browsers read instead of some encodings, of which these are parts.
+_SUPERSETS = {
+    "ascii": "windows-1252",
+    "iso8859-1": "windows-1252",
+    "cp1252": "windows-1252",
+    "iso8859-9": "windows-1254",
+}
+_SUPERSETS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc_kr": "cp949", "big5": "big5hkscs"}
+_SUPERSETS |= {"iso8859-11": "cp874", "tis-620": "cp874"}
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")  # but white space and terminals' escapes
 _MAX_CONTROLS = 0.02
 _MIN_NULS = 0.2  # of the bytes of mostly ASCII text in UTF-16
@@ -108,14 +133,26 @@ def _replace_unreadable(data: bytes, encoding: str) -> Document | None:
 
 
 def _decode_declared(data: bytes, name: str, declared: str | None) -> Document | None:
-    if declared is None or declared in ("utf-8", "utf8"):
-        return None
     try:
-        return Document(_decode_by_name(data, _PYTHON_NAMES.get(declared, declared)), [])
+        encoding = _python_encoding(declared or "utf-8")
+        is_unicode = codecs.lookup(encoding).name.startswith(("utf-8", "utf-16"))  # a declaration in ASCII means UTF-8
+        return None if is_unicode else Document(_decode_by_name(data, encoding), [])
     except LookupError:
         raise DocumentError(f"{name} declares the unknown encoding {declared!r}; save it as UTF-8.") from None
     except UnicodeDecodeError:
         return None
+
+
+def _python_encoding(label: str) -> str:
+    """Return the name in Python of the encoding that browsers read for a label.
+
+    Raises:
+        LookupError: If there is none.
+    """
+    label = re.sub(r"^x-(?=cp\d)", "", label.strip().lower())
+    label = re.sub(r"^iso[-_]?8859[-_]?(\d+)(?::\d+|-[ei])?$", r"iso8859-\1", label)
+    encoding = _PYTHON_NAMES.get(label, label)
+    return _SUPERSETS.get(codecs.lookup(encoding).name, encoding)
 
 
 def _decode_by_name(data: bytes, encoding: str) -> str:
@@ -131,8 +168,8 @@ def _decode_as_detected(data: bytes, name: str) -> Document | None:
     encoding = chardet.detect(data[: 2**20])["encoding"]
     if encoding is None or encoding.lower() == "ascii":
         return None
-    encoding = _PYTHON_NAMES.get(encoding.lower(), encoding)
     try:
+        encoding = _python_encoding(encoding)
         text = _decode_by_name(data, encoding)
     except (LookupError, UnicodeDecodeError):
         return None

@@ -137,3 +137,15 @@ def test_words_of_tables_stay_in_their_order(tree, tag):
     page = markup(tree, tag, words)
     text = parse_document(page.encode(), "page.html").text
     assert [word for word in text.split() if word != "*"] == words
+
+
+@pytest.mark.parametrize("line", (FOLDER / "labels.txt").read_text().splitlines())
+def test_the_labels_of_the_encoding_standard_are_known(line):
+    encoding, text, labels = line.split("|")  # Python's name for it, a text, and all labels that browsers know
+    for label in labels.split():
+        for declaration in (
+            f"<meta charset={label}>",
+            f'<meta http-equiv=Content-Type content="text/html; charset={label}">',
+        ):
+            page = f"<!doctype html>{declaration}<p>".encode() + f"{text} abc".encode(encoding)
+            assert parse_document(page, "page.html") == (f"{text} abc", []), label
