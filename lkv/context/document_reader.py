@@ -30,12 +30,13 @@ _FORMATS = {
     b"PK\x03\x04": "ZIP, as .docx, .odt and .epub are",
     b"\xd0\xcf\x11\xe0": ".doc",
 }
-# Headers of a message, and of one of its parts that is written in other characters.
-_MAIL = re.compile(
-    rb"\s*(?:From|MIME-Version|Return-Path|Received|Delivered-To|Date|Subject|Message-ID): .*?"
-    rb"^Content-Transfer-Encoding: *(?:base64|quoted-printable)\s*$",
-    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+# The headers of a message, usual ones, and that of a part which is written in other characters.
+_HEADERS = re.compile(rb"\s*(?:From [^\n]*\n)?((?:[!-9;-~]+:[^\n]*\n(?:[ \t]+\S[^\n]*\n)*)+)\r?\n")
+_MAIL_HEADERS = frozenset(
+    b"bcc cc content-type date delivered-to dkim-signature from in-reply-to message-id mime-version received "
+    b"references reply-to return-path sender subject to".split()
 )
+_CODED = re.compile(rb"^Content-Transfer-Encoding:\s*(?:base64|quoted-printable)\s*$", re.IGNORECASE | re.MULTILINE)
 _CHARSET = re.compile(
     r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
@@ -145,7 +146,7 @@ def parse_document(data: bytes, name: str) -> Document:
 def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     is_html = name.lower().endswith(_HTML_SUFFIXES)
     form = next((form for mark, form in _FORMATS.items() if data.startswith(mark)), None)
-    if form := form or ("MIME, as mail and .mht are" if _MAIL.match(data[:65536]) else None):
+    if form := form or ("MIME, as mail and .mht are" if _is_coded_mail(data[:65536]) else None):
         raise DocumentError(f"{name} is not text, but of the format {form}; save it as PDF, HTML or UTF-8 text.")
     start = data[:8192].decode("latin-1").removeprefix("\xef\xbb\xbf")
     is_declaring = is_html or start.startswith("<?xml") or _PAGE_START.match(start)
@@ -166,6 +167,14 @@ def _read_text(data: bytes, name: str) -> tuple[str, list[str]]:
     except RecursionError as error:
         raise DocumentError(f"{name} is nested too deeply to be read ({error}); give its text.") from None
     return page, skipped + left_out
+
+
+def _is_coded_mail(data: bytes) -> bool:
+    """Return whether a text begins with the headers of a mail, and has a part that is not readable as it is."""
+    if not (headers := _HEADERS.match(data)) or not _CODED.search(data):
+        return False
+    names = {name.lower() for name in re.findall(rb"^([^\s:]+):", headers[1], re.MULTILINE)}
+    return len(names & _MAIL_HEADERS) > 1 and not names.isdisjoint((b"mime-version", b"content-type", b"received"))
 
 
 def _as_html(page: str) -> str:
