@@ -186,8 +186,8 @@ def _read_gguf(source: Path, dtype: torch.dtype | None) -> tuple[Any, Any]:
             _check_unread(reader, model, set(report["missing_keys"]))
     except AbsentSettingError as error:
         raise ModelLoadError(
-            f"{source} lacks the setting {error}, without which llama.cpp does not load it either; download it again, "
-            "or give the folder or hub id of the model itself."
+            f"{source} lacks the setting {error}, without which it cannot be converted; download it again, or give the "
+            "folder or hub id of the model itself."
         ) from error
     except UnreadPartError as error:
         raise ModelLoadError(

@@ -38,9 +38,11 @@ _SHAPES = (
     "attention.value_length", "attention.*_length_swa", "expert_count", "expert_shared_count", "ssm.*", "shortconv.*",
     "pooling_type", "tensor_data_layout", "rope.scaling.finetuned", "rope.dimension_count_swa",
 )  # fmt: skip
-# Settings that llama.cpp requires, of all architectures and of some (of Gemma 4 it has a default for two).
+# Settings that llama.cpp requires, of all architectures and of some. It has a default for two of Gemma 4 and for that
+# of Llama, without which transformers leaves the rows of queries and keys in llama.cpp's order.
 _REQUIRED = ("block_count", "context_length", "embedding_length", "attention.head_count")
 _REQUIRED_BY = {
+    "llama": ("attention.head_count_kv",),
     "qwen2moe": ("expert_count", "expert_used_count"),
     "qwen3moe": ("expert_count", "expert_used_count"),
     "lfm2": ("attention.head_count_kv", "shortconv.l_cache"),
@@ -71,11 +73,11 @@ class UnreadPartError(ValueError):
 
 
 class AbsentSettingError(ValueError):
-    """A GGUF file lacks a setting without which llama.cpp does not load it."""
+    """A GGUF file lacks a setting that its conversion needs."""
 
 
 def check_settings(reader: Any) -> None:
-    """Raise AbsentSettingError for a GGUF file without the settings that llama.cpp needs.
+    """Raise AbsentSettingError for a GGUF file without a setting that its conversion needs.
 
     Args:
         reader: The file's `gguf.GGUFReader`.

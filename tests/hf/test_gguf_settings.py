@@ -222,6 +222,7 @@ def wide(tensors):
         ("llama", {"attention.layer_norm_rms_epsilon": None}, decoder(), "attention.layer_norm_rms_epsilon"),
         ("llama", {"context_length": None}, decoder(), "context_length"),
         ("llama", {"attention.head_count": None}, decoder(), "attention.head_count"),
+        ("llama", {"attention.head_count_kv": None}, decoder(), "attention.head_count_kv"),
         ("qwen2", {"block_count": None}, decoder(QKV), "block_count"),
         ("qwen3moe", EXPERTS | {"expert_used_count": None}, decoder(experts="exps"), "expert_used_count"),
         ("qwen3", LENGTHS, lambda: wide(decoder(head_norms=True)()), "attention.key_length"),
@@ -231,7 +232,7 @@ def wide(tensors):
         ("gemma4", {}, decoder(), "attention.key_length_swa"),
     ],
 )  # fmt: skip
-def test_a_setting_that_llama_cpp_needs_and_a_file_lacks_is_named(
+def test_a_setting_that_a_conversion_needs_and_a_file_lacks_is_named(
     tmp_path, cache, capsys, architecture, settings, tensors, absent
 ):
     path = write_gguf(tmp_path / "tiny.gguf", architecture, EPSILON | settings, tensors)
