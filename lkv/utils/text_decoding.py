@@ -48,6 +48,8 @@ _SUPERSETS |= {"gb2312": "gb18030", "gbk": "gb18030", "shift_jis": "cp932", "euc
 _SUPERSETS |= {"iso8859-11": "cp874", "tis-620": "cp874"}
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")  # but white space and terminals' escapes
 _MAX_CONTROLS = 0.02
+# ASCII with symbols and single letters, which in other encodings are rarer characters.
+_SYMBOLS = re.compile("(?:[\0-\x7f€…\u2018\u2019“”•\u2013—™£§©®°±µ·«»¼½¾\u00d7ÄÉÖÜßàäçèéêñöü]|(?<=m)[²³])*")
 _MIN_NULS = 0.2  # of the bytes of mostly ASCII text in UTF-16
 _MAX_UNREADABLE = 0.05  # bytes, of the characters beyond ASCII
 
@@ -166,6 +168,8 @@ def _decode_as_detected(data: bytes, name: str) -> Document | None:
     import chardet
 
     encoding = chardet.detect(data[: 2**20])["encoding"]
+    if encoding is None and _SYMBOLS.fullmatch(data.decode("cp1252", "replace")):  # too few letters for a language
+        encoding = "windows-1252"
     if encoding is None or encoding.lower() == "ascii":
         return None
     try:
