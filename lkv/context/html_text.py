@@ -211,10 +211,12 @@ class _Renderer:
                 marker, self._boxes.text.marker = self._boxes.text.marker.rstrip(), ""
                 self._boxes.text.write_verbatim(marker.rstrip("* "))
 
-        if display != "contents":
+        if display == "table-cell":
             columns = max(1, min(integer(node.attributes.get("colspan"), 1), _MAX_SPAN))
             rows = integer(node.attributes.get("rowspan"), 1) or 2**16  # 0: to the end
             self._boxes.enter(display, columns, rows)
+        elif display != "contents":
+            self._boxes.enter(display)
         separate("left")
         self._counters.enter(style, node, display == "list-item")
         self._lists += node.tag in LISTS

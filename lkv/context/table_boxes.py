@@ -21,7 +21,7 @@ _BETWEEN: dict[str, dict[str, tuple[str, ...]]] = {
 _NO_BREAK = re.compile("inline|contents|table-(?!caption)")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Box:
     kind: str
     display: str = ""  # of an element; empty for an anonymous box
@@ -98,10 +98,15 @@ class Boxes:
         return self._pop()
 
     def _base(self) -> int:
-        return next(number for number in reversed(range(len(self._open))) if self._open[number].display)
+        number = len(self._open) - 1
+        while not self._open[number].display:
+            number -= 1
+        return number
 
     def _arrange(self, child: str) -> None:
         """Begin and end anonymous boxes until there can be a box of the kind `child`."""
+        if child == "flow" and self._open[-1].kind in ("flow", "cell"):
+            return
         base = self._base()
         wanted, place = _BETWEEN.get(self._open[base].kind, _BETWEEN["flow"])[child], base + 1
         for kind in wanted:
