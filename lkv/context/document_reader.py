@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lkv.context.flow_text import UNSEEN
 from lkv.errors import DocumentError
+from lkv.utils.data_files import replace_lone_surrogates
 from lkv.utils.extras import require
 from lkv.utils.files import as_path, error_reason, list_files
 from lkv.utils.text_decoding import Document as Document
@@ -110,7 +111,7 @@ def read_documents(names: Sequence[str]) -> str:
         )
     if not texts:
         raise DocumentError(f"no file in {names[0]} has text that can be read; give text, Markdown, HTML or PDF.")
-    return "\n\n".join(f"# {name}\n\n{text.strip()}" for name, text in texts.items())
+    return "\n\n".join(f"# {replace_lone_surrogates(name)}\n\n{text.strip()}" for name, text in texts.items())
 
 
 def parse_document(data: bytes, name: str) -> Document:

@@ -105,7 +105,8 @@ class SampleJournal:
 
 def _check_sample(path: Path, line: Record, expected: Record) -> None:
     """Raise DataError if the line's sample differs in text, question or scoring."""
-    for name, what in (("text_sha256", "of another text"), ("scoring_sha256", "with another metric or prompt")):
+    changes = {"text_sha256": "of another text or --seed", "scoring_sha256": "with another metric or prompt"}
+    for name, what in changes.items():
         if name in line and line[name] != expected.get(name, line[name]):
             raise DataError(
                 f"{path} holds the sample {line['key']!r} {what}; use what it was made with, or another file."

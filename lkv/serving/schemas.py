@@ -52,6 +52,7 @@ _WITHOUT_EFFECT = frozenset(
 # Unsupported fields, with the values that do not change an answer.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
+    "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaModel, TextIteratorStreamer
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaModel, TextIteratorStreamer
 from lkv.context.chat import Chat
 from lkv.context.compression import compress
 from lkv.context.context import Context
+from lkv.context.document_reader import read_documents
 from lkv.hf.loading import load_model
 from tests.cli.asking import TEXT, answer, read
 
@@ -147,6 +149,12 @@ def test_folders_and_files_are_one_text_with_names_as_headings(folder, asked, tm
     unread = ", ".join(f"docs/{name}" for name in "linked.txt pipe shared empty.txt picture.png".split())
     skipped = f"skipped, as they are links to folders or have no text that can be read: {unread}\n"
     assert (skipped in said) == (words == ["docs"])
+
+
+def test_a_file_whose_name_is_no_unicode_has_a_heading_too(tmp_path):
+    (tmp_path / "below").mkdir()
+    Path(os.fsdecode(bytes(tmp_path / "below") + b"/caf\xe9.txt")).write_text(TEXT)
+    assert read_documents([str(tmp_path)]) == f"# {tmp_path}/below/caf?.txt\n\n{TEXT.strip()}"
 
 
 def test_a_document_is_not_overwritten_by_the_saved_text(asked, documents):

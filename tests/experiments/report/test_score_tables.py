@@ -172,6 +172,12 @@ def test_differences_and_shares_are_of_the_same_samples(tmp_path):
     assert mean.high - mean.low > 10
 
 
+def test_no_share_of_a_full_cache_that_scores_nothing(tmp_path):
+    lines = [line("trec", i, [row("full", 1.0, 0.0), row("lkv", 0.15, 20.0 * i)]) for i in range(5)]
+    lkv = cells(table_of(tmp_path, "main", lines), "lkv")
+    assert lkv["Avg."].value == pytest.approx(40) and lkv["of full, %"] is None
+
+
 @pytest.mark.parametrize("count", [4, 5])
 def test_an_interval_needs_five_samples_and_stays_where_scores_can_lie(tmp_path, count):
     own = [0.0, 100.0, 100.0, 100.0, 100.0][:count]
