@@ -9,14 +9,13 @@ questions and answers before each question. Budgets are shares of the bytes of t
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from experiments.bootstrap import bootstrap, named_interval
 from experiments.common import SUBJECT, Subject, parse_options, run_samples, subject_of
-from experiments.fidelity import fidelity_row, kl_and_agreement
+from experiments.fidelity import Sample, fidelity_row, kl_and_agreement
 from experiments.heldout import Needles, make_needles
 from lkv.context.compression import compress_ids
 from lkv.context.generation import generate
@@ -29,7 +28,6 @@ from lkv.utils.prompts import decode_tail, encode_next_question, encode_question
 
 METHODS = ["lkv", "lkv, anew", "lkv+compensation", "snapkv", "expected"]
 LENGTH = 24  # new tokens of an answer
-Sample = dict[str, Any]
 
 
 def main() -> None:

@@ -165,10 +165,9 @@ class Scores:
         if not self._ran([pair, _FULL], units):
             return None
         full = self._values("score", _FULL, units)
-        if (mean := ratio_of_macro_means(self._values("score", pair, units), full)) is None:
-            return None
-        most = 100 * _RANGES["score"][1] / np.mean([group.mean() for group in full])
-        return Cell.of(Mean(100 * mean.value, 100 * mean.low, 100 * mean.high, mean.n), (0.0, most))
+        mean = ratio_of_macro_means(self._values("score", pair, units), full)
+        most = 100 * _RANGES["score"][1] / np.mean([group.mean() for group in full]) if mean else 0.0
+        return mean and Cell.of(Mean(100 * mean.value, 100 * mean.low, 100 * mean.high, mean.n), (0.0, most))
 
     def realised(self, pairs: Sequence[Pair], units: Sequence[Unit]) -> float | None:
         """Kept / all KV entries: the mean of the pairs, each over the samples of those `units` where it ran."""

@@ -132,7 +132,8 @@ def test_a_models_name_may_hold_colons(server, context, expected, monkeypatch):
         {"stream": True, "messages": [WHO], "stream_options": USAGE, "temperature": 0.8, "top_p": 0.9},  # a chat page
         {"messages": [WHO], "stream": False, "max_completion_tokens": 1000},  # a chat page, for a title
         {"messages": [{**WHO, "name": "me"}], "user": "me", "n": 1, "tools": None, "response_format": {"type": "text"}},
-        {"messages": [WHO], "repetition_penalty": 1.0, "min_p": 0.0, "best_of": 1, "seed": -3},  # neutral values of other servers
+        # Neutral values of other servers.
+        {"messages": [WHO], "repetition_penalty": 1.0, "min_p": 0.0, "best_of": 1, "seed": -3},
     ],
 )
 def test_what_clients_send_by_default_is_answered(server, body):
