@@ -362,7 +362,7 @@ def prose_figures() -> dict[str, list[str]]:
     full = KVShape(32 * 8, 128, 2).reference_nbytes(2**17) / 1e9  # Llama-3.1-8B: 32 layers of 8 heads
     readme = [f"takes {full:.1f} GB for 128k tokens, or {full / 10:.1f} GB at the default of a tenth"]
     readme += [f"takes {prefill['value'] - 1:.0%} longer", f"step {tiers['value']:.2f} of the full cache's time"]
-    names = ("questions-qwen2.5-coder-1.5b-instruct", "questions-qwen2.5-coder-0.5b-instruct")
+    names = ("questions-qwen2.5-coder-1.5b-instruct", "questions-qwen2.5-coder-0.5b-instruct", "questions")
     questions = [f"(`{name}.json`) | {' | '.join(str(row['right']) for row in read(name))} |" for name in names]
     return {"README.md": readme, "docs/quickstart.md": questions}
 
