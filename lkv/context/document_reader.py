@@ -32,12 +32,17 @@ _FORMATS = {
     b"\xd0\xcf\x11\xe0": ".doc",
 }
 # The headers of a message, usual ones, and that of a part which is written in other characters.
-_HEADERS = re.compile(rb"\s*(?:From [^\n]*\n)?((?:[!-9;-~]+:[^\n]*\n(?:[ \t]+\S[^\n]*\n)*)+)\r?\n")
-_MAIL_HEADERS = frozenset(
-    b"bcc cc content-type date delivered-to dkim-signature from in-reply-to message-id mime-version received "
-    b"references reply-to return-path sender subject to".split()
+_HEADERS = re.compile(
+    rb"(?:\xef\xbb\xbf)?\s*(?:>?From [^\n]*\n)?((?:[!-9;-~]+[ \t]*:[^\n]*\n(?:[ \t]+[^\n]*\n)*)+)\r?\n"
 )
-_CODED = re.compile(rb"^Content-Transfer-Encoding:\s*(?:base64|quoted-printable)\s*$", re.IGNORECASE | re.MULTILINE)
+_MIME_HEADERS = {b"content-transfer-encoding", b"content-type", b"mime-version", b"received"}
+_MAIL_HEADERS = _MIME_HEADERS.union(
+    b"bcc cc date delivered-to dkim-signature from in-reply-to message-id references reply-to return-path sender "
+    b"subject to".split()
+)
+_CODED = re.compile(
+    rb"^Content-Transfer-Encoding[ \t]*:\s*\"?(?:base64|quoted-printable|x-uuencode)\b", re.IGNORECASE | re.MULTILINE
+)
 _CHARSET = re.compile(
     r"""<meta[^>]*?charset\s*=\s*["']?\s*([\w.:-]+)|<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
 )
@@ -174,8 +179,8 @@ def _is_coded_mail(data: bytes) -> bool:
     """Return whether a text begins with the headers of a mail, and has a part that is not readable as it is."""
     if not (headers := _HEADERS.match(data)) or not _CODED.search(data):
         return False
-    names = {name.lower() for name in re.findall(rb"^([^\s:]+):", headers[1], re.MULTILINE)}
-    return len(names & _MAIL_HEADERS) > 1 and not names.isdisjoint((b"mime-version", b"content-type", b"received"))
+    names = {name.lower() for name in re.findall(rb"^([^\s:]+)[ \t]*:", headers[1], re.MULTILINE)}
+    return len(names & _MAIL_HEADERS) > 1 and not names.isdisjoint(_MIME_HEADERS)
 
 
 def _as_html(page: str) -> str:
