@@ -33,7 +33,7 @@ _FORMATS = {
 }
 # The headers of a message, usual ones, and that of a part which is written in other characters.
 _HEADERS = re.compile(
-    rb"(?:\xef\xbb\xbf)?\s*(?:>?From [^\n]*\n)?((?:[!-9;-~]+[ \t]*:[^\n]*\n(?:[ \t]+[^\n]*\n)*)+)\r?\n"
+    rb"(?:\xef\xbb\xbf)?\s*(?:>?From [^\n]*\n)?((?:[!-9;-~]+[ \t]*:[^\n]*\n(?:[ \t][^\n]*\n)*)+)\r?\n"
 )
 _MIME_HEADERS = {b"content-transfer-encoding", b"content-type", b"mime-version", b"received"}
 _MAIL_HEADERS = _MIME_HEADERS.union(

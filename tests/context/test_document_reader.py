@@ -189,3 +189,8 @@ def test_damage_of_a_page_is_named_or_refused(change, place, text, byte):
 def test_nul_characters_of_a_pdf_are_left_out_and_counted():
     data = pdf("BT /F1 12 Tf 50 700 Td (4\x001 boats\x00.) Tj ET")
     assert parse_document(data, "file.pdf") == Document("41 boats.", ["2 NUL characters"])
+
+
+def test_indented_lines_behind_a_name_take_no_time(reading):
+    text = "services:\n" + "        image: web\n" * 5000 + "end"
+    assert reading("a.yaml", text.encode()) == text
