@@ -1,6 +1,7 @@
 """lkv eval: measure methods side by side on RULER or LongBench."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from os.path import exists
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from lkv.policy.policy import Policy
 
-_RULER_SAMPLES = 50
+_RULER_SAMPLES, _RULER_LENGTH = 50, 4096
 LADDER = (0.5, 0.25, 0.125, 0.0625)
 PRESETS = {"kvpress": (0.9, 0.75, 0.5, 0.25, 0.1)}  # retentions of its leaderboard, 1 - compression_ratio
 _PATTERN_SOURCES = {
@@ -46,7 +47,9 @@ class Eval(PolicyOptions, RunOptions):
     data: Path | None = option("folder with the sources (default: from the Hub)")
     haystack: Path | None = option("RULER: text file, or folder of them, to hide needles in")
     tasks: tuple[str, ...] = option("tasks (default: all)", ())
-    lengths: tuple[PositiveInt, ...] = option("RULER: tokens of prompt and answer", (4096,))
+    lengths: tuple[PositiveInt, ...] = option(
+        f"most tokens of prompt and answer (default: {_RULER_LENGTH} for RULER, else what the model reads)", ()
+    )
     samples: PositiveInt | None = option(f"samples per task (default: {_RULER_SAMPLES} for RULER, else all)")
     methods: tuple[MethodName, ...] = option("names from `lkv methods`", ("lkv", "snapkv"))
     retention: tuple[Retention, ...] = option("fractions of the KV entries to keep (default: 0.15)", ())
@@ -75,6 +78,11 @@ class Eval(PolicyOptions, RunOptions):
             return tuple(MemoryTarget.parse(value).share or 0.0 for value in self.memory)
         return self.retention or (LADDER if self.ladder else PRESETS.get(self.preset or "", (DEFAULT_RETENTION,)))
 
+    @property
+    def all_lengths(self) -> tuple[int | None, ...]:
+        """The lengths to measure at, each once; None for all that the model reads."""
+        return tuple(dict.fromkeys(self.lengths)) or ((_RULER_LENGTH,) if self.suite == "ruler" else (None,))
+
     def run(self) -> None:
         """Measure, and print the table."""
         from lkv.evaluation import longbench, ruler
@@ -93,7 +101,7 @@ class Eval(PolicyOptions, RunOptions):
         if self.preset and (self.retention or self.protocol):
             raise LkvError("--preset sets retentions and protocol; leave --retention and --protocol out.")
         if self.suite == "longbench":
-            self.refuse_unread("longbench", "--haystack", "--lengths", "--seed")
+            self.refuse_unread("longbench", "--haystack", "--seed")
         paths = _parse_policies(self.policy)
         for path in paths.values():
             check_policy_exists(path)
@@ -133,7 +141,7 @@ def _evaluate(
     spec = patch_attention(model).spec
     if needs_policy and policy is None and not policies:
         policy = default_policy(model, name=options.model)
-    if options.suite == "ruler" and (length := max(options.lengths)) > spec.max_positions:
+    if (length := max(filter(None, options.all_lengths), default=0)) > spec.max_positions:
         raise LkvError(
             f"--lengths has {length}, but {options.model_name} reads at most {spec.max_positions} tokens; give less."
         )
@@ -203,7 +211,7 @@ def _read_longbench(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list
     from lkv.evaluation.longbench import load_examples
 
     examples = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
-    return lambda tokenizer: examples
+    return lambda tokenizer: [replace(example, length=length) for length in options.all_lengths for example in examples]
 
 
 def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:
@@ -221,7 +229,7 @@ def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Exa
     def make_examples(tokenizer: "PreTrainedTokenizerBase") -> list[Example]:
         from lkv.utils.progress import ProgressBar
 
-        grid = [(length, task) for length in dict.fromkeys(options.lengths) for task in dict.fromkeys(tasks)]
+        grid = [(length, task) for length in options.all_lengths if length for task in dict.fromkeys(tasks)]
         count = options.samples or _RULER_SAMPLES
         return [
             example

@@ -44,7 +44,7 @@ class Example:
     answers: tuple[str, ...]
     max_new_tokens: int
     metric: str  # a name in metrics.METRICS
-    length: int | None = None  # requested tokens, in benchmarks of any length
+    length: int | None = None  # most tokens of prompt and answer: a longer context loses its middle
     classes: tuple[str, ...] = ()  # all labels, for classification
     first_line: bool = False  # only the first line of the answer is scored
     stop_at_newline: bool = False

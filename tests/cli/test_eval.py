@@ -43,6 +43,14 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
         assert float(row[3]) == pytest.approx(sum(r["kl"] for r in own) / 2, abs=0.001) and row[-1] == "2"
     assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
     assert "duo" in capsys.readouterr().out.lower()
+    # Shorter prompts lose the middle of their context, and nothing else.
+    command = command[: command.index("--methods")] + ["--methods", "knorm", "--lengths", "800", "760"]
+    assert main([*command, "--out", str(out.with_name("short.jsonl"))]) == 0
+    _, *short = map(json.loads, out.with_name("short.jsonl").read_text().splitlines())
+    assert [line["key"] for line in short] == [f"hotpotqa-{length}-{i}" for i in range(2) for length in (800, 760)]
+    assert all(line["truncated"] for line in short) and not any(line["truncated"] for line in lines)
+    cut = [line["prompt_tokens"] for line in short]
+    assert [cut[0] - cut[1], cut[2] - cut[3]] == [40, 40] and cut[0] < lines[0]["prompt_tokens"]
 
 
 def test_policies_have_names_of_their_own(capsys, tmp_path):
