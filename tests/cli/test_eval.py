@@ -44,7 +44,7 @@ def test_longbench_from_local_files_to_a_report(model_folder, tmp_path, capsys):
     assert main(["report", str(out), "--table", "fidelity", "--retention", "0.25"]) == 0
     assert "duo" in capsys.readouterr().out.lower()
     # Shorter prompts lose the middle of their context, and nothing else.
-    command = command[: command.index("--methods")] + ["--methods", "knorm", "--lengths", "800", "760"]
+    command = [*command[: command.index("--methods")], "--methods", "knorm", "--lengths", "800", "760"]
     assert main([*command, "--out", str(out.with_name("short.jsonl"))]) == 0
     _, *short = map(json.loads, out.with_name("short.jsonl").read_text().splitlines())
     assert [line["key"] for line in short] == [f"hotpotqa-{length}-{i}" for i in range(2) for length in (800, 760)]
