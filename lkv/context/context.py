@@ -33,7 +33,7 @@ from lkv.context.images import text_tokenizer
 from lkv.context.input_checks import check_model_and_tokenizer, check_text
 from lkv.errors import CacheError, ContextFileError, PromptError
 from lkv.hf.attention import input_device
-from lkv.hf.cache_argument import pass_arguments
+from lkv.hf.cache_argument import passes
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.fingerprint import check_same_adapters, read_adapters
 from lkv.hf.positions import check_frequencies
@@ -221,8 +221,8 @@ class Context:
         check_frequencies(self.model.config.get_text_config(decoder=True), self.tokens, total)
         ids = torch.tensor([prefix + target], device=input_device(self.model))
         with adapted_threads(self.model.device), self.working_cache() as cache:
-            logits = self.model(input_ids=ids, **pass_arguments(cache, ids)).logits[0]
-        return logits[len(prefix) - 1 : -1], ids[0, len(prefix) :]
+            read = [self.model(input_ids=part, **arguments).logits[0] for part, arguments in passes(cache, ids)]
+        return torch.cat(read)[len(prefix) - 1 : -1], ids[0, len(prefix) :]
 
     @contextmanager
     def working_cache(self, keeps_slots: bool = True) -> Iterator[RaggedCache | FullCache]:

@@ -15,7 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from lkv.cache.ragged_cache import RaggedCache
 from lkv.errors import LkvError
 from lkv.hf.attention import input_device, patch_attention
-from lkv.hf.cache_argument import cache_argument, pass_arguments
+from lkv.hf.cache_argument import cache_argument, passes
 from lkv.hf.cache_layers import crop_to
 from lkv.hf.prompt_kv import LayerKV, PromptKV, as_prompt_kv, query_rotations
 from lkv.hf.spec import unwrap_model
@@ -268,8 +268,8 @@ class MethodComparison:
         """Append `ids` to the prompt; they are not evicted."""
         if ids:
             base = unwrap_model(self._model).base_model
-            batch = self._batch(ids)
-            base(input_ids=batch, **pass_arguments(self._cache, batch))
+            for part, arguments in passes(self._cache, self._batch(ids)):
+                base(input_ids=part, **arguments)
             self._ids += ids
 
     def generate(
@@ -299,12 +299,15 @@ class MethodComparison:
         # The last token predicts nothing.
         ids = self._batch(continuation[:-1])
         targets = len(continuation) - max(1, skip)
+        logits: list[Tensor] = []
         hidden: list[Tensor] = []
         head = self._model.get_output_embeddings()
         keep_inputs = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
         with keep_inputs, self._working_cache() as cache:
-            out = self._model(input_ids=ids, **pass_arguments(cache, ids), logits_to_keep=targets)
-        return BatchPrediction(out.logits[:, -targets:], hidden[0][:, -targets:])
+            for part, arguments in passes(cache, ids):
+                logits.append(self._model(input_ids=part, **arguments, logits_to_keep=targets).logits)
+        read = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (logits, hidden))
+        return BatchPrediction(*(part[:, -targets:] for part in read))
 
     def _batch(self, ids: list[int]) -> Tensor:
         device = input_device(self._model)
@@ -363,7 +366,7 @@ def generate_greedily(
             min_new_tokens=1 if stops and ids.shape[1] == start else None,
             eos_token_id=ends or None,
             pad_token_id=padding if padding is not None else (ends or [0])[0],
-            **_PLAIN_GENERATION,
+            **(_PLAIN_GENERATION | {"prefill_chunk_size": 1 if cache is not None and cache.is_stepwise else None}),
             stopping_criteria=StoppingCriteriaList([_HalfEnded(start, ends)] if dropping else []),
         )
         for row, tokens in zip(active, out[:, start:].tolist(), strict=True):

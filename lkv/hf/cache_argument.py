@@ -1,5 +1,6 @@
 """The name of a model's cache argument: `cache` since transformers 5.24, `past_key_values` before."""
 
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -26,6 +27,15 @@ def pass_arguments(cache: Any, ids: Tensor, is_explicit: bool = False) -> dict[s
     start, offset = cache.get_seq_length(), getattr(cache, "image_offset", None)
     positions = {"position_ids": following_positions(offset, None, start, ids)} if start or is_explicit else {}
     return cache_argument(cache) | positions | {"use_cache": True}
+
+
+def passes(cache: Any, ids: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield `ids` [B, T] and the arguments of their pass after a text.
+
+    Models whose code reads several tokens after a text wrongly get one a pass.
+    """
+    for part in ids.split(1 if cache.is_stepwise else max(1, ids.shape[1]), 1):
+        yield part, pass_arguments(cache, part)
 
 
 def find_cache(arguments: dict[str, Any]) -> Any:

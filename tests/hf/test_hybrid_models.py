@@ -22,17 +22,19 @@ from lkv.context.compression import compress
 from lkv.context.context import Context
 from lkv.context.generation import decode_answer
 from lkv.errors import CacheError, ContextFileError, LkvError, TrainingError, UnsupportedModelError
+from lkv.evaluation.comparison import MethodComparison
 from lkv.hf.attention import patch_attention
 from lkv.hf.cache_argument import pass_arguments
 from lkv.hf.prompt_kv import read_prompt
 from lkv.hf.spec import decoder_kinds
+from lkv.methods.request import CompressionRequest, resolve_method
 from lkv.methods.selectors.kvzip import replay
 from lkv.policy.policy import Policy
 from lkv.training.config import TrainingConfig
 from lkv.training.data.samples import TokenizedSample
 from lkv.training.distillation import SampleDistillation, check_batching, hard_mask
 from lkv.utils import devices
-from lkv.utils.prompts import encode, encode_next_question, render_messages
+from lkv.utils.prompts import encode, encode_next_question, encode_question, render_messages
 from tests.cache.helpers import ids, padded
 from tests.conftest import present
 from tests.context.test_compression import TEXT, Words
@@ -45,6 +47,8 @@ from tests.serving.server import TEXT as SERVED
 
 # One of each kind of states, and one that reads stepwise.
 _QUICK = "Qwen3_5", "Lfm2", "NemotronH", "FalconH1", "Jamba"
+# Of logits where recurrent layers, in float32, read the same tokens in other passes.
+OTHER_PASSES = {"atol": 1e-3, "rtol": 1e-3}
 _PARAMS = [pytest.param(each, marks=[] if each.name in _QUICK else pytest.mark.slow, id=each.name) for each in HYBRIDS]
 
 
@@ -172,6 +176,25 @@ def test_contexts_are_asked_saved_and_loaded(model, options, tmp_path, monkeypat
         everything = compress(model, Words(), TEXT, method="knorm", retention=1.0)
         for _ in range(2):
             assert full.ask(questions[0], 6, eos_token_id=None) == everything.ask(questions[0], 6, eos_token_id=None)
+        for each in (full, everything):
+            logits, ids = each.predict(questions[0], "so it is")
+            asked = encode_question(Words(), questions[0], "", "text")
+            stock = model(torch.tensor([each.ids + asked + ids.tolist()])).logits[0]
+            torch.testing.assert_close(logits, stock[-len(ids) - 1 : -1], **OTHER_PASSES)
+
+
+@torch.no_grad()
+def test_comparisons_predict_and_generate_as_the_stock_model(model):
+    text, question, answer = (ids(1, count, count)[0].tolist() for count in (PROMPT, 5, 4))
+    everything = resolve_method(CompressionRequest(method="knorm", retention=1.0), model)
+    comparison = MethodComparison(model, text, read_prompt(model, torch.tensor([text])), [everything])
+    comparison.append(question[:-1])
+    found = comparison.predict(question[-1:] + answer, 1)
+    stock = model(torch.tensor([text + question + answer])).logits[:, -len(answer) - 1 : -1]
+    torch.testing.assert_close(found.logits, stock, **OTHER_PASSES)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(torch.tensor([text + question]), **options)[0, -6:].tolist()
+    assert comparison.generate(question[-1:], 6) == [expected[: expected.index(2) + 1] if 2 in expected else expected]
 
 
 @pytest.mark.slow
