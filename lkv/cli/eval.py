@@ -211,7 +211,9 @@ def _read_longbench(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list
     from lkv.evaluation.longbench import load_examples
 
     examples = [example for task in tasks for example in load_examples(task, options.data, options.samples)]
-    return lambda tokenizer: [replace(example, length=length) for length in options.all_lengths for example in examples]
+    return lambda tokenizer: [
+        replace(example, length=length, max_tokens=length) for length in options.all_lengths for example in examples
+    ]
 
 
 def _read_ruler(options: Eval, tasks: Sequence[str]) -> Callable[[Any], list[Example]]:

@@ -44,7 +44,8 @@ class Example:
     answers: tuple[str, ...]
     max_new_tokens: int
     metric: str  # a name in metrics.METRICS
-    length: int | None = None  # most tokens of prompt and answer: a longer context loses its middle
+    length: int | None = None  # requested tokens, in benchmarks of any length
+    max_tokens: int | None = None  # of prompt and answer (default: what the model reads)
     classes: tuple[str, ...] = ()  # all labels, for classification
     first_line: bool = False  # only the first line of the answer is scored
     stop_at_newline: bool = False

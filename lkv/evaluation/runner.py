@@ -153,7 +153,7 @@ def run_example(
     line |= _digest_example(example)
     try:
         max_positions = patch_attention(model).spec.max_positions
-        max_positions = min(max_positions, example.length or max_positions)
+        max_positions = min(max_positions, example.max_tokens or max_positions)
         prompt = config.make_prompt(example, tokenizer=tokenizer, protocol=config.protocol, max_positions=max_positions)
     except PromptError as error:
         return line | {"unusable": str(error), "rows": [], "skipped": []}
