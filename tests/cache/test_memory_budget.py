@@ -28,7 +28,7 @@ MODELS = {
     "wide": {"dtype": torch.float32, "head_dim": 40, "num_key_value_heads": 4, "num_hidden_layers": 2},
     "one head": {"dtype": torch.float32, "head_dim": 64, "num_key_value_heads": 1},
 }
-METHODS = ("knorm", "lkv", "lkv-t", "snapkv", "pyramidkv", "adakv-snapkv", "ada+knorm", "kvzip", "lkv-h+kvzip")
+METHODS = ("knorm", "rdkv", "lkv", "lkv-t", "snapkv", "pyramidkv", "adakv-snapkv", "ada+knorm", "kvzip", "lkv-h+kvzip")
 
 
 def build(name: str):

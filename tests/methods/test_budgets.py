@@ -6,11 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lkv.cache.ragged_cache import RaggedCache
 from lkv.context.compression import compress
-from lkv.errors import BudgetError, DataError, LkvError, PromptError, RetentionError
+from lkv.errors import BudgetError, CacheError, DataError, LkvError, PromptError, RetentionError
+from lkv.kernels import FP8
+from lkv.kernels.ragged_attention.arguments import FP8_UNIT, LEVELS
 from lkv.methods.budgets import (
     Ada,
     Duo,
@@ -18,15 +21,17 @@ from lkv.methods.budgets import (
     PerHead,
     Pyramid,
     Uniform,
+    WaterFillingBudget,
     check_table,
     estimate_mean_pattern,
     estimate_pattern,
     read_pattern,
 )
+from lkv.methods.budgets.competitive import SQUARED_ERROR, squared_error
 from lkv.methods.budgets.lkv_h import raise_to_least
-from lkv.methods.targets import RetentionTarget
+from lkv.methods.targets import DEFAULT_TABLE, KVShape, MemoryTarget, RetentionTarget, TierTarget
 from tests.conftest import tiny_llama
-from tests.context.test_compression import Words
+from tests.context.test_compression import TEXT, Words
 from tests.families import build
 
 RETENTIONS = st.floats(0.001, 1.0)
@@ -282,3 +287,59 @@ def test_a_quick_estimate_takes_layers_without_rope_as_they_are():
     *rotated, last = estimate_mean_pattern(model, texts, 50)
     assert last == pytest.approx([51 / 100] * 2)
     assert all(value != pytest.approx(51 / 100, abs=1e-4) for row in rotated for value in row)
+
+
+@given(seed=st.integers(0, 1000), share=st.floats(0.03, 0.7), spread=st.floats(0.2, 3.0))
+@settings(max_examples=60)
+def test_reverse_water_filling_has_the_least_distortion(seed, share, spread):
+    """Against every number of entries kept, the best of them in the better precision as the bits allow."""
+    layers, heads, tokens, dim = 3, 2, 50, 16
+    generator = torch.Generator().manual_seed(seed)
+    table = (spread * torch.randn(layers, 1, heads, tokens, generator=generator, dtype=torch.float64)).exp()
+    shape = KVShape(layers * heads, dim, 2)
+    targets = TierTarget.of_table(MemoryTarget(share=share), shape, DEFAULT_TABLE)
+    used = [target for target, before in zip(targets, [None, *targets], strict=False)
+            if target.share(tokens) > (before.share(tokens) if before else 0)]  # fmt: skip
+    counts = [WaterFillingBudget(target)._with_counts(table).prompt_counts.sum().item() for target in used]
+    if len(used) < 2:
+        assert counts == [int(target.share(tokens) * layers * heads * tokens + 1e-6) for target in used]
+        return
+    high, low = (shape.entry_bits(target.precision) for target in used)
+    errors = [squared_error(target.precision) for target in used]
+    shares = [used[0].share(tokens), used[1].share(tokens) - used[0].share(tokens)]
+    bits = layers * heads * tokens * (shares[0] * high + shares[1] * low)
+    squares = table.flatten().sort(descending=True).values.square()
+
+    def distortion(better: int, kept: int) -> float:
+        parts = squares[:better].sum() * errors[0], squares[better:kept].sum() * errors[1], squares[kept:].sum()
+        return float(sum(parts))
+
+    assert counts[0] * high + (counts[1] - counts[0]) * low <= bits + 1e-6
+    rows = [(min(kept, int((bits - kept * low) // (high - low))), kept) for kept in range(1, len(squares) + 1)]
+    least = min(distortion(better, kept) for better, kept in rows if better >= 0)
+    assert distortion(*counts) <= least * 1.02 + float(squares[counts[1] - 1])  # entries are whole
+
+
+def test_errors_of_precisions_are_those_of_their_levels():
+    places = torch.linspace(-7, 7, 40001, dtype=torch.float64)
+    weights = torch.softmax(-places.square() / 2, 0)
+    for bits, (slope, cubic) in LEVELS.items():
+        codes = torch.arange(2**bits, dtype=torch.float64) - (2**bits - 1) / 2
+        levels = codes * (slope + cubic * codes.square())
+        errors = (places[:, None] - levels).abs().amin(1).square()
+        assert SQUARED_ERROR[bits] == pytest.approx(float(errors @ weights), rel=0.01)
+    rounded = (places / FP8_UNIT).float().to(torch.float8_e4m3fn).double() * FP8_UNIT
+    assert SQUARED_ERROR[FP8] == pytest.approx(float((places - rounded).square() @ weights), rel=0.01)
+
+
+def test_rdkv_keeps_what_fits_and_without_a_memory_budget_the_best(model):
+    full = compress(model, Words(), TEXT, method="full").full_nbytes()  # float64: a 16-bit cache has a quarter
+    context = compress(model, Words(), TEXT, method="rdkv", memory=0.4)
+    assert 0.3 * full / 4 < context.nbytes() <= 0.4 * full / 4
+    same = [
+        compress(model, Words(), TEXT, method=name, retention=0.4).cache.kept_counts()
+        for name in ("rdkv", "global+expected")
+    ]
+    assert same[0] == same[1] and len({count for layer in same[0] for count in layer}) > 1
+    with pytest.raises(CacheError, match="must see the whole text before the first layer is evicted from"):
+        RaggedCache(model, method="rdkv")

@@ -125,8 +125,12 @@ def test_the_list_names_methods_components_and_variants(capsys):
     listed = capsys.readouterr().out
     assert all(name in listed for name in (*METHODS, *registry.budgets(), *registry.selectors()))
     pairs = {(b, s) for b in registry.budgets() for s in registry.selectors() if not registry.find_method(f"{b}+{s}")}
-    assert pairs == {(b, s) for b in ("ada", "global") for s in ("critical-expected", "critical-snapkv")}
-    assert "compete (ada, global) with those that rank each head by itself (critical-" in " ".join(listed.split())
+    assert pairs == {
+        (b, s) for b in ("ada", "global", "water-filling") for s in ("critical-expected", "critical-snapkv")
+    }
+    assert "compete (ada, global, water-filling) with those that rank each head by itself (critical-" in " ".join(
+        listed.split()
+    )
     descriptions = {name: spec.description for name, spec in METHODS.items()}
     assert all("with the exact budget" in descriptions[name] for name in ("pyramidkv", "duo"))
     assert "epsilon 0.01, as kvpress" in descriptions["adakv-expected-e2"] and "kvpress" not in descriptions["snapkv"]
