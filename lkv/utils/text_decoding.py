@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from lkv.errors import DocumentError
@@ -50,6 +51,10 @@ _CONTROLS = re.compile("[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")  # but
 _MAX_CONTROLS = 0.02
 # ASCII with symbols and single letters, which in other encodings are rarer characters.
 _SYMBOLS = re.compile("(?:[\0-\x7f€…\u2018\u2019“”•\u2013—™£§©®°±µ·«»¼½¾\u00d7ÄÉÖÜßàäçèéêñöü]|(?<=m)[²³])*")
+# Encodings for the same languages, by those that are detected instead.
+_SIBLINGS = {"windows-1250": "iso8859-2", "windows-1252": "iso8859-15", "koi8-r": "koi8-u"}
+_BEYOND_ASCII = re.compile("[^\0-\x7f\\s‘’“”„«»–—…·]")
+_NOT_POLISH = re.compile("[čďěľňřťůđ]", re.IGNORECASE)
 _MIN_NULS = 0.2  # of the bytes of mostly ASCII text in UTF-16
 _MAX_UNREADABLE = 0.05  # bytes, of the characters beyond ASCII
 
@@ -172,12 +177,27 @@ def _decode_as_detected(data: bytes, name: str) -> Document | None:
         encoding = "windows-1252"
     if encoding is None or encoding.lower() == "ascii":
         return None
-    try:
+    texts: dict[str, str] = {}
+    with suppress(LookupError):
         encoding = _python_encoding(encoding)
-        text = _decode_by_name(data, encoding)
-    except (LookupError, UnicodeDecodeError):
+        for each in filter(None, (encoding, _SIBLINGS.get(encoding.lower()))):
+            with suppress(UnicodeDecodeError):
+                texts[each] = _decode_by_name(data, each)
+    texts = {each: text for each, text in texts.items() if not _CONTROLS.search(text)}
+    if not texts:
         return None
-    return None if _CONTROLS.search(text) else Document(text, [f"the encoding is a guess: {encoding.upper()}"])
+    encoding = min(texts, key=lambda each: _count_oddities(texts[each]))  # of two that are equal, the detected one
+    return Document(texts[encoding], [f"the encoding is a guess: {encoding.upper()}"])
+
+
+def _count_oddities(text: str) -> int:
+    """Count what words seldom have: symbols beside letters, other letters beside digits, letters of two languages."""
+    oddities = text.count("ą") if _NOT_POLISH.search(text) else 0
+    for match in _BEYOND_ASCII.finditer(text):
+        beside = text[max(0, match.start() - 1) : match.start()], text[match.end() : match.end() + 1]
+        is_odd = any(map(str.isdigit if match[0].isalpha() else str.isalpha, beside))
+        oddities += is_odd or match[0] == "¤"
+    return oddities
 
 
 def _describe_problem(data: bytes) -> str:
