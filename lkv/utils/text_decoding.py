@@ -53,7 +53,7 @@ _MAX_CONTROLS = 0.02
 _SYMBOLS = re.compile("(?:[\0-\x7f€…\u2018\u2019“”•\u2013—™£§©®°±µ·«»¼½¾\u00d7ÄÉÖÜßàäçèéêñöü]|(?<=m)[²³])*")
 # Encodings for the same languages, by those that are detected instead.
 _SIBLINGS = {"windows-1250": "iso8859-2", "windows-1252": "iso8859-15", "koi8-r": "koi8-u"}
-_BEYOND_ASCII = re.compile("[^\0-\x7f\\s‘’“”„«»–—…·]")
+_NO_QUOTES = re.compile("[^\0-\x7f\\s\u2018\u2019“”„«»\u2013—…·]")  # beyond ASCII
 _NOT_POLISH = re.compile("[čďěľňřťůđ]", re.IGNORECASE)
 _MIN_NULS = 0.2  # of the bytes of mostly ASCII text in UTF-16
 _MAX_UNREADABLE = 0.05  # bytes, of the characters beyond ASCII
@@ -193,7 +193,7 @@ def _decode_as_detected(data: bytes, name: str) -> Document | None:
 def _count_oddities(text: str) -> int:
     """Count what words seldom have: symbols beside letters, other letters beside digits, letters of two languages."""
     oddities = text.count("ą") if _NOT_POLISH.search(text) else 0
-    for match in _BEYOND_ASCII.finditer(text):
+    for match in _NO_QUOTES.finditer(text):
         beside = text[max(0, match.start() - 1) : match.start()], text[match.end() : match.end() + 1]
         is_odd = any(map(str.isdigit if match[0].isalpha() else str.isalpha, beside))
         oddities += is_odd or match[0] == "¤"
