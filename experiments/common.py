@@ -164,8 +164,10 @@ def run_cases(
     the same versions of packages. `details` go into the result beside the policy's digest, and must be the same too.
     """
     details = {"policy": policy.digest(), **(details or {})}
-    settings = settings_of(options, growing) | details | files_of(options)
-    settings["versions"] = collect_provenance()["versions"]
+    # Every option but the folders and `growing`, of which more go on where fewer ended.
+    chosen = {key: str(value) for key, value in vars(options).items() if value is not None}
+    settings = {key: value for key, value in chosen.items() if key not in (*_FOLDERS, *growing)}
+    settings |= details | files_of(options) | {"versions": collect_provenance()["versions"]}
     with open_journal(options.out.with_suffix(".jsonl"), settings) as journal:
         for key, case in tqdm(cases.items(), desc=name):
             if key not in journal:
@@ -212,12 +214,6 @@ def paired_ratio(seconds: Sequence[float], baseline: Sequence[float]) -> dict[st
     """The mean ratio of times to those of the baseline in the same round, with its interval, and the median time."""
     ratio = bootstrap([[own / other] for own, other in zip(seconds, baseline, strict=True)])
     return {**ratio._asdict(), "seconds": median(seconds)}
-
-
-def settings_of(options: argparse.Namespace, growing: Sequence[str] = ()) -> dict[str, Any]:
-    """What a result depends on: every option but the folders and `growing`, of which more go on where fewer ended."""
-    apart = (*_FOLDERS, *growing)
-    return {key: str(value) for key, value in vars(options).items() if key not in apart and value is not None}
 
 
 def files_of(options: argparse.Namespace) -> dict[str, str]:

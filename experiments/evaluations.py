@@ -18,6 +18,7 @@ from experiments.report.names import CATEGORIES, FULL
 from experiments.report.results_frame import Pair, Results, read_results
 from experiments.report.scores import Scores, Unit, method_pairs
 from experiments.result_file import write_results
+from experiments.samples import keep_samples
 from lkv.errors import ReportError
 from lkv.hf.loading import DEFAULT
 from lkv.utils.journal import FIDELITY_METRICS
@@ -34,11 +35,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="(default: experiments/results/NAME.json)")
     options = parser.parse_args()
     results = read_results([options.file])
-    name = options.name or str(results.header["suite"])
-    header = results.header
-    details = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
+    header, frame = results.header, results.frame.dropna(subset=["kl"])
+    name = options.name or str(header["suite"])
     out, rows = options.out or RESULTS / f"{name}.json", rows_of(results, options.methods)
+    details = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
+    details["samples"] = keep_samples(out, {str(key): _kept(rows) for key, rows in frame.groupby("key", sort=False)})
     write_results(out, name, rows, header["seed"], _command(results), details)
+
+
+def _kept(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return a sample as `experiments.paired` reads it."""
+    figures = rows[["kl", "agreement", "score"]].round(5).to_numpy().tolist()
+    return {"rows": rows[["method", "retention"]].to_numpy().tolist(), "measured": [figures]}
 
 
 def rows_of(results: Results, methods: Sequence[str] = ()) -> list[dict[str, Any]]:

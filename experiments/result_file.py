@@ -35,9 +35,10 @@ def write_results(
     Raises:
         DataError: The file cannot be written.
     """
+    words = [os.path.relpath(word) if os.path.isabs(word) else word for word in sys.argv]  # no folders of the machine
     document = {
         "name": name,
-        "command": command or shlex.join(["python", *_make_relative(sys.argv)]),
+        "command": command or shlex.join(["python", *words]),
         "seed": seed,
         **collect_provenance(),
         **(measured or {}),
@@ -53,8 +54,3 @@ def format_results(document: Mapping[str, Any]) -> str:
     header = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1)
     rows = ",\n".join(f"  {json.dumps(row)}" for row in document["rows"])
     return f'{header[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
-
-
-def _make_relative(arguments: Sequence[str]) -> list[str]:
-    # Result files should not contain this machine's folders.
-    return [os.path.relpath(argument) if os.path.isabs(argument) else argument for argument in arguments]
