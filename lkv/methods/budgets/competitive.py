@@ -125,7 +125,8 @@ class WaterFillingBudget(GlobalTopKBudget):
     Evicting an entry of score w costs a distortion of w^2, and storing it in a precision costs w^2 D, where D is the
     mean squared error of its codes of k and v. The least distortion within a memory budget sets one level for all
     entries: those whose gain per bit reaches it are stored, and among them those whose further gain reaches it are
-    stored in the better of the two precisions. With a retention it is `GlobalTopKBudget`.
+    stored in the better of the two precisions. Where scores are negative, w is the difference to the least. With a
+    retention it is `GlobalTopKBudget`.
     """
 
     def totals(self, rows: Tensor, tokens: int) -> list[int]:
@@ -144,9 +145,11 @@ class WaterFillingBudget(GlobalTopKBudget):
         factor = math.sqrt((1 - squared_error(worse)) / low / gain)  # between the least scores of both precisions
         kept = torch.arange(1, rows.shape[1] + 1, device=rows.device)
         totals = []
-        for row in rows.double().clamp_min(0).sort(-1).values:
+        weights = rows.double() - rows.amin().double().clamp_max(0)  # scores of some selectors are negative
+        for row in weights.sort(-1).values:
             # With the n best entries kept, those in the better precision; what is left of the bits is for more of them.
-            improved = len(row) - torch.searchsorted(row, row.flip(0) * factor)
+            least = (row.flip(0) * factor).clamp_min(torch.finfo(row.dtype).tiny)  # no entry of weight 0
+            improved = len(row) - torch.searchsorted(row, least)
             count = int((kept * low + improved * (high - low) <= bits + ROUNDING).sum())
             best = min(count, int((bits + ROUNDING - count * low) // (high - low)))
             totals.append(best if target.precision == better else count)
