@@ -1,5 +1,6 @@
 """The entries that are left of a text, as selectors score them for later evictions."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -88,23 +89,29 @@ class StoredEntries(NamedTuple):
             yield number % heads, ArrivedEntries(kv, self.positions[slots] - padding, self.scores[slots])
 
     def as_prompts(self) -> Iterator[tuple[Tensor, LayerKV]]:
-        """Yield the entries as prompts of their own, together if all heads have equally many, else head by head.
+        """Yield the entries as prompts of their own: all together, or the heads of a row, if they have equally many.
 
-        Each comes after the places [N, n] of its tokens among the entries of the N heads.
+        Heads of a row that have not come one by one. Each prompt comes after the places [N, n] of its tokens among the
+        entries of its N heads.
         """
-        counts, shape = [count for _, count in self.spans], self.pool_starts.shape
-        parts = [range(len(counts))] if len({*counts}) == 1 else [range(i, i + 1) for i in range(len(counts))]
-        for heads in parts:
-            starts = self.pool_starts.flatten()[heads.start : heads.stop, None]
-            slots = starts + torch.arange(counts[heads.start], device=self.key.device)
+        rows, heads = self.pool_starts.shape
+        counts, first = [count for _, count in self.spans], 0
+        for shape in [(rows, heads)] if len({*counts}) == 1 else self._shapes_by_row(counts):
+            starts = self.pool_starts.flatten()[first : first + math.prod(shape), None]
+            slots = starts + torch.arange(counts[first], device=self.key.device)
             order = self.positions[slots].argsort(-1)
-            whole = shape if len(heads) > 1 else (1, 1)
-            key, value = (pool[slots.gather(-1, order)].unflatten(0, whole) for pool in (self.key, self.value))
+            key, value = (pool[slots.gather(-1, order)].unflatten(0, shape) for pool in (self.key, self.value))
+            row, own = first // heads, slice(first % heads, first % heads + shape[1])
             queries, sinks = self.queries, self.sinks
-            if whole != shape:
-                row, head = divmod(heads.start, shape[1])
-                queries = None if queries is None else queries[row : row + 1].unflatten(1, (shape[1], -1))[:, head]
-                sinks = None if sinks is None else sinks.view(shape[1], -1)[head]
-            if queries is not None:  # a window of all entries would leave none to rank
+            if queries is not None:
+                queries = queries[row : row + shape[0]].unflatten(1, (heads, -1))[:, own].flatten(1, 2)
+                # A window of all entries would leave none to rank.
                 queries = queries[:, :, max(0, queries.shape[2] - max(1, key.shape[2] - 1)) :]
+            sinks = None if sinks is None else sinks.view(heads, -1)[own].flatten()
+            first += math.prod(shape)
             yield order, LayerKV(key, value, self.scale, queries, sinks=sinks, softcap=self.softcap)
+
+    def _shapes_by_row(self, counts: list[int]) -> list[tuple[int, int]]:
+        rows, heads = self.pool_starts.shape
+        own = [counts[row * heads : (row + 1) * heads] for row in range(rows)]
+        return [shape for each in own for shape in ([(1, heads)] if len({*each}) == 1 else [(1, 1)] * heads)]

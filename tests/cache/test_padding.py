@@ -246,8 +246,9 @@ def test_padding_that_cannot_be_served_is_refused():
 
 
 @pytest.mark.parametrize("padding", [7, 40])
-def test_decode_eviction_of_a_padded_row_is_that_of_the_row_alone(padding):
-    """Scores that hold the attention to expect place the queries to come at the row's own end."""
+@pytest.mark.parametrize("method", ["lkv", "tova", "streaming-llm"])
+def test_decode_eviction_of_a_padded_row_is_that_of_the_row_alone(padding, method):
+    """LKV's scores place the queries to come at the row's own end; TOVA's are of all heads of the row."""
     model = tiny_llama()
     torch.manual_seed(5)
     policy = Policy(inspect_model(model), inputs=ScorerInputs(key="unrotated", attention="learned", knots=8))
@@ -265,7 +266,8 @@ def test_decode_eviction_of_a_padded_row_is_that_of_the_row_alone(padding):
     steps = torch.randint(3, 60, (40, 1, 1))
 
     def answers(ids, mask):
-        cache = RaggedCache(model, policy=policy, retention=0.3, decode_eviction=True, slack=4)
+        learned = policy if method == "lkv" else None
+        cache = RaggedCache(model, method=method, policy=learned, retention=0.3, decode_eviction=True, slack=4)
         at = (mask.cumsum(1) - 1).clamp(min=0)
         out = [model(ids, attention_mask=mask, position_ids=at, past_key_values=cache).logits[0, -1]]
         for number, step in enumerate(steps, 1):
