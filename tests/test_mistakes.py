@@ -152,7 +152,7 @@ def test_names_that_are_no_policy_are_named(name):
         (["eval", "ruler", "--no-strict", "--policy-revision", "v1", "--out", "x"], "revision without --policy"),
         (["profile", "--policy-revision", "v1", "--out", "x.json"], "--policy-revision without --policy"),
         (["eval", "longbench", "--haystack", "x", "--lengths", "9", "--seed", "1", "--out", "x"],
-         "longbench does not read --haystack, --lengths, --seed; leave"),
+         "longbench does not read --haystack, --seed; leave"),
         (["eval", "ruler", "--methods", "snapkv", "full", "--policy", DEFAULT, "--out", "x"],
          "'snapkv' and 'full' take no --policy; leave it out"),
         (["eval", "ruler", "--methods", "knorm", "--pattern", "TEXT", "--out", "x"], "duo does not read --pattern;"),

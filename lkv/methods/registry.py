@@ -141,7 +141,7 @@ _NAMED = (
     ("adakv-expected-e2", "ada", "expected-e2", "Devoto et al. 2025, as they evaluate it", "2510.00636",
      "Ada-Expected Attention, epsilon 0.01"),
     ("kvzip", "global", "kvzip", "Kim et al. 2025", "2505.23416", "KVzip (two passes)"),
-    ("rdkv", "water-filling", "expected", "Zhang et al. 2026", "2605.08317", "RDKV"),
+    ("rdkv", "water-filling", "expected", "Zhang et al. 2026", "2605.08317", "Expected Attention, RDKV's allocation"),
     ("criticalkv", "uniform", "critical-snapkv", "Feng et al. 2025", "2502.03805", "CriticalKV"),
     ("h2o", "uniform", "h2o", "Zhang et al. 2023", "2306.14048", "H2O"),
     ("observed-attention", "uniform", "observed", "H2O as kvpress has it", "2306.14048", "Observed Attention"),

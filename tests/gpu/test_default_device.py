@@ -51,7 +51,8 @@ def small():
 
 
 every_method = pytest.mark.parametrize(
-    "method", sorted(name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern))
+    "method",
+    sorted({name for name, spec in METHODS.items() if not (spec.needs_second_pass or spec.needs_pattern)} - {"rdkv"}),
 )
 
 
@@ -165,7 +166,7 @@ def test_a_cache_under_autocast_is_as_good_as_the_stock_one(small):
     assert small(ids(1, 3), past_key_values=cache).logits.dtype == torch.float32  # goes on outside
 
 
-@pytest.mark.parametrize("method", ["kvzip", "global+lkv-t", "global+h2o"])
+@pytest.mark.parametrize("method", ["kvzip", "rdkv", "global+lkv-t", "global+h2o"])
 def test_a_method_of_the_whole_prompt_under_autocast(small, method):
     """A prompt read before it is evicted from: k is in float32 there, v in half precision."""
     policy = random_policy(inspect_model(small)) if "lkv" in method else None

@@ -133,6 +133,7 @@ def test_every_method_equals_the_stock_model_with_a_mask(name):
         # What the list of methods says about queries is what the selector says.
         assert ("queries" in spec.needs) == method.selector.reads_queries
         assert resolve_method(method, model) is method
+        method = method.for_prompt(ids, prompt)
     assert method.name == name and (method.policy is not None) == spec.needs_policy
     hidden = []
     for layer, whole in enumerate(prompt):

@@ -114,7 +114,7 @@ class GlobalTopKBudget(Budget):
 
 @register_budget(
     "water-filling",
-    label="Reverse water-filling",
+    label="water-filling",
     description="entries of all heads and layers compete for bits by their scores (RDKV)",
     variant="RDKV's allocation of bits to entries, with the importance of Expected Attention; its paper also gives "
     "channels different bits",
