@@ -145,7 +145,7 @@ class WaterFillingBudget(GlobalTopKBudget):
         factor = math.sqrt((1 - squared_error(worse)) / low / gain)  # between the least scores of both precisions
         kept = torch.arange(1, rows.shape[1] + 1, device=rows.device)
         totals = []
-        weights = rows.double() - rows.amin().double().clamp_max(0)  # scores of some selectors are negative
+        weights = (rows - rows.amin(-1, keepdim=True).clamp_max(0)).float()  # scores of some selectors are negative
         for row in weights.sort(-1).values:
             # With the n best entries kept, those in the better precision; what is left of the bits is for more of them.
             least = (row.flip(0) * factor).clamp_min(torch.finfo(row.dtype).tiny)  # no entry of weight 0
