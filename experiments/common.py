@@ -165,8 +165,8 @@ def run_cases(
     """
     details = {"policy": policy.digest(), **(details or {})}
     # Every option but the folders and `growing`, of which more go on where fewer ended.
-    chosen = {key: str(value) for key, value in vars(options).items() if value is not None}
-    settings = {key: value for key, value in chosen.items() if key not in (*_FOLDERS, *growing)}
+    given = {key: str(value) for key, value in vars(options).items() if value is not None}
+    settings = {key: value for key, value in given.items() if key not in (*_FOLDERS, *growing)}
     settings |= details | files_of(options) | {"versions": collect_provenance()["versions"]}
     with open_journal(options.out.with_suffix(".jsonl"), settings) as journal:
         for key, case in tqdm(cases.items(), desc=name):

@@ -39,11 +39,11 @@ def main() -> None:
     name = options.name or str(header["suite"])
     out, rows = options.out or RESULTS / f"{name}.json", rows_of(results, options.methods)
     details = {key: header[key] for key in ("date", "machine", "versions", "policy") if header.get(key)}
-    details["samples"] = keep_samples(out, {str(key): _kept(rows) for key, rows in frame.groupby("key", sort=False)})
+    details["samples"] = keep_samples(out, {str(key): _sample(own) for key, own in frame.groupby("key", sort=False)})
     write_results(out, name, rows, header["seed"], _command(results), details)
 
 
-def _kept(rows: pd.DataFrame) -> dict[str, Any]:
+def _sample(rows: pd.DataFrame) -> dict[str, Any]:
     """Return a sample as `experiments.paired` reads it."""
     figures = rows[["kl", "agreement", "score"]].round(5).to_numpy().tolist()
     return {"rows": rows[["method", "retention"]].to_numpy().tolist(), "measured": [figures]}

@@ -116,8 +116,7 @@ class GlobalTopKBudget(Budget):
     "water-filling",
     label="water-filling",
     description="entries of all heads and layers compete for bits by their scores (RDKV)",
-    variant="RDKV's allocation of bits to entries, with the importance of Expected Attention; its paper also gives "
-    "channels different bits",
+    variant="RDKV's allocation of bits to entries; its paper has an importance of its own, and bits by channel",
 )
 class WaterFillingBudget(GlobalTopKBudget):
     """The entries of all heads and layers compete for bits by reverse water-filling (RDKV, Zhang et al. 2026).
@@ -143,14 +142,14 @@ class WaterFillingBudget(GlobalTopKBudget):
         bits = rows.shape[1] * sum(share * size for (_, share), size in zip(used, (high, low), strict=True))
         gain = (squared_error(worse) - squared_error(better)) / (high - low)  # of a bit, by the squared score
         factor = math.sqrt((1 - squared_error(worse)) / low / gain)  # between the least scores of both precisions
-        kept = torch.arange(1, rows.shape[1] + 1, device=rows.device)
+        numbers = torch.arange(1, rows.shape[1] + 1, device=rows.device)
         totals = []
         weights = (rows - rows.amin(-1, keepdim=True).clamp_max(0)).float()  # scores of some selectors are negative
         for row in weights.sort(-1).values:
             # With the n best entries kept, those in the better precision; what is left of the bits is for more of them.
             least = (row.flip(0) * factor).clamp_min(torch.finfo(row.dtype).tiny)  # no entry of weight 0
             improved = len(row) - torch.searchsorted(row, least)
-            count = int((kept * low + improved * (high - low) <= bits + ROUNDING).sum())
+            count = int((numbers * low + improved * (high - low) <= bits + ROUNDING).sum())
             best = min(count, int((bits + ROUNDING - count * low) // (high - low)))
             totals.append(best if target.precision == better else count)
         return totals
